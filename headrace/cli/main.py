@@ -1,7 +1,6 @@
 """What does `headrace` on the command line do? It reads the arguments, runs one command, and says what went wrong."""
 
 import argparse
-import itertools
 import os
 import re
 import sys
@@ -53,20 +52,22 @@ def _parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
     reader = parser.commands.get(command, parser)
     known = [option for action in reader._actions for option in action.option_strings]
     # Before argparse looks, which names what is missing first, such as the flag that was misspelt.
-    ours = list(arguments)
-    for index, argument in enumerate(itertools.takewhile(lambda argument: argument != "--", arguments)):
+    ours: list[str] = []
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            ours += arguments[index:]
+            break
         name, equals, value = argument.partition("=")
-        if re.match(r"-\d", argument) and index and ours[index - 1] in known:
-            ours[index - 1 : index + 1] = [
-                "",
-                f"{ours[index - 1]}={argument}",
-            ]  # no flag: argparse would take it for one
-        if name.startswith("--") and name not in known:
-            dashed = name.replace("_", "-")
-            if dashed not in known:
-                reader.error(f"there is no flag {name}{nearest(dashed, known)}")
-            ours[index] = f"{dashed}{equals}{value}"
-    return parser.parse_args([argument for argument in ours if argument])
+        dashed = name.replace("_", "-")
+        if re.match(r"-\d", argument) and ours and ours[-1] in known:  # a number, which argparse takes for a flag
+            ours[-1] += f"={argument}"
+        elif not name.startswith("--") or name in known:
+            ours.append(argument)
+        elif dashed in known:
+            ours.append(f"{dashed}{equals}{value}")
+        else:
+            reader.error(f"there is no flag {name}{nearest(dashed, known)}")
+    return parser.parse_args(ours)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -296,16 +296,15 @@ SMALL = LLAMA_8B | {"num_hidden_layers": 6, "vocab_size": 32_000}
 def test_more_is_never_less_throughput(what: str, data: st.DataObject) -> None:
     """Of a node that stays as it is, more of its devices; of several nodes, more; and faster ones of each kind."""
     peer = data.draw(st.sampled_from(["none", "pcie", "fabric"]))
-    rates = {
-        "link_bytes_per_second": data.draw(st.sampled_from([6e9, 25e9, 50e9])),
-        "host_bytes_per_second": data.draw(st.sampled_from([40e9, 150e9, 600e9])),
-        "network_bytes_per_second": data.draw(st.sampled_from([1e9, 10e9, 300e9])),
-        "peer_bytes_per_second": data.draw(st.sampled_from([30e9, 200e9])) if peer == "fabric" else None,
+    rates: dict[str, Any] = {
+        "link": data.draw(st.sampled_from([6e9, 25e9, 50e9])),
+        "host": data.draw(st.sampled_from([40e9, 150e9, 600e9])),
+        "network": data.draw(st.sampled_from([1e9, 10e9, 300e9])),
     }
+    if peer == "fabric":
+        rates["peers"] = data.draw(st.sampled_from([30e9, 200e9]))
     few = data.draw(st.sampled_from([1, 2, 4]))
     fixed: dict[str, Any] = {
-        "hardware": "8x4090",
-        "peer": peer,
         "sequence_length": 512,
         "batch_size": data.draw(st.sampled_from([1, 8])),
         "micro_batches": data.draw(st.sampled_from([1, 3])),
@@ -321,12 +320,17 @@ def test_more_is_never_less_throughput(what: str, data: st.DataObject) -> None:
     elif what == "nodes":
         fixed["nodes"], more = few + 1, {"nodes": 2 * few + 1}
     else:
-        names = {"peers": "peer", "network": "network", "host memory": "host", "link": "link"}
-        name = f"{names[what]}_bytes_per_second"
-        if rates[name] is None:
+        name = what.partition(" ")[0]
+        if name not in rates:
             return
         more = {name: 2 * rates[name]}
-    before, after = (headrace.plan(SMALL, **{**fixed, **rates, **changed}) for changed in ({}, more))
+
+    def planned_with(changed: dict[str, Any]) -> Any:
+        figures = rates | {name: value for name, value in changed.items() if name in rates}
+        machine = headrace.Hardware.named("8x4090").changed(peer=peer, **figures)
+        return headrace.plan(SMALL, hardware=machine, **fixed | {k: v for k, v in changed.items() if k not in rates})
+
+    before, after = planned_with({}), planned_with(more)
     if before.tokens_per_second is not None:
         assert after.tokens_per_second is not None
         assert after.tokens_per_second >= before.tokens_per_second * 0.98

@@ -151,6 +151,8 @@ class Hardware:
             fields.setdefault(
                 "collective_bytes_per_second", fields.get(_RATES["link"][0], self.onload_bytes_per_second)
             )
+        elif peer == FABRIC != self.peer and self.collective_bytes_per_second == self.onload_bytes_per_second:
+            fields.setdefault("collective_bytes_per_second", 0.0)  # that of the link, and not of a fabric
         sources = {**machine.sources, **dict.fromkeys(fields, "given")}
         return dataclasses.replace(machine, **fields, sources=sources)
 
