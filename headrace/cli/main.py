@@ -53,20 +53,17 @@ def _parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
     reader = parser.commands.get(command, parser)
     known = [option for action in reader._actions for option in action.option_strings]
     # Before argparse looks, which names what is missing first, such as the flag that was misspelt.
-    ours = list(arguments)
+    ours: list[str | None] = list(arguments)
     for index, argument in enumerate(itertools.takewhile(lambda argument: argument != "--", arguments)):
         name, equals, value = argument.partition("=")
-        if re.match(r"-\d", argument) and index and ours[index - 1] in known:
-            ours[index - 1 : index + 1] = [
-                "",
-                f"{ours[index - 1]}={argument}",
-            ]  # no flag: argparse would take it for one
+        if re.match(r"-\d", argument) and index and ours[index - 1] in known:  # argparse would take it for a flag
+            ours[index - 1 : index + 1] = [None, f"{ours[index - 1]}={argument}"]
         if name.startswith("--") and name not in known:
             dashed = name.replace("_", "-")
             if dashed not in known:
                 reader.error(f"there is no flag {name}{nearest(dashed, known)}")
             ours[index] = f"{dashed}{equals}{value}"
-    return parser.parse_args([argument for argument in ours if argument])
+    return parser.parse_args([argument for argument in ours if argument is not None])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
