@@ -55,7 +55,7 @@ def planned(share: float) -> RunPlan:
     """The published run, as `headrace plan` has it."""
     return headrace.plan(
         MODEL,
-        hardware="8xh100",
+        hardware=headrace.Hardware.named("8xh100").changed(flops=FLOPS_PER_SECOND, host=HOST_RATE),
         devices=8,
         nodes=2,
         tensor=2,
@@ -64,8 +64,6 @@ def planned(share: float) -> RunPlan:
         zero_stage=1,
         sequence_length=4096,
         micro_batches=2,
-        flops_per_second=FLOPS_PER_SECOND,
-        host_bytes_per_second=HOST_RATE,
         method="activations=kept",
         optimizer_fraction=share,
     )

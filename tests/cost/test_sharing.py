@@ -62,7 +62,7 @@ def test_without_peers_all_of_a_block_crosses_each_link_and_the_host_adds_up() -
 
 
 def test_over_a_fabric_a_quarter_crosses_each_link() -> None:
-    helped = crossing(peer="fabric")
+    helped = crossing(peer="fabric", collective_bytes_per_second=NODE.collective_bytes_per_second)
     assert (helped.load_bytes, helped.gradient_bytes, helped.sum_bytes) == (WEIGHTS / 4, WEIGHTS / 4, 0)
     assert helped.gather_seconds == helped.reduce_seconds == pytest.approx(WEIGHTS * 3 / 4 / 100e9)
 
@@ -209,7 +209,12 @@ def test_more_devices_hide_the_update_behind_fewer_tokens_of_each() -> None:
     assert headrace.plan(LLAMA_8B, **settings, devices=8).hiding_tokens["onload"] == one["onload"]
 
 
-PEERS = ({"peer": "none"}, {"peer": "pcie", "collective_bytes_per_second": 8e9}, {"peer": "fabric"})
+RATE = NODE.collective_bytes_per_second
+PEERS = (
+    {"peer": "none"},
+    {"peer": "pcie", "collective_bytes_per_second": 8e9},
+    {"peer": "fabric", "collective_bytes_per_second": RATE},
+)
 PLACES = (
     STREAMED,
     Method(weights=Place.DEVICE, state=Place.HOST, activations=Activations.RECOMPUTED, host_share=0.5),
@@ -242,7 +247,9 @@ def test_a_node_holds_what_one_process_holds(method: Method) -> None:
     alone, _ = tiers_and_floors(SHAPE, WORK, Spread(), method, NODE.changed(devices=1))
     share = method.host_share
     for count, peer in itertools.product((2, 4, 8), ("none", "fabric")):
-        one, _ = tiers_and_floors(SHAPE, WORK, Spread(data=count), method, NODE.changed(devices=count, peer=peer))
+        rate = {"collective_bytes_per_second": NODE.collective_bytes_per_second}
+        node = NODE.changed(devices=count, peer=peer, **rate)
+        one, _ = tiers_and_floors(SHAPE, WORK, Spread(data=count), method, node)
         waiting = 2 * WEIGHTS * share * count if peer == "none" else 0
         assert one.total(Place.HOST) * count == pytest.approx(alone.total(Place.HOST) + waiting, rel=1e-6)
         assert one.total(Place.DISK) * count == pytest.approx(alone.total(Place.DISK), rel=1e-6)
@@ -289,14 +296,13 @@ SMALL = LLAMA_8B | {"num_hidden_layers": 6, "vocab_size": 32_000}
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("what", ["devices", "nodes", "peers", "network", "host memory", "link"])
 @settings(max_examples=10, derandomize=True, deadline=None, database=None)
 @given(st.data())
 def test_more_is_never_less_throughput(what: str, data: st.DataObject) -> None:
     """Of a node that stays as it is, more of its devices; of several nodes, more; and faster ones of each kind."""
     peer = data.draw(st.sampled_from(["none", "pcie", "fabric"]))
-    rates: dict[str, Any] = {
+    rates = {
         "link": data.draw(st.sampled_from([6e9, 25e9, 50e9])),
         "host": data.draw(st.sampled_from([40e9, 150e9, 600e9])),
         "network": data.draw(st.sampled_from([1e9, 10e9, 300e9])),
@@ -315,22 +321,21 @@ def test_more_is_never_less_throughput(what: str, data: st.DataObject) -> None:
         "nodes": data.draw(st.sampled_from([1, 2])),
     }
     more: dict[str, Any] = {}
+    faster: dict[str, Any] = {}
     if what == "devices":
         fixed["devices"], more = few, {"devices": 2 * few}
     elif what == "nodes":
         fixed["nodes"], more = few + 1, {"nodes": 2 * few + 1}
     else:
-        name = what.partition(" ")[0]
+        name = what.removesuffix(" memory")
         if name not in rates:
             return
-        more = {name: 2 * rates[name]}
-
-    def planned_with(changed: dict[str, Any]) -> Any:
-        figures = rates | {name: value for name, value in changed.items() if name in rates}
-        machine = headrace.Hardware.named("8x4090").changed(peer=peer, **figures)
-        return headrace.plan(SMALL, hardware=machine, **fixed | {k: v for k, v in changed.items() if k not in rates})
-
-    before, after = planned_with({}), planned_with(more)
+        faster = {name: 2 * rates[name]}
+    machines = [headrace.Hardware.named("8x4090").changed(peer=peer, **rates | changed) for changed in ({}, faster)]
+    before, after = (
+        headrace.plan(SMALL, hardware=machine, **{**fixed, **changed})
+        for machine, changed in zip(machines, ({}, more), strict=True)
+    )
     if before.tokens_per_second is not None:
         assert after.tokens_per_second is not None
         assert after.tokens_per_second >= before.tokens_per_second * 0.98
@@ -375,7 +380,7 @@ def test_what_bounds_and_who_shares_is_told() -> None:
         ({"nodes": -2, "devices": 8}, "nodes=-2; give at least 1"),
         ({"nodes": 2, "network": 0}, "nodes=2 but the network of 8x4090 is not known; give it"),
         ({"devices": 8, "peer": "usb"}, "peer is 'usb'; give one of fabric, pcie, none"),
-        ({"devices": 8, "peer": "fabric"}, "no speed of them"),
+        ({"devices": 8, "peer": "fabric"}, "peer='fabric' of which speed"),
         ({"devices": 8, "peers": 1e9}, "devices of 8x4090 do not reach each other; give peer, too"),
         ({"devices": 8, "peer": "fabric", "peers": 0}, "no speed of them"),
         ({"nodes": 2, "network": -1}, "node_bytes_per_second is -1"),

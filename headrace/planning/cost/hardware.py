@@ -147,12 +147,12 @@ class Hardware:
                 f"peers={figures['peers']!r} but devices of {self.name} do not reach each other; give peer, too: one of"
                 f" {', '.join(PEERS)}"
             )
+        if peer == FABRIC != self.peer and "collective_bytes_per_second" not in fields:
+            raise ValueError(f"peer='fabric' of which speed? {self.name} has none; give peers, too: peers='200GB/s'")
         if peer == OVER_LINK != self.peer:
             fields.setdefault(
                 "collective_bytes_per_second", fields.get(_RATES["link"][0], self.onload_bytes_per_second)
             )
-        elif peer == FABRIC != self.peer and self.collective_bytes_per_second == self.onload_bytes_per_second:
-            fields.setdefault("collective_bytes_per_second", 0.0)  # that of the link, and not of a fabric
         sources = {**machine.sources, **dict.fromkeys(fields, "given")}
         return dataclasses.replace(machine, **fields, sources=sources)
 
