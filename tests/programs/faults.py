@@ -99,9 +99,15 @@ def hooked(world: World, rng: random.Random) -> None:
         world.see(f"hook {index}", list(own))
 
 
+def _is_hooked(parameter: Any) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def nested_backward(world: World, rng: random.Random) -> None:
     """A hook in backward runs a backward of its own, of something else or of the model."""
     way = rng.choice(["else", "earlier loss", "model"])
+    if any(_is_hooked(parameter) for parameter in world.model.parameters()):
+        way = "else"  # a hook that stayed fires once for both backwards, and plain once for each
     inner, inner_batch = world.batch(rng), world.batch(rng)
     earlier = world.forward(inner) if way == "earlier loss" else None
     fired = []
