@@ -82,6 +82,12 @@ class DeviceBuffers:
         if not self._on_cpu:  # where memory itself is booked
             self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes - self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
 
+    def limit(self, budget_bytes: int) -> None:
+        """From now on all buffers together stay within that, as far as they are not in use."""
+        self._budget_bytes = budget_bytes
+        while self._is_over_with(0) and self._free:
+            del self._free[0]
+
     def close(self) -> None:
         """Lets go of what is kept."""
         self._free.clear()
@@ -103,7 +109,8 @@ class DeviceBuffers:
 def references_beside(buffer: torch.Tensor) -> int:
     """How many tensors and storage objects share the memory of a buffer, but for views that are kept with it."""
     storage = buffer.untyped_storage()  # which counts as well: tensors in C++, and holders of its one Python object
-    return storage_use_count(address_of(storage)) + sys.getrefcount(storage) - buffer.__dict__.get(_OWN, _looking)  # type: ignore[no-any-return]
+    own: int = buffer.__dict__.get(_OWN, _looking)
+    return storage_use_count(address_of(storage)) + sys.getrefcount(storage) - own
 
 
 _looking = 0

@@ -351,6 +351,7 @@ class Residency:
         for block in [block for block in self.present() if block.index >= 0]:
             if self.held_bytes > self.budget_bytes:
                 self.evict(block)
+        self._buffers.limit(self.budget_bytes)
 
     def mend(self, blocks: Iterable[Block]) -> None:
         """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away."""
@@ -362,6 +363,8 @@ class Residency:
             buffer = block.buffer
             if block.presence is not Presence.ABSENT and self.addresses.has(block):
                 held.append(block)
+                if block.presence is Presence.RESERVED:
+                    block.loaded = -1  # whatever was about to be copied
             elif buffer is not None or block.presence is not Presence.ABSENT:
                 self._finish_copies(block)
                 block.lost()
