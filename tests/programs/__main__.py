@@ -24,12 +24,13 @@ def main() -> None:
         "--without", nargs="*", default=(), help="kinds of layers, checkpoints and actions to leave out"
     )
     parser.add_argument("--reduce", action="store_true", help="makes failing programs smaller, with the traceback")
+    parser.add_argument("--encode", action="store_true", help="calls a method of the model other than forward")
     options = parser.parse_args()
     unknown = set(options.without) - {*LAYERS, *CHECKPOINTS, *ACTIONS}
     if unknown:
         parser.error(f"--without: no such layers, checkpoints or actions: {', '.join(sorted(unknown))}")
     seeds = range(options.first_seed, options.first_seed + options.count)
-    jobs = [(options.mode, seed, tuple(options.without), options.reduce) for seed in seeds]
+    jobs = [(options.mode, seed, tuple(options.without), options.reduce, options.encode) for seed in seeds]
     began, failures = time.perf_counter(), 0
     with contextlib.ExitStack() as stack:
         results: Iterable[tuple[int, list[str]]] = map(run, jobs)

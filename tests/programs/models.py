@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs.layers import LAYERS, hidden_of
@@ -42,9 +43,10 @@ class ModelSpec:
     listed: bool  # whether layers are in a ModuleList
     tied_head: bool
     tied_layers: bool
+    encodes: bool = False  # whether its user calls `encode` and not the model
 
     def __str__(self) -> str:
-        flags = [name for name in ("listed", "tied_head", "tied_layers") if getattr(self, name)]
+        flags = [name for name in ("listed", "tied_head", "tied_layers", "encodes") if getattr(self, name)]
         return f"width {self.width}, {' '.join(map(str, self.layers))} {' '.join(flags)}"
 
 
@@ -114,13 +116,21 @@ class Model(nn.Module):
         return self.layers[index] if self.spec.listed else getattr(self, f"layer{index}")
 
     def forward(self, x: Tensor, tokens: Tensor, seed: int = 0) -> Tensor:
+        return self.head(self.norm(self._hidden(x, tokens, seed)))
+
+    def encode(self, x: Tensor, tokens: Tensor, seed: int = 0) -> Tensor:
+        """As `forward`, but for reading the weight of the norm by itself."""
+        hidden = self._hidden(x, tokens, seed)
+        return self.head(F.layer_norm(hidden, hidden.shape[-1:], self.norm.weight, self.norm.bias, self.norm.eps))
+
+    def _hidden(self, x: Tensor, tokens: Tensor, seed: int) -> Tensor:
         rng = random.Random(seed)
         hidden: Any = self.embedding(tokens) + x
         for use, layer in zip(self.uses, self.spec.layers, strict=True):
             if rng.random() < layer.skipped:
                 continue
             hidden = self._run(self.layer(use), hidden, layer.checkpointing)
-        return self.head(self.norm(hidden))
+        return hidden  # type: ignore[no-any-return]
 
     def _run(self, module: nn.Module, hidden: Tensor, checkpointing: str) -> Tensor:
         if checkpointing == "none" or not torch.is_grad_enabled():

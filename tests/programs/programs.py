@@ -32,11 +32,14 @@ class Program:
         return f"{self.model}: {' '.join(name for name, _ in self.actions)}"
 
 
-def random_program(mode: str, seed: int, without: Collection[str] = ()) -> Program:
-    """The program of this seed; `without` names kinds of layers and actions that it does not have."""
+def random_program(mode: str, seed: int, without: Collection[str] = (), *, encodes: bool = False) -> Program:
+    """The program of this seed; `without` names kinds of layers and actions that it does not have.
+
+    `encodes`: whether it calls the model's method `encode`, and not the model.
+    """
     rng = random.Random(f"{mode} {seed}")
     how = random_mode(mode, random.Random(seed), Path())
-    model = random_model(rng, how.widths, without, steady=how.steady)
+    model = replace(random_model(rng, how.widths, without, steady=how.steady), encodes=encodes)
     names = [name for name in how.weights if name not in without]
     chosen = rng.choices(names, [how.weights[name] for name in names], k=rng.randrange(3, 9))
     return Program(mode, seed, model, tuple((name, rng.randrange(10**6)) for name in chosen))
@@ -185,12 +188,12 @@ def _quiet() -> Iterator[None]:
 
 
 # many of them --------------------------------------------------------------------------------------------------------
-def run(job: tuple[str, int, tuple[str, ...], bool]) -> tuple[int, list[str]]:
+def run(job: tuple[str, int, tuple[str, ...], bool, bool]) -> tuple[int, list[str]]:
     """The failure of one seed, in lines."""
-    mode, seed, without, reduces = job
+    mode, seed, without, reduces, encodes = job
     if mode == "emulated":
         import emulator.emu  # noqa: F401  # before the first backward of the process
-    program = random_program(mode, seed, without)
+    program = random_program(mode, seed, without, encodes=encodes)
     failure = judge(program)
     if seed % 50 == 0:
         gc.collect()

@@ -32,7 +32,14 @@ def test_program_on_the_emulated_device(emu_device: object, seed: int) -> None:
     check("emulated", seed)
 
 
-def check(mode: str, seed: int) -> None:
-    program = random_program(mode, seed, LEFT_OUT.get(mode, ()))
+@pytest.mark.core(seed=list(range(2)))
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("mode", ["cpu", "disk", "activations", "overlap"])
+def test_program_that_calls_another_method(mode: str, seed: int) -> None:
+    check(mode, seed, encodes=True)
+
+
+def check(mode: str, seed: int, *, encodes: bool = False) -> None:
+    program = random_program(mode, seed, LEFT_OUT.get(mode, ()), encodes=encodes)
     failure = judge(program)
     assert failure is None, f"{mode} {seed}: {failure}\n{program}\n{failure.traceback}"

@@ -53,7 +53,9 @@ class World:
     def batch(self, rng: random.Random) -> dict[str, Any]:
         """Inputs of random sizes; those of an offloaded model may be on the CPU."""
         rows, length, seed = rng.randrange(2, 4), rng.randrange(2, 5), rng.randrange(1000)
-        on_host = rng.random() < 0.5 and self.offload is not None and has_weights(self.handle)
+        on_host = (
+            rng.random() < 0.5 and not self.model.spec.encodes and self.offload is not None and has_weights(self.handle)
+        )
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(rows, length, self.model.spec.width, generator=generator)
         tokens = torch.randint(VOCABULARY, (rows, length), generator=generator)
@@ -62,7 +64,7 @@ class World:
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """The loss; the output is noted."""
-        output = self.model(**batch)
+        output = self.model.encode(**batch) if self.model.spec.encodes else self.model(**batch)
         self.passes += 1
         self.see("output", output)
         loss = F.cross_entropy(output.flatten(0, 1), batch["tokens"].to(output.device).flatten())
