@@ -96,29 +96,46 @@ class AveragedGradients:
         if len(order) != len(self._places):
             self._places = {block: place for place, block in enumerate(order)}
         with without_transforms():
-            self._grow_halves()
+            wanted: list[tuple[Block, list[Slot], list[int]]] = []
             for block in self._places:
                 refuse_hooks(block)
-                wanted = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._homes]
-                if wanted:
-                    ends = offsets_of([slot.home.numel() * self._dtype(slot).itemsize for slot in wanted])
-                    arena = self._tiers.common_gradient_memory(self._node, block.name, ends[-1])
-                    homes = NodeGradients(arena, arena.own_view(), dict(zip(wanted, ends, strict=False)))
-                    self._homes |= dict.fromkeys(wanted, homes)
+                slots = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._homes]
+                if slots:
+                    ends = offsets_of([slot.home.numel() * self._dtype(slot).itemsize for slot in slots])
+                    wanted.append((block, slots, ends))
+            half_bytes = self._wanted_half_bytes()
+            more_bytes = 2 * (
+                self._part_of(half_bytes * self._node.size) - self._part_of(self._half_bytes * self._node.size)
+            )
+            self._tiers.check_gradients(more_bytes + sum(self._part_of(ends[-1]) for _, _, ends in wanted))
+            self._grow_halves(half_bytes)
+            for block, slots, ends in wanted:
+                arena = self._tiers.common_gradient_memory(self._node, block.name, ends[-1])
+                homes = NodeGradients(arena, arena.own_view(), dict(zip(slots, ends, strict=False)))
+                self._homes |= dict.fromkeys(slots, homes)
 
-    def _grow_halves(self) -> None:
-        """Before there are averages: these may rest on disk where host memory has no room."""
+    def _part_of(self, nbytes: int) -> int:
+        """What this rank books of memory that the node shares."""
+        part = self._node.part(whole_pages(nbytes)) if nbytes else range(0)
+        return part.stop - part.start
+
+    def _wanted_half_bytes(self) -> int:
+        """Of each rank: the gradients that it gives of a block, and what it says of them."""
         largest_bytes = max(self._half_bytes, aligned(len(self._places)))
         for block in self._places:
             slots = [slot for slot in block.slots if slot.home.requires_grad or slot in self._homes]
             largest_bytes = max(largest_bytes, aligned(len(slots)) + self._sums.given_bytes(slots))
-        if largest_bytes > self._half_bytes:
+        return largest_bytes
+
+    def _grow_halves(self, half_bytes: int) -> None:
+        """Before there are averages: these may rest on disk where host memory has no room."""
+        if half_bytes > self._half_bytes:
             self._halves, self._half_bytes = [], 0
-            node, nbytes = self._node, self._node.size * largest_bytes
+            node, nbytes = self._node, self._node.size * half_bytes
             self._tiers.make_room(2 * whole_pages(nbytes))
             where = self._lanes.device, self._ledger, _PURPOSE
             self._halves = [SharedArena(node, nbytes, *where, by_ranks=True) for _ in range(2)]
-            self._half_bytes = largest_bytes
+            self._half_bytes = half_bytes
 
     def take(self, slot: Slot, gradient: torch.Tensor) -> None:
         """The leaf's gradient is complete: from here on it is ours."""
