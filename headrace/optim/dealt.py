@@ -31,7 +31,7 @@ class Dealt:
         self.deal = deal
         self.consolidated: Consolidated | None = None  # by consolidate_state_dict(), until the next step
         self._described: list[str] | None = None  # all parameters
-        self._loaded = 0  # how often state was
+        self._loaded = False  # since the last step; a load that failed may be tried again on one rank alone
 
     def take(self, parameters: Sequence[torch.Tensor]) -> None:
         """Deals these out, too."""
@@ -57,7 +57,7 @@ class Dealt:
             error = failure
         gradients = {member.index: self._seen(member) for member in found}
         settings = {name: str(value) for name, value in settings.items()} | {
-            "how often state was loaded": str(self._loaded)
+            "whether state was loaded": str(self._loaded)
         }
         if self._described is None:
             self._described = _described(groups)
@@ -68,6 +68,7 @@ class Dealt:
                 raise error
             self._refuse(told)
         self._agreed(alike)
+        self._loaded = False
         self.consolidated = None  # what was put together is of another step
         return found
 
@@ -155,7 +156,7 @@ class Dealt:
         Raises ValueError where that is on another rank.
         """
         self.consolidated = None
-        self._loaded += 1
+        self._loaded = True
         pairs = zip(state_dict["param_groups"], groups, strict=False)
         of_numbers = {
             number: parameter

@@ -817,7 +817,7 @@ def ranks_that_differ() -> None:
     for change, said in (
         (another_lr, r"differ in param_groups\[0\]\['lr'\]: 0.01 on rank 1, 0.5 on rank 0; nothing was updated"),
         (clipped, r"the gradient of parameter 1 .* has other values on rank 1 than on rank 0; nothing was updated"),
-        (state_loaded, "ranks differ in how often state was loaded: 0 on rank 1, 1 on rank 0"),
+        (state_loaded, "ranks differ in whether state was loaded: False on rank 1, True on rank 0"),
     ):
         with pytest.raises(StateError, match=said):
             does_alone(change)
