@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import headrace
 from headrace import optim
-from tests.distributed.meshed import BUDGET_BYTES, Model, batch
+from tests.distributed.meshed import BUDGET_BYTES, Model, batch, cpu_mesh
 
 KINDS: tuple[dict[str, Any], ...] = ({}, {"experts": 4}, {"adapters": True}, {"tied": True})
 RULES: dict[str, dict[str, Any]] = {
@@ -62,18 +61,18 @@ class Run:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return getattr(optim, self.rule)(trained, **RULES[self.rule], **settings)
 
-    def run(self, stage: int, meshes: dict[int, DeviceMesh]) -> None:
+    def run(self, stage: int) -> None:
         """One stage, on this rank."""
         ranks, way, _ = self.stages[stage]
         model = self.model()
         if way == "plain":
             self._train(stage, model, self.optimizer(model, stage))
         elif way.startswith("zero"):
-            self._train(stage, model, self.optimizer(model, stage, mesh=meshes[ranks], zero_stage=int(way[-1])))
+            self._train(stage, model, self.optimizer(model, stage, mesh=cpu_mesh(), zero_stage=int(way[-1])))
         else:
             where: dict[str, Any] = {"device": "cpu", "device_memory": 2 * BUDGET_BYTES}
             if ranks > 1:
-                where |= {"mesh": meshes[ranks], "onload": "gather" if way == "gather" else "own"}
+                where |= {"mesh": cpu_mesh(), "onload": "gather" if way == "gather" else "own"}
             if way == "disk":
                 where |= {"disk": str(self.directory / f"weights {stage}"), "host_memory": ranks * 2**17}
             with headrace.offload(model, **where):
@@ -88,8 +87,7 @@ class Run:
             optimizer.consolidate_state_dict(to=0)
         if distributed.get_rank() == 0:
             headrace.save(self.directory / str(stage), model, optimizer)
-        if ranks > 1:
-            distributed.barrier(group=_groups[ranks])
+        distributed.barrier()
 
     def step(self, stage: int, model: nn.Module, optimizer: Any, steps: list[int | None]) -> None:
         """Steps of a stage, whoever does them."""
@@ -120,21 +118,20 @@ class Run:
                     )
 
 
-_groups: dict[int, Any] = {}
+def runs(directory: str, seeds: range) -> list[Run]:
+    """Those of these seeds, in folders of their own."""
+    return [Run(Path(directory) / str(seed), seed) for seed in seeds]
 
 
-def runs(directory: str, first_seed: int, count: int) -> None:
-    """On four ranks, of which each stage uses as many as it says."""
-    meshes = {ranks: DeviceMesh("cpu", list(range(ranks))) for ranks in (2, 4)}
-    _groups.update({ranks: mesh.get_group() for ranks, mesh in meshes.items() if distributed.get_rank() < ranks})
-    for seed in range(first_seed, first_seed + count):
-        run = Run(Path(directory) / str(seed), seed)
-        run.directory.mkdir(exist_ok=True)
-        for stage, (ranks, _, _) in enumerate(run.stages):
-            if distributed.get_rank() < ranks:
-                run.run(stage, meshes)
-            distributed.barrier()
-        if distributed.get_rank() == 0:
-            run.check()
-            print(f"equal: {run}", flush=True)
-        distributed.barrier()
+def stage(directory: str, seeds: range, number: int) -> None:
+    """Of all of these runs whose stage of this number is for as many ranks as there are."""
+    for run in runs(directory, seeds):
+        if number < len(run.stages) and run.stages[number][0] == distributed.get_world_size():
+            run.directory.mkdir(exist_ok=True)
+            run.run(number)
+
+
+def check(directory: str, seeds: range) -> None:
+    """All stages are over: in one process."""
+    for run in runs(directory, seeds):
+        run.check()
