@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import headrace
 from benchmarks import many_devices
 from headrace.cli.main import main
+from headrace.planning import search
 from headrace.planning.cost import Activations, Hardware, Method, Overlap, Place, Spread, Training, Work
 from headrace.planning.cost.forecast import Run, run_of, tiers_and_floors
 from headrace.planning.cost.lanes import CostLane
@@ -21,6 +23,7 @@ from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 from tests.cost.test_collectives import decoder
 
 ROOT = Path(__file__).parents[2]
+TRIALS = search.TRIALS  # of a search that is not a short one
 GOLDEN = ROOT / "tests" / "golden" / "llama-70b-on-16-nodes.txt"
 LAYERS = 8
 SHAPE = decoder(LAYERS)  # of 100M parameters each: weights of 0.2 GB, gradients of as much
@@ -296,6 +299,7 @@ SMALL = LLAMA_8B | {"num_hidden_layers": 6, "vocab_size": 32_000}
 
 
 @pytest.mark.extended
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("what", ["devices", "nodes", "peers", "network", "host memory", "link"])
 @settings(max_examples=10, derandomize=True, deadline=None, database=None)
 @given(st.data())
@@ -332,13 +336,16 @@ def test_more_is_never_less_throughput(what: str, data: st.DataObject) -> None:
             return
         faster = {name: 2 * rates[name]}
     machines = [headrace.Hardware.named("8x4090").changed(peer=peer, **rates | changed) for changed in ({}, faster)]
-    before, after = (
-        headrace.plan(SMALL, hardware=machine, **{**fixed, **changed})
-        for machine, changed in zip(machines, ({}, more), strict=True)
-    )
-    if before.tokens_per_second is not None:
-        assert after.tokens_per_second is not None
-        assert after.tokens_per_second >= before.tokens_per_second * 0.98
+
+    def tokens_per_second() -> list[Any]:
+        pairs = zip(machines, ({}, more), strict=True)
+        return [headrace.plan(SMALL, hardware=one, **{**fixed, **changed}).tokens_per_second for one, changed in pairs]
+
+    before, after = tokens_per_second()
+    if before is not None and after is not None and after < before * 0.98:  # a longer search tells
+        with mock.patch.object(search, "TRIALS", TRIALS):
+            before, after = tokens_per_second()
+    assert before is None or after >= before * 0.98
 
 
 def test_the_plan_of_many_nodes_is_the_golden_one(
