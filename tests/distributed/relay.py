@@ -58,7 +58,7 @@ class Run:
         """Of what is trained."""
         if self.on_disk and not settings:
             settings = {"tier": "disk", "disk": str(self.directory / f"state {stage}")}
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
         return getattr(optim, self.rule)(trained, **RULES[self.rule], **settings)
 
     def run(self, stage: int) -> None:
@@ -100,7 +100,7 @@ class Run:
         """Each checkpoint has the weights and the state that a process has which ran through."""
         model = self.model()
         optimizer = getattr(optim, self.rule)(
-            [parameter for parameter in model.parameters() if parameter.requires_grad], **RULES[self.rule]
+            [pair for pair in model.named_parameters() if pair[1].requires_grad], **RULES[self.rule]
         )
         for stage, (_, _, steps) in enumerate(self.stages):
             self.step(stage, model, optimizer, steps)

@@ -6,10 +6,11 @@ import pytest
 
 from tests.support.nursery import Nursery, run_ranks
 
-COUNT = 12
+COUNT = 4
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(400)  # each stage starts its ranks anew
 @pytest.mark.parametrize("first_seed", [0, 1000])
 def test_random_runs(nursery: Nursery, tmp_path: Path, first_seed: int) -> None:
     seeds = f"{str(tmp_path)!r}, range({first_seed}, {first_seed + COUNT})"
