@@ -9,6 +9,7 @@ interface: streams and events on an accelerator, worker threads where the comput
 import itertools
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -306,7 +307,8 @@ class ThreadLanes(Lanes):
         super().__init__(device)
         self._threads = {lane: OneThread(f"headrace-{lane.value}") for lane in Lane}
         self._copying = {lane: threading.Lock() for lane in Lane}
-        self._last: dict[Lane, Future[float]] = {}  # the last job of each thread
+        # The last job of each thread, weakly: one that failed keeps the memory that it was about to copy.
+        self._last: dict[Lane, weakref.ref[Future[float]]] = {}
 
     def mark(self) -> Event:
         return _REACHED
@@ -315,7 +317,7 @@ class ThreadLanes(Lanes):
         nbytes = 0
         for _, source in copies:
             nbytes += source.nbytes
-        last = self._last.get(lane)
+        last = self._last[lane]() if lane in self._last else None
         if nbytes <= _AT_ONCE_BYTES and after is _REACHED and (last is None or last.done()):
             begun_at = time.perf_counter()
             with self._copying[lane], torch.inference_mode():
@@ -336,7 +338,8 @@ class ThreadLanes(Lanes):
                     del pending[0]  # this thread may outlive the job by a moment, and then holds no memory
             return time.perf_counter()
 
-        self._last[lane] = submitted = self._threads[lane].submit(job)
+        submitted = self._threads[lane].submit(job)
+        self._last[lane] = weakref.ref(submitted)
         return Transfer(lane, tuple(copies), nbytes, _JobEvent(begun), _JobEvent(submitted))
 
     def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
