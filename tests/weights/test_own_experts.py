@@ -223,7 +223,8 @@ def test_checkpoints_around_experts_of_which_more_is_used(compute_device: torch.
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.core(every=499)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("disk", "every"), [(False, 499), (False, 197), (True, 499)])
+@pytest.mark.parametrize("every", [499, 197])
+@pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
 @pytest.mark.parametrize("trains", [False, True])
 def test_ctrl_c_at_any_moment_of_a_pass(
     compute_device: torch.device, tmp_path: Path, trains: bool, disk: bool, every: int

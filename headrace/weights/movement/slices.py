@@ -305,6 +305,7 @@ class Slices:
             return self._parts[block][place].view_of_one(bank.buffer, self.slot_bytes, slot)
 
     def _load(self, block: Block, expert: int, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
+        self._residency.intact = False  # Ctrl-C may come before the bank knows of the copy, in a backward, too
         key = block.index, expert
         host, kept = self._host_cache, None
         if host is not None and block.is_fetched:
@@ -338,6 +339,7 @@ class Slices:
                 arrival = Arrival(transfer, self._residency.next_number())
         bank.arriving[slot] = _without_memory(arrival)
         bank.hold(slot, key)
+        self._residency.intact = True
 
     def _fetch(self, block: Block, expert: int, bank: Bank, slot: int, after: Event) -> Arrival:
         fetching = self._residency.fetching
