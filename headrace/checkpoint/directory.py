@@ -248,7 +248,8 @@ def _is_replaceable(path: Path) -> bool:
 
 def _make_locked(directory: Path) -> int | None:
     while True:
-        directory.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # not `exist_ok`: that raises where it goes as soon as it was found
+            directory.mkdir()
         descriptor = None
         try:
             descriptor = lock_directory(directory)

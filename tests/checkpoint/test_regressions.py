@@ -449,6 +449,32 @@ def test_looking_for_the_newest_removes_what_a_killed_process_left(tmp_path: Pat
     assert sorted(tmp_path.iterdir()) == [elsewhere, tmp_path / "step-1"]
 
 
+def test_another_process_takes_a_new_checkpoint_for_a_stale_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks, makes, found = directory.lock_directory, os.mkdir, []
+
+    def lock(path: Path) -> int | None:
+        if not found and path.name.startswith(".headrace-saving"):  # it has locked it first
+            found.append(path)
+            raise BlockingIOError(errno.EAGAIN, "locked")
+        return locks(path)
+
+    def make(path: Path, mode: int = 0o777) -> None:
+        if found == [path]:  # it removes it just now
+            found.append(path)
+            path.rmdir()
+            raise FileExistsError(errno.EEXIST, "is there", os.fspath(path))
+        makes(path, mode)
+
+    monkeypatch.setattr(directory, "lock_directory", lock)
+    monkeypatch.setattr(os, "mkdir", make)
+    model, optimizer = small()
+    headrace.save(tmp_path / "step-1", model, optimizer)
+    assert len(found) == 2
+    assert headrace.checkpoint.newest(tmp_path) == tmp_path / "step-1"
+
+
 def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
     from headrace.checkpoint.manifest import FileRecord, Manifest
 
