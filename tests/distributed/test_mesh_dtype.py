@@ -11,7 +11,7 @@ from tests.support.nursery import Nursery, run_ranks
 pytestmark = pytest.mark.core(world_size=2, device="cpu")
 
 
-@pytest.mark.core(dtypes=("float32", "bfloat16"), kind="full", way="own")
+@pytest.mark.core(dtypes=[("float32", "bfloat16"), ("bfloat16", "bfloat16")], kind="full", way="own")
 @pytest.mark.parametrize(
     ("world_size", "device", "kind", "dtypes", "settings", "way"),
     [

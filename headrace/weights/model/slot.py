@@ -292,6 +292,7 @@ class Slot:
             place.copy_(self.data)
             self.give(place)
             self.home.point(place)
+            torch.autograd.graph.increment_version(self.home)  # its address is as before, for an optimizer's remainder
             self._home_changed(written=True)
 
     def release(self) -> None:
