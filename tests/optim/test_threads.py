@@ -38,7 +38,7 @@ def test_ctrl_c_at_any_moment_waits_for_what_was_handed_over() -> None:
                 if threading.current_thread() is not threading.main_thread():
                     time.sleep(0.002)
                 if over.is_set():
-                    late.append(moment)
+                    late.append(over)
 
             came = interrupted_at(moment, partial(threads.on_each, work, at_most=3), "headrace")
             over.set()
