@@ -18,6 +18,7 @@ import headrace
 from headrace import StateError
 from headrace.optim import AdamW, norms
 from headrace.optim.devices import Member
+from headrace.optim.overlap import Updater
 from headrace.runtime.autograd import without_overrides
 from tests.support.compare import assert_same, same
 from tests.support.held import weight_bytes
@@ -450,6 +451,32 @@ def test_ctrl_c_at_any_moment_of_a_step_is_told(overlap: str, every: int) -> Non
         stats = handle.stats()
         assert stats.onload_bytes > 0
         assert stats.device_peak_bytes <= stats.device_budget_bytes
+
+
+def test_ctrl_c_just_after_an_update_began_in_backward_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = linears(3, 16)
+    with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2):
+        optimizer = AdamW(model.parameters(), overlap="backward", **SETTINGS)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(3, 16)).square().sum().backward()
+            optimizer.step()
+
+        for _ in range(4):
+            step()
+        run = Updater.run
+
+        def interrupted(self: Updater, job: Callable[[], None]) -> None:
+            monkeypatch.undo()
+            run(self, job)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Updater, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+        with pytest.raises(StateError, match=r"a step was cut short .* 2 of 2 parameters had been updated"):
+            step()
 
 
 def steps_of_two(overlaps: Sequence[str], steps: int) -> list[nn.Parameter]:
