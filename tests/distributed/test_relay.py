@@ -1,16 +1,20 @@
-"""May a run be handed on from so many ranks to others, and saved again at once, without any state being lost?"""
+"""May a run be handed on from so many ranks to others, and saved again at once, without any state being lost?
 
+RUNS=500 pytest -m extended tests/distributed/test_relay.py makes so many of each kind of seeds.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.support.nursery import Nursery, run_ranks
 
-COUNT = 4
+COUNT = int(os.environ.get("RUNS", "4"))
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(400)  # each stage starts its ranks anew
+@pytest.mark.timeout(400 + 20 * COUNT)  # each stage starts its ranks anew
 @pytest.mark.parametrize("first_seed", [0, 1000])
 def test_random_runs(nursery: Nursery, tmp_path: Path, first_seed: int) -> None:
     seeds = f"{str(tmp_path)!r}, range({first_seed}, {first_seed + COUNT})"
