@@ -123,6 +123,17 @@ class Slot:
         """Differs when the home's contents do, as far as autograd would notice."""
         return Token(self.home._version, self.untraced_changes, self.data_number)
 
+    def has_other_contents(self) -> bool:
+        """A device copy is made of what the home holds now. Whether the last one was made of something else; then the
+        leaf's version is about to be raised by one.
+        """
+        token, last = self.token, self.loaded_token
+        self.loaded_token = token
+        if last is _NEVER or last == token:
+            return False
+        self._leaf_version += 1
+        return True
+
     @property
     def others_may_write(self) -> bool:
         """Whether other processes may write what is read, at any time and unnoticed."""

@@ -16,6 +16,7 @@ from headrace.runtime.capture import before_write
 from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from headrace.runtime.pending import LostUpdate, Pending, Watcher
 from headrace.weights.model.experts import Experts
+from headrace.weights.model.home import Leaf
 from headrace.weights.model.layout import lay_out
 from headrace.weights.model.places import Member, Places
 from headrace.weights.model.slot import Layout, Slot
@@ -211,13 +212,22 @@ class Block:
             changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
         # Detached: a view would keep its base, of which `is_free` does not know.
         copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
-        for slot in self.slots:
-            slot.loaded_token = slot.token
+        self._note_contents()
         self.loaded = self._last_loaded = generation
         if any(slot.others_may_write for slot in self.slots):
             self.loaded = -1  # nobody can say
         self._as_arena = generation if all(slot.in_place for slot in self.slots) else -1
         return copies
+
+    def _note_contents(self) -> None:
+        """The device copy is made of what homes hold now: autograd has to notice that leaves which it has saved itself
+        have other contents.
+        """
+        others = [slot.leaf for slot in self.slots if slot.has_other_contents()]
+        if others:
+            with without_overrides():
+                torch.autograd.graph.increment_version(others)
+                self.leaves.writes_are_kept()  # it was none
 
     @property
     def memory_is_kept(self) -> bool:

@@ -7,7 +7,7 @@ loaded on demand, the one that is needed again last makes room, and the trace is
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -58,6 +58,8 @@ class Executor:
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
         self._has_called = any(block.called is not None for block in self._blocks)
+        plain = self._gathers is None and not any(block.compounds for block in self._blocks)
+        self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
         self._indexes: dict[tuple[Block, ...], tuple[int, ...]] = {}  # of the blocks of each kind of visit
         self._rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in self._blocks), default=0)  # asked for so far
         self._sort_blocks()
@@ -204,6 +206,9 @@ class Executor:
         indexes = self._indexes.get(blocks)
         if indexes is None:
             indexes = self._indexes[blocks] = tuple(block.index for block in blocks if block.index >= 0)
+        if self.everything_is_here:
+            self._bring_back(blocks)
+            return
         key: VisitKey = (indexes, phase)
         asked = self._lanes.tick()
         again = bool(self._records) and self._records[-1].phase is phase and self._records[-1].blocks == indexes
@@ -232,9 +237,26 @@ class Executor:
                 block.order = len(self._records)
             self._last_used[block] = self._clock
         self._clock += 1
-        if not again and not self.everything_is_here and len(self._records) < _MOST_RECORDED_VISITS:
+        if not again and len(self._records) < _MOST_RECORDED_VISITS:
             began, held, use = self._lanes.tick(), self._meter.sample(), self._meter.lane_use
             self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.experts_bytes, held))
+
+    def are_here(self, blocks: Iterable[Block]) -> bool:
+        """Whether a visit of these has nothing to do: in a cycle in which all of the model is here, and stays."""
+        if not self.everything_is_here:
+            return False
+        for block in blocks:  # noqa: SIM110  # asked at every visit
+            if block.look() != block.loaded:
+                return False
+        return True
+
+    def _bring_back(self, blocks: tuple[Block, ...]) -> None:
+        """In such a cycle: what was written meanwhile comes once more."""
+        for block in blocks:
+            self.bring(block, keep=blocks)
+        for block in blocks:
+            if block.presence is Presence.ARRIVING:
+                self._residency.arrive(block)
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
@@ -346,7 +368,7 @@ class Executor:
             self._follow_first_rank(self._gathers, entry)
         self._drop_old_copies()
         self.everything_is_here = (
-            not entry.gradients  # for which a visit has more to do than to bring blocks
+            (not entry.gradients or (self._may_keep_weights and not self._has_called and not self._in_parts))
             and self._course is not None
             and self._course.trace.refined
             and self.bytes_beside_experts + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.runtime.autograd import pop_hooks
+from headrace.runtime.autograd import pop_hooks, saving_is_left_to_autograd
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.site import Site
 from headrace.weights.passes.stray import is_lending, lending_leaves
@@ -42,6 +42,8 @@ class Call:
         engine.visit(self)
         self._ends.append(engine.leave)
         with_gradients = torch.is_grad_enabled() or len(engine.calls) == 1  # they may be switched on inside
+        if torch.is_grad_enabled() and engine.bindings.straight_for == self.thread and saving_is_left_to_autograd():
+            with_gradients = False  # autograd may save weights themselves: they stay
         self._take_part(with_gradients=with_gradients)
 
     def _take_part(self, *, with_gradients: bool, in_method: bool = False) -> None:

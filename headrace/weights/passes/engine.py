@@ -13,7 +13,7 @@ from torch import nn
 
 from headrace.errors import StateError
 from headrace.planning import Phase
-from headrace.runtime.autograd import in_transform, without_overrides
+from headrace.runtime.autograd import in_transform, saving_is_left_to_autograd, without_overrides
 from headrace.runtime.fibers import own_thread
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.module_buffers import ModuleBuffers
@@ -27,7 +27,7 @@ from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.binding import PassBindings, bind, release
 from headrace.weights.passes.call import Call, MethodCall
-from headrace.weights.passes.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
+from headrace.weights.passes.handles import SavedTensors, pop_left_over
 from headrace.weights.passes.handover import Handover
 from headrace.weights.passes.idle import is_idle
 from headrace.weights.passes.lending import Lending
@@ -79,7 +79,7 @@ class Engine:
         self.bindings = PassBindings(self.blocks, self.residents, buffers, residency, executor)
         self.updates = Updates(self.blocks, self.residents)
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
-        self._backward = Backward(
+        self.backward = Backward(
             self.progress,
             self.bindings,
             residency,
@@ -90,9 +90,9 @@ class Engine:
             self.calls,
             self._recover,
         )
-        self.lookups = Lookups(device, executor, self._backward, self.lending)
+        self.lookups = Lookups(device, executor, self.backward, self.lending)
         one_by_one = isinstance(gradients, Gradients)  # ranks average whole ones
-        self.trained = Trained(self._backward, executor, device, one_by_one=one_by_one)
+        self.trained = Trained(self.backward, executor, device, one_by_one=one_by_one)
         self.picks = Picks(device, executor, self.lending, self.trained, self.call)
         self.process = OwnProcess()
         self.together: LayerMajor | None = None  # several micro-batches, whose forwards are under way
@@ -103,7 +103,7 @@ class Engine:
         """The gradients of a block come here."""
         with without_overrides():  # a leaf that is away
             for slot in block.slots:
-                slot.on_gradient = self._backward.on_gradient
+                slot.on_gradient = self.backward.on_gradient
                 slot.follow_requires_grad()
         self.lending.add(block)
 
@@ -172,7 +172,7 @@ class Engine:
                     self._claims.clear()
             raise
         if torch.is_grad_enabled():
-            self._backward.watch_output(site, output)
+            self.backward.watch_output(site, output)
         return output
 
     def call_method(
@@ -203,7 +203,7 @@ class Engine:
             if around is not None:
                 self._methods[this] = around
         if call.used and torch.is_grad_enabled():
-            self._backward.watch_output(site, output)
+            self.backward.watch_output(site, output)
         return output
 
     def _is_outside(self, thread: int) -> bool:
@@ -240,7 +240,7 @@ class Engine:
         """Passes of one model follow each other. Raises StateError where another thread's is under way."""
         this = own_thread()
         owner = self._claims.setdefault("pass", this)  # in one go, whatever other threads do
-        if owner == this and self._backward.present is not None and self._backward.is_held:
+        if owner == this and self.backward.present is not None and self.backward.is_held:
             owner = self.progress.thread
         if owner != this:
             if self._claims["pass"] == this:
@@ -275,7 +275,7 @@ class Engine:
         """Homes are bound everywhere; nothing is under way, and nothing will be."""
         self._recover()
         self.buffers.release()
-        self._backward.refused = True
+        self.backward.refused = True
 
     # updates ----------------------------------------------------------------------------------------------------------
     def wait_until_free(self) -> None:
@@ -290,7 +290,7 @@ class Engine:
         """
         if updates and not self.progress.computes:
             self.updates.wait()
-        over = self._backward.is_under_way and not self.progress.in_backward and own_thread() == self.progress.thread
+        over = self.backward.is_under_way and not self.progress.in_backward and own_thread() == self.progress.thread
         if over and self.process.is_this:
             self._recover()
 
@@ -345,14 +345,14 @@ class Engine:
         """One backward that consists of those that `backward` calls; gradients come to `batch_sums`."""
 
         def run() -> None:
-            self._backward.begin()
+            self.backward.begin()
             backward()
 
-        self._backward.batch_sums = batch_sums
+        self.backward.batch_sums = batch_sums
         try:
             in_one_backward(run)
         finally:
-            self._backward.batch_sums = None
+            self.backward.batch_sums = None
 
     def discard(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients of these are discarded, those that wait to be averaged over ranks, too."""
@@ -373,7 +373,7 @@ class Engine:
 
     def _recover(self) -> None:
         """After an interrupt amid bookkeeping, or a backward that raised: nothing stays bound or pending."""
-        with self._backward.settling:
+        with self.backward.settling:
             self.progress.state = PassState.BROKEN_OFF
             self.calls.clear()
             self._executor.slices.put_back_weights()
@@ -385,19 +385,19 @@ class Engine:
             self.lending.forget()
             self.bindings.reset(())
             self._residency.mend((*self.blocks, *self.residents))
-            self._backward.undo()
+            self.backward.undo()
             self.progress.state = PassState.AT_REST
 
     def saved_tensors(self, site: Site) -> SavedTensors:
         """Hooks for what autograd saves in a visit of the site."""
-        return SavedTensors(self._residency, self._executor.slices, self._backward, site)
+        return SavedTensors(self._residency, self._executor.slices, self.backward, site)
 
     def visit(self, call: Call) -> None:
         """A site's call, or its recomputation, makes its blocks present."""
         site = call.site
         with without_overrides():  # a look at a home is our own
             if self.progress.in_backward:
-                self._backward.reach(site)
+                self.backward.reach(site)
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)
             self.calls.append(call)

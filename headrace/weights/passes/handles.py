@@ -37,7 +37,7 @@ from headrace.weights.movement.slices import Slices
 from headrace.weights.passes.picked import Picked, picked_of
 from headrace.weights.passes.site import Site
 
-__all__ = ["SavedTensors", "WeightHandle", "is_checkpointed", "pop_left_over", "saving_is_left_to_autograd"]
+__all__ = ["SavedTensors", "WeightHandle", "is_checkpointed", "pop_left_over"]
 
 
 class WeightHandle(NamedTuple):
@@ -226,11 +226,6 @@ class SavedTensors:
         wrapper: torch.Tensor
         wrapper = wrapped.kind.__tensor_unflatten__(inner, wrapped.context, wrapped.size, wrapped.stride)
         return wrapper
-
-
-def saving_is_left_to_autograd() -> bool:
-    """Whether no hooks are on top: of no visit, no checkpoint, and no user."""
-    return top_hooks(True) is None
 
 
 def pop_left_over(residency: Residency) -> None:

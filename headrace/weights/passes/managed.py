@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from multiprocessing.context import get_spawning_popen
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,6 +148,10 @@ class Managed:
         site = self.site
         if site.is_inside():
             return forward(*args, **kwargs)
+        if site.engine.bindings.straight_for == get_ident() and site.needs_no_visit():
+            output = forward(*args, **kwargs)
+            site.engine.backward.watch_output(site, output)
+            return output
         return site.engine.call(site, forward, args, kwargs)
 
     def _call(self, name: str, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:

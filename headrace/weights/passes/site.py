@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled, nn
 
-from headrace.runtime.autograd import without_overrides
+from headrace.runtime.autograd import saving_is_left_to_autograd, without_overrides
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.stray import is_lending
 
@@ -64,7 +64,7 @@ class Site:
         """
         engine = self.engine
         if engine.bindings.straight_for == get_ident():
-            return not self.main or self._needs_no_visit()
+            return not self.main or (not is_grad_enabled() and self.needs_no_visit())
         calls = engine.calls
         if not calls or not self._may_be_inside or calls[-1].thread != get_ident():
             return False
@@ -73,10 +73,14 @@ class Site:
                 return False
         return True
 
-    def _needs_no_visit(self) -> bool:
-        """Whether the call of a layer has nothing to do where all blocks are bound for a forward without gradients."""
-        if is_grad_enabled() or (is_autocast_cache_enabled() and is_autocast_enabled(self.device.type)):
-            return False  # there are gradients after all, or a cache that would keep copies of weights
+    def needs_no_visit(self) -> bool:
+        """Whether the call of a layer, on the thread of a forward that has all blocks bound, has nothing to bring or to
+        keep from autograd. With gradients its output is to be watched all the same.
+        """
+        if is_autocast_cache_enabled() and is_autocast_enabled(self.device.type):
+            return False  # a cache that would keep copies of weights
+        if is_grad_enabled() and not saving_is_left_to_autograd():
+            return False
         with without_overrides():
             for block in self.blocks:
                 if block.look() != block.loaded:
