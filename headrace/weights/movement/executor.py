@@ -51,6 +51,7 @@ class Executor:
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
         self._changed_now: set[int] = set()  # those that changed after it began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
+        self._leaving: dict[Block, None] = {}  # those that may go, see `_let_go`; the last one is needed last
         self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes, or for a pause to end
         self._pauses = 0  # how many are under way
         self._clock = 0  # visits so far
@@ -106,9 +107,8 @@ class Executor:
         if self._course is not None and not self._course.strayed:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
-            for index in step.evictions:
-                self.evict(self._blocks[index])
             self._at_boundary = [block for block in loads if self._followed or block.index in self._changed]
+            self._let_go(step.evictions)
             for block in loads:
                 if block not in self._at_boundary:
                     self.prefetch(block)
@@ -215,10 +215,8 @@ class Executor:
         again |= not (self._is_first or self._is_last)
         self._is_first = False
         step = None if self._course is None or again else self._course.advance(key)
-        if step is not None:
-            for index in step.evictions:
-                if index not in key[0]:
-                    self.evict(self._blocks[index])
+        if step is not None and step.evictions:
+            self._let_go(step.evictions, but_not=indexes)
         for block in blocks:
             self.bring(block, keep=blocks)
         if self._put_off:
@@ -265,24 +263,27 @@ class Executor:
         if block.updates:
             block.wait_for_updates()
         self._put_off.pop(block, None)
+        self._leaving.pop(block, None)
         late = block.index >= 0 and block.called is None
         if block.buffer is None:
             if (block.experts is not None or block.index < 0) and not self._residency.fits(block):
                 self.slices.give_way()
             if block.called is not None:
                 self.called.make_room(block, keep)
+            if self._leaving:
+                self._make_way(block)
             self._residency.make_room(block, keep, self._next_use)
             self._residency.onload(block)
             self._meter.demand_onloads += late
-        elif not block.is_current:
+        elif block.look() != block.loaded:
             self._meter.demand_onloads += late and block.presence is not Presence.RESERVED
             self._residency.renew(block)
 
     def prefetch(self, block: Block) -> None:
         """The block comes before it is needed, if there is room for it."""
-        if block.buffer is None and self._residency.fits(block):
+        if block.buffer is None and (self._residency.fits(block) or self._make_way(block)):
             self._residency.reserve(block)
-        if block.buffer is not None and not block.is_current:
+        if block.buffer is not None and block.look() != block.loaded:
             if (
                 self._pauses or self._put_off or (block.updates and block.being_updated)
             ):  # loads keep the order in which they are needed
@@ -331,6 +332,24 @@ class Executor:
         for index in self._course.coming_loads(but_not=but_not):
             if not self._residency.fetch_ahead(self._blocks[index], gathered=gathered):
                 return
+
+    def _let_go(self, indexes: Iterable[int], but_not: Sequence[int] = ()) -> None:
+        """The plan has no use for these any more, `but_not` in this visit. Of a block whose homes it expects to change before the next cycle, it
+        has none as the copy will be old; a further micro-batch finds it as it is. So that goes when others need the
+        room, or when the homes have changed.
+        """
+        for index in indexes:
+            block = self._blocks[index]
+            if index in self._changed:
+                self._leaving[block] = None
+            elif index not in but_not:
+                self.evict(block)
+
+    def _make_way(self, block: Block) -> bool:
+        """Whether there is room for the block, once what the plan has let go of has gone as far as that takes."""
+        while not self._residency.fits(block) and self._leaving:
+            self.evict(self._leaving.popitem()[0])
+        return self._residency.fits(block)
 
     def evict(self, block: Block) -> None:
         """The block goes, unless it is in use."""
