@@ -16,7 +16,6 @@ from headrace.runtime.capture import before_write
 from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from headrace.runtime.pending import LostUpdate, Pending, Watcher
 from headrace.weights.model.experts import Experts
-from headrace.weights.model.home import Leaf
 from headrace.weights.model.layout import lay_out
 from headrace.weights.model.places import Member, Places
 from headrace.weights.model.slot import Layout, Slot

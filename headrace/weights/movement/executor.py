@@ -334,9 +334,10 @@ class Executor:
                 return
 
     def _let_go(self, indexes: Iterable[int], but_not: Sequence[int] = ()) -> None:
-        """The plan has no use for these any more, `but_not` in this visit. Of a block whose homes it expects to change before the next cycle, it
-        has none as the copy will be old; a further micro-batch finds it as it is. So that goes when others need the
-        room, or when the homes have changed.
+        """The plan has no use for these any more, `but_not` in this visit.
+
+        Of a block whose homes it expects to change before the next cycle it has none as the copy will be old. A further
+        micro-batch finds it as it is, so that goes when others need the room, or when the homes have changed.
         """
         for index in indexes:
             block = self._blocks[index]
