@@ -14,13 +14,13 @@ import torch
 from headrace.planning import Phase, Plan
 from headrace.runtime.lanes import Lanes
 from headrace.weights.meter import Meter, VisitRecord
-from headrace.weights.model.tables import FEWEST_ROWS
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.called import CalledExperts
 from headrace.weights.movement.gathering import Gathers
 from headrace.weights.movement.planner import Planner
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.rows import Rows
+from headrace.weights.movement.shares import Shares
 from headrace.weights.movement.slices import Slices
 from headrace.weights.movement.trace import Course, Entry, Trace, TraceBook, VisitKey
 
@@ -62,11 +62,11 @@ class Executor:
         plain = self._gathers is None and not any(block.compounds for block in self._blocks)
         self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
         self._indexes: dict[tuple[Block, ...], tuple[int, ...]] = {}  # of the blocks of each kind of visit
-        self._rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in self._blocks), default=0)  # asked for so far
-        self._sort_blocks()
-        self.rows = Rows(self._blocks, self, residency, lanes, meter)
-        self.called = CalledExperts(self._blocks, self, residency, meter)
-        self.slices = Slices(self._blocks, self, residency, lanes, meter)
+        residency.next_use = self._next_use
+        self.shares = Shares(self._blocks, lambda: residency.streaming_budget_bytes)
+        self.rows = Rows(self._blocks, self.shares, residency, lanes, meter)
+        self._called = CalledExperts(self._blocks, self.shares, residency, meter)
+        self.slices = Slices(self._blocks, self.shares, residency, lanes, meter)
         self.everything_is_here = False  # with what the homes hold, and nothing has to go: a cycle without visits
 
     # cycles -----------------------------------------------------------------------------------------------------------
@@ -171,37 +171,14 @@ class Executor:
     def travels_whole(self, block: Block) -> None:
         """More than parts of it was needed: it travels as other blocks do from now on."""
         block.row_bytes, block.experts = 0, None
-        self._sort_blocks()
+        self.shares.sort()
         self.replan()
-
-    def _sort_blocks(self) -> None:
-        self.whole_blocks = [block for block in self._blocks if not block.travels_in_parts]
-        self._in_parts = {block.index for block in self._blocks if block.travels_in_parts}
-        self._whole_bytes = sum(block.nbytes for block in self.whole_blocks if block.called is None)
-        self._has_tables = any(block.row_bytes for block in self._blocks)
-
-    @property
-    def bytes_beside_experts(self) -> int:
-        """What all other blocks take, and rows of tables."""
-        return self._whole_bytes + (self._rows_bytes if self._has_tables else 0)
-
-    def clear_for_rows(self, nbytes: int) -> int:
-        """Makes room for rows of a table, as far as that goes: what is free then. Plans leave it free from now on."""
-        if nbytes > self._rows_bytes:
-            self._rows_bytes = 1 << (nbytes - 1).bit_length()  # so that plans are made anew but a few times
-            self._book.forget_plans()
-        return self._residency.clear(nbytes, (), self._next_use)
-
-    def clear_for_experts(self, nbytes: int) -> int:
-        """Makes room for banks of experts, as far as that goes: what is free then. Plans leave it free."""
-        return self._residency.clear(nbytes, (), self._next_use)
 
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
         """Makes the blocks present, and does what the plan has for this visit; experts that are called are in none."""
         if self._has_called and any(block.called for block in blocks):
-            self._clock += 1
-            self.called.visit(blocks, phase, name)
+            self._visit_called(blocks, phase, name)
             return
         indexes = self._indexes.get(blocks)
         if indexes is None:
@@ -239,6 +216,29 @@ class Executor:
             began, held, use = self._lanes.tick(), self._meter.sample(), self._meter.lane_use
             self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.experts_bytes, held))
 
+    def _visit_called(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
+        """Of experts that are modules of their own: makes them present, and in backward the one that is needed next."""
+        self._clock += 1
+        called = [block for block in blocks if block.called is not None]
+        if len(called) < len(blocks):  # it shares weights
+            self.visit(tuple(block for block in blocks if block.called is None), phase, name)
+        for block in called:
+            self._called.note_use(block)
+            with self._called.counting():
+                self.bring(block, blocks)
+        following = self._called.follow(called, phase, gradients_follow=self.gradients_follow)
+        if following is not None:
+            if following.buffer is None:
+                self._make_room_among_called(following, blocks)
+            with self._called.counting():
+                self.prefetch(following)
+        for block in called:
+            self._residency.arrive(block)
+
+    def _make_room_among_called(self, block: Block, keep: Sequence[Block]) -> None:
+        for going in self._called.going(block, keep):
+            self.evict(going)
+
     def are_here(self, blocks: Iterable[Block]) -> bool:
         """Whether a visit of these has nothing to do: in a cycle in which all of the model is here, and stays."""
         if not self.everything_is_here:
@@ -269,10 +269,10 @@ class Executor:
             if (block.experts is not None or block.index < 0) and not self._residency.fits(block):
                 self.slices.give_way()
             if block.called is not None:
-                self.called.make_room(block, keep)
+                self._make_room_among_called(block, keep)
             if self._leaving:
                 self._make_way(block)
-            self._residency.make_room(block, keep, self._next_use)
+            self._residency.make_room(block, keep)
             self._residency.onload(block)
             self._meter.demand_onloads += late
         elif block.look() != block.loaded:
@@ -368,7 +368,7 @@ class Executor:
     # learning ---------------------------------------------------------------------------------------------------------
     def _open(self, entry: Entry) -> None:
         self._meter.cycle_begins()
-        self.called.begin_cycle()
+        self._called.begin_cycle()
         last, self._course = self._course, None
         self._entry, self._records = entry, []
         self.take_turn(first=True, last=True)
@@ -388,11 +388,11 @@ class Executor:
             self._follow_first_rank(self._gathers, entry)
         self._drop_old_copies()
         self.everything_is_here = (
-            (not entry.gradients or (self._may_keep_weights and not self._has_called and not self._in_parts))
+            (not entry.gradients or (self._may_keep_weights and not self._has_called and not self.shares.in_parts))
             and self._course is not None
             and self._course.trace.refined
-            and self.bytes_beside_experts + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
-            and self._are_here(self.whole_blocks)
+            and self.shares.beside_experts_bytes + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
+            and self._are_here(self.shares.whole_blocks)
             and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for all of it
@@ -416,7 +416,7 @@ class Executor:
 
     def _needs_whole(self, trace: Trace) -> bool:
         """Whether it needs all of a block that travels in parts."""
-        in_parts = self._in_parts
+        in_parts = self.shares.in_parts
         return bool(in_parts) and any(not in_parts.isdisjoint(blocks) for blocks, _ in trace.visits)
 
     def _close(self) -> None:
@@ -450,15 +450,15 @@ class Executor:
 
     def _plan_for(self, trace: Trace) -> Plan | None:
         """The plan for the blocks that change now. None: the planner failed, and blocks come on demand."""
-        key = self._changed, trace.repeats
+        key = self._changed, trace.repeats, self.shares.rows_bytes
         if key in trace.plans:
             plan = trace.plans[key]
         else:
             plan = self._planner.make(
                 trace,
                 self._changed,
-                in_parts_bytes=self.called.bytes_wanted + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
-                rows_bytes=self._rows_bytes,
+                in_parts_bytes=self.shares.called_bytes + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
+                rows_bytes=self.shares.rows_bytes,
             )
         trace.keep_plan(key, plan)
         return plan

@@ -18,7 +18,7 @@ MOST_TRACES = 64  # that are remembered: where layers are skipped at random, eve
 MOST_PLANS = 8  # of one trace, each for other blocks that change
 
 VisitKey = tuple[tuple[int, ...], Phase]  # indices of the streamed blocks, and the phase
-PlanKey = tuple[frozenset[int], bool]  # blocks that change, and whether the trace repeats
+PlanKey = tuple[frozenset[int], bool, int]  # which blocks change, whether the cycle is repeated, bytes left for rows
 
 
 class Entry(NamedTuple):
