@@ -18,6 +18,7 @@ from headrace.memory.disk import DirectFile
 from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.lanes import open_lanes
 from headrace.weights.meter import Meter
+from headrace.weights.movement.residency import Residency
 from headrace.weights.rest.placement import DiskGradients, HostTiers, Placement
 from tests.support.compare import Outcome, assert_same, assert_same_gradients, assert_same_models, assert_same_weights
 from tests.support.held import weight_bytes
@@ -419,6 +420,34 @@ def test_what_a_user_keeps_stays_in_host_memory(
     handle.refresh()
     assert_same_models(model, plain, some_missing=True)
     assert torch.equal(loss_of(model, tokens).cpu(), loss_of(plain, tokens).cpu())
+
+
+def test_ctrl_c_when_blocks_have_moved_and_cannot_be_fetched_yet(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plain, model = large_decoder().requires_grad_(False).to(compute_device), large_decoder().requires_grad_(False)
+    tokens, nbytes = tokens.to(compute_device), weight_bytes(model)
+    handle = headrace.offload(
+        model, device=compute_device, device_memory=nbytes // 3, host_memory=nbytes + (64 << 10), disk=tmp_path
+    )
+    loss_of(model, tokens)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for each in (plain, model):
+        each.layers.requires_grad_(True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Residency, "fetch_from", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, tokens)
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, tokens), loss_of(plain, tokens))
+    assert handle.stats().fetch_bytes > 0
+    for each in (plain, model):
+        loss_of(each, tokens).backward()
+    assert_same_gradients(model, plain, some_missing=True)
+    assert handle.stats().host_peak_bytes <= nbytes + (64 << 10)
 
 
 # weights straight from a checkpoint -----------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ class Residency:
         self.pace = pace
         self.gathers = gathers  # None: no rank helps another
         self.fetch_from(fetching)
+        self.open_way: Callable[[], None] = lambda: None  # fetches from disk from then on
         self.packed_loads = PackedLoads(device, pace.lanes, ledger, meter, wanted=packed)
         self.beside: OtherTenant | None = None  # what blocks share the budget with
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
@@ -94,6 +95,14 @@ class Residency:
         self.fetching = fetching
         if self.gathers is not None:
             self.gathers.fetching = fetching
+
+    def way_from_disk(self) -> Fetching:
+        """For a block that rests there. Ctrl-C may have come after the first ones moved, and before it was opened."""
+        if self.fetching is None:
+            self.open_way()
+        if self.fetching is None:
+            raise StateError("a block rests on disk, and there is no way from there")
+        return self.fetching
 
     def present(self) -> Collection[Block]:
         """The blocks that have a buffer."""
@@ -401,7 +410,7 @@ class Residency:
             self._submitted.pop(block, None)
             block.arrival, read = by.onload(block, buffer, copies, after)
             block.read_until(read)
-        elif self.fetching is None or not block.is_fetched:
+        elif not block.is_fetched:
             arrival = None if self.pace.is_limited else self.packed_loads.onload(block, buffer, copies, after)
             if arrival is None:
                 block.arrival, done = self.pace.submit(Lane.ONLOAD, copies, after)
@@ -411,7 +420,7 @@ class Residency:
             self._submitted[block] = self.next_number()
         else:
             self._submitted.pop(block, None)
-            fetch = self.fetching.onload(block, Target(buffer, after, copies))
+            fetch = self.way_from_disk().onload(block, Target(buffer, after, copies))
             block.read_until(fetch)
             block.arrival = LateTransfer(Lane.ONLOAD, block.nbytes, fetch.arrived)
         block.becomes(Presence.ARRIVING)

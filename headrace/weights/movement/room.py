@@ -39,6 +39,7 @@ class Room:
         self._ledger = ledger
         self._open_fetching = open_fetching
         self._has_room, self._ranks = has_room, ranks
+        residency.open_way = self._open_way
 
     def make(self, nbytes: int) -> bool:
         """Whether the host budget has room for `nbytes` more, at once or after blocks have moved to disk.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 
 from headrace.config import format_bytes
-from headrace.errors import BudgetError, DiskError, StateError
+from headrace.errors import BudgetError, DiskError
 from headrace.memory.buffers import plain_tensors, references_beside
 from headrace.planning import Key, passes_through
 from headrace.runtime.device import is_accelerator
@@ -340,9 +340,6 @@ class Slices:
         self._residency.intact = True
 
     def _fetch(self, block: Block, expert: int, bank: Bank, slot: int, after: Event) -> Arrival:
-        fetching = self._residency.fetching
-        if fetching is None:
-            raise StateError(f"block {block.name!r} rests on disk, and there is no way from there")
         ranges: list[Range] = []
         more: list[Copy] = []
         places = self.views(block, bank, slot, 1)
@@ -353,7 +350,7 @@ class Slices:
             else:  # `p.data = t`
                 more.append((place[0], own.source[expert]))
         one = _OneExpert(block, ranges)
-        fetch = fetching.onload(one, Target(bank.buffer, after, more))
+        fetch = self._residency.way_from_disk().onload(one, Target(bank.buffer, after, more))
         return Arrival(LateTransfer(Lane.ONLOAD, one.nbytes, fetch.arrived), None)
 
     def _empty(self, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
