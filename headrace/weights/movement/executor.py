@@ -341,7 +341,7 @@ class Executor:
         """
         for index in indexes:
             block = self._blocks[index]
-            if index in self._changed:
+            if index in self._changed and self._course is not None and not self._course.comes_to(index):
                 self._leaving[block] = None
             elif index not in but_not:
                 self.evict(block)
