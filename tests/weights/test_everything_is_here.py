@@ -500,3 +500,33 @@ def test_a_hook_of_backward_writes_a_weight(decoder, plain, tokens, compute_devi
             loss_of(model, tokens.to(compute_device)).backward()
             hook.remove()
         assert_same_gradients(decoder, plain)
+
+
+def test_a_step_before_a_backward_that_begins_within_a_layer(compute_device) -> None:
+    """At a tensor that the layer keeps. A plain run raises."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.kept: Any = None
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.kept = self.second(self.first(hidden)).sum()
+            return self.first(hidden)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Keeps() for _ in range(3)))
+    plain = copy.deepcopy(model).to(compute_device)
+    x = torch.ones(2, 8, device=compute_device)
+    with headrace.offload(model, device=compute_device, device_memory=AMPLE, blocks=list(model)):
+        for one in (model, plain):
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+            for _ in range(5):
+                (one(x).sum() + sum(layer.kept for layer in one)).backward()
+            one(x)
+            one[1].kept.backward(retain_graph=True)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                one[1].kept.backward()
+        assert_same_gradients(model, plain)

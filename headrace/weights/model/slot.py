@@ -123,16 +123,14 @@ class Slot:
         """Differs when the home's contents do, as far as autograd would notice."""
         return Token(self.home._version, self.untraced_changes, self.data_number)
 
-    def has_other_contents(self) -> bool:
-        """A device copy is made of what the home holds now. Whether the last one was made of something else; then the
-        leaf's version is about to be raised by one.
-        """
-        token, last = self.token, self.loaded_token
-        self.loaded_token = token
-        if last is _NEVER or last == token:
-            return False
+    @property
+    def is_old_on_device(self) -> bool:
+        """Whether the last device copy was made of other contents than the home has now, as far as autograd notices."""
+        return self.loaded_token is not _NEVER and self.loaded_token != self.token
+
+    def version_is_raised(self) -> None:
+        """The leaf's version is one more now, and nobody has written to the leaf."""
         self._leaf_version += 1
-        return True
 
     @property
     def others_may_write(self) -> bool:

@@ -132,6 +132,8 @@ class Executor:
         for block in self._blocks:
             if block.look() != block.loaded and block.changed_since_load:
                 self._changed_now.add(block.index)
+                if self._may_keep_weights:
+                    block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
         for block in list(self._residency.present()):
