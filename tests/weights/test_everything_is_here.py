@@ -359,7 +359,7 @@ def both(kind: Any, act: Any, blocks_that_fit: int, device: torch.device, run: C
     return ours, run(plain)
 
 
-# training: a pass that finds all weights as they are, as a step's further micro-batches do, has no visits either -------
+# training: a pass that finds all weights as they are (the second micro-batch of a step) has no visits either ----------
 def trained(model: nn.Module, tokens: torch.Tensor, *, passes: int = 4) -> None:
     for _ in range(passes):
         loss_of(model, tokens).backward()
