@@ -17,6 +17,7 @@ import torch
 import torch.utils.checkpoint
 
 from headrace.errors import WeightChangedError
+from headrace.memory.buffers import SAVED, saved_view
 from headrace.runtime.autograd import (
     FunctionNode,
     check_version,
@@ -213,8 +214,10 @@ class SavedTensors:
             buffer = packed.block.buffer
             if buffer is None:
                 raise WeightChangedError(f"block {packed.block.name!r} is not present")
-            weight = torch.empty(0, dtype=packed.dtype, device=buffer.device)
-            weight.set_(buffer.untyped_storage(), packed.offset, packed.size, packed.stride)
+            saved, view = buffer.__dict__.get(SAVED), (packed.dtype, packed.size, packed.stride, packed.offset)
+            weight = None if saved is None else saved.get(view)
+            if weight is None:
+                weight = saved_view(buffer, view)
             if packed.conjugated:
                 weight = weight.conj()
             return neg_view(weight) if packed.negated else weight
