@@ -28,10 +28,11 @@ SYMPTOMS = (
     Symptom(
         symptom="pipeline, tensor or data parallel training is refused or not to be had with offloading",
         says="headrace does not run this yet",
-        cause="headrace has one device for each model; plans with more devices are simulations",
+        cause="a rank has one device; replicas run (mesh=), and tensor, pipeline and expert degrees of a plan, as ZeRO"
+        " of offloaded weights, are simulated",
         confirm="the cannot line of headrace plan, or runnable in its JSON: what of the plan cannot be run",
-        fix="one device that the weights visit (headrace.offload), which needs no pipeline to fit; or one process for"
-        " each device, whose gradients are averaged between backward and step",
+        fix="one device that the weights visit (headrace.offload), which needs no pipeline to fit; replicas with"
+        " headrace.offload(model, mesh=mesh); or PyTorch's own stages and shards, each offloaded by its rank",
     ),
     Symptom(
         symptom="gradients are not averaged between ranks",

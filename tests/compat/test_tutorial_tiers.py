@@ -1,6 +1,7 @@
 """Do single tensors rest in tiers as the tutorial's managers say: limits kept, values kept, loads waited for?"""
 
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from headrace.compat.tutorial import (
     OffloadTier,
     UnifiedOffloadManager,
 )
+from headrace.memory.disk.file import DirectFile
 from headrace.memory.ledger import Tier
 from headrace.runtime.system import host_name
 from tests.support.models import linears
@@ -164,6 +166,24 @@ def test_host_memory_is_the_blocks_in_flight(nvme: Any, device: torch.device, pi
     assert stats["cpu_memory"] == 2 * 4096 < stats["nvme_memory"] // 40
     assert manager.tiers.ledger.peak_bytes(Tier.HOST) == 2 * 4096
     assert stats["gpu_peak"] == LAYER_BYTES
+
+
+def test_as_many_blocks_are_read_at_once_as_the_queue_is_deep(
+    nvme: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers(1).double()  # of 8 blocks
+    before = values(model)
+    manager = nvme(model, aio_queue_depth=8)
+    manager.synchronize()
+    read, all_read = DirectFile.read, threading.Barrier(8)
+
+    def waits_for_the_others(*arguments: Any) -> None:
+        all_read.wait(timeout=5)
+        read(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectFile, "read", waits_for_the_others)
+        assert torch.equal(manager.load_to_gpu("0.weight").cpu(), before["0.weight"])
 
 
 def test_the_limit_of_the_gpu_holds(nvme: Any, device: torch.device) -> None:

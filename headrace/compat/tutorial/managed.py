@@ -35,7 +35,7 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
 class OwnDirectory:
     """A directory of one manager's own inside of `directory`, made when its store is opened."""
 
-    def __init__(self, directory: str, threads: int = 4) -> None:
+    def __init__(self, directory: str, threads: int) -> None:
         self._parent = Path(directory).expanduser()
         self._own = self._parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}@{host_name()}"
         self._threads = threads

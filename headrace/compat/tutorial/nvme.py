@@ -25,7 +25,7 @@ class NVMeOffloadManager(ManagedModel):
         self, model: nn.Module, config: NVMeConfig | None = None, *, device: torch.device | str | None = None
     ) -> None:
         self.config = config = config or NVMeConfig()
-        directory = OwnDirectory(config.nvme_path)
+        directory = OwnDirectory(config.nvme_path, config.aio_queue_depth)
         tiers = TieredTensors(
             device_of(model, device),
             device_bytes=config.gpu_memory_limit,

@@ -99,7 +99,7 @@ class CPUOffloadOptimizer(AdamW):
 
     @property
     def cpu_params(self) -> dict[str, torch.Tensor]:
-        """Exact weights in float32 on the host: the masters (copied from the device), or copies of weights."""
+        """Exact weights in float32 on the host, for reading: masters, or copies. Write to `gpu_params`."""
         return {
             name: (self.state[p]["master"] if "master" in self.state.get(p, {}) else p.detach().float()).cpu()
             for name, p in self.gpu_params.items()

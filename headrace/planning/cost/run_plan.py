@@ -96,7 +96,8 @@ class RunPlan:
             and self.method.overlap is Overlap.NONE
         )
         if spread.zero_stage and spread.data > 1 and not by_optimizer:
-            parts.append(f"ZeRO stage {spread.zero_stage} of {spread.data} replicas")
+            which = " of offloaded weights" if spread.zero_stage <= 2 and self.method.streamed else ""
+            parts.append(f"ZeRO stage {spread.zero_stage} of {spread.data} replicas{which}")
         if self.method.host_share < 1 and self.method.overlap is not Overlap.NONE:
             parts.append(f"overlap={self.method.overlap.value!r} where the device has a share of the optimizer")
         if self.work.training is Training.FULL and any(b.weight_bits < 16 and b.trainable for b in self.part.blocks):
