@@ -311,7 +311,7 @@ class Executor:
             gathers.begin()
             until = None if block is until else until
             is_used = to_the_end or reached < math.inf
-            if is_used and block.buffer is None and self._residency.fits(block):
+            if is_used and block.buffer is None and self._make_way(block):
                 self._residency.reserve(block)
             if is_used and block.buffer is not None and not block.is_current:
                 self._residency.renew(block, gathered=True)
