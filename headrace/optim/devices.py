@@ -37,7 +37,7 @@ class Member:
     state: dict[str, Any]
     gradient: torch.Tensor  # where the weights are once its batch is performed
     shared: bool = False  # whether others have the gradient, and may write it once step() has returned
-    begun: bool = False  # whether it may have been written to, in a step that a drive may cut short
+    begun: bool = False  # whether it may have been written to, in a step that may be cut short
     updated: bool = False  # whether its update has been performed
 
     def piece(self, part: slice, weights: Weights, state: dict[str, Any]) -> "Member":

@@ -24,7 +24,11 @@ class Begin(Protocol):
     """Begins the update of parameters of a unit, given their gradients."""
 
     def __call__(
-        self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]
+        self,
+        unit: Unit,
+        gradients: Mapping[Any, torch.Tensor],
+        arrived: Callable[[], None],
+        updated: dict[Any, None],
     ) -> Sequence[Any]: ...
 
 
@@ -62,9 +66,7 @@ class EarlyUpdates:
             self._refuse("backward ran again before step(): gradients accumulate, or a GradScaler skipped a step")
         if self._used is None:
             self._used = self._settings()
-        begun = begin(unit, gradients, arrived)
-        self.updated |= dict.fromkeys(begun)
-        return begun
+        return begin(unit, gradients, arrived, self.updated)
 
     def delivered(self, parameters: Mapping[Any, bool]) -> None:
         """Backward is over, and the gradients are the parameters'."""

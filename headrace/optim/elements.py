@@ -70,7 +70,7 @@ class ElementOptimizer(HostOptimizer):
         if on_disk:  # first: a drive that fails at once has changed nothing
             self._perform_in_files(on_disk, updates[: len(on_disk)], scale)
         for member in members[len(on_disk) :]:
-            member.begun = self._disk is not None
+            member.begun = True
         update.perform(updates[len(on_disk) :], scale)
         for member, item, state in zip(members, updates, states, strict=True):
             member.weights.performed(item.checksum)

@@ -1,4 +1,4 @@
-"""What if a drive fails in the middle of a step? The step says how far it came, and no other one follows."""
+"""What if a drive fails, or Ctrl-C comes, within a step? It says how far it came, and no other one follows."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

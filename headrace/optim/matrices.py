@@ -57,7 +57,7 @@ class MatrixOptimizer(HostOptimizer):
         for member in members:
             if disk is not None:
                 self._fetch(disk, member)
-            member.begun = self._disk is not None
+            member.begun = True
             self._update_one(member, scale)
             if disk is not None:
                 self._spill(disk, member.parameter, member.weights, member.state)

@@ -244,15 +244,22 @@ class HostOptimizer(StateAtRest):
         return self._updater.submit(unit, members, perform, arrived, others)
 
     def _begin_early(
-        self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]
+        self,
+        unit: Unit,
+        gradients: Mapping[Any, torch.Tensor],
+        arrived: Callable[[], None],
+        updated: dict[Any, None],
     ) -> Sequence[Any]:
+        """`updated` is given those whose update has begun, or Ctrl-C is told of by the next step."""
         places = self._places()
         begun = [parameter for parameter in gradients if parameter in places]
         if not begun:  # all are another optimizer's
             return begun
         self._take_apart(self.entries)
         members = [self._member(*places[parameter], parameter, gradients[parameter]) for parameter in begun]
-        self._submit(unit, members, 1.0, arrived)
+        with self._interruption.told(members, self._updater.settle):
+            self._submit(unit, members, 1.0, arrived)
+            updated |= dict.fromkeys(begun)
         return begun
 
     def _update_now(self, members: list[Member], scale: float) -> None:

@@ -9,7 +9,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 from headrace.runtime import system
@@ -58,26 +57,26 @@ def on_each(work: Callable[[], None], *, at_most: int) -> None:
     if helpers < 1:
         work()
         return
-    pending = _submit(work, helpers)
+    chosen = _chosen(helpers)
     try:
+        pending = [helper.submit(work) for helper in chosen]
         work()
-    finally:
-        _wait(pending)
-    for job in pending:
-        job.result()
+        for job in pending:
+            job.result()
+    except BaseException:
+        _settle(chosen)
+        raise
 
 
-def _wait(pending: "Sequence[Future[None]]") -> None:
-    """Until all are done, even if Ctrl-C comes meanwhile: they write to memory that the caller lets go of."""
-    interruption: BaseException | None = None
-    for job in pending:
-        while not job.done():
-            try:
-                job.exception()
-            except BaseException as error:
-                interruption = error
-    if interruption is not None:
-        raise interruption
+def _settle(helpers: Sequence[OneThread]) -> None:
+    """Waits until they have done whatever they were given, which Ctrl-C may have kept from being known.
+
+    Not even Ctrl-C ends that: they write to memory that the caller lets go of.
+    """
+    for last in [helper.submit(int) for helper in helpers]:
+        while not last.done():
+            with contextlib.suppress(BaseException):
+                last.result()
 
 
 _limit: int | None = None
@@ -85,12 +84,12 @@ _helpers: list[OneThread] = []
 _changing = threading.Lock()  # optimizers step on several threads
 
 
-def _submit(work: Callable[[], None], helpers: int) -> "list[Future[None]]":
-    """`work`, on so many helper threads. There are made more of them where there are too few."""
+def _chosen(number: int) -> list[OneThread]:
+    """So many helper threads. There are made more of them where there are too few."""
     with _changing:
-        while len(_helpers) < helpers:
+        while len(_helpers) < number:
             _helpers.append(OneThread("headrace-optim"))
-        return [helper.submit(work) for helper in _helpers[:helpers]]
+        return _helpers[:number]
 
 
 def _forked() -> None:

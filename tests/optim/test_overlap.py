@@ -18,6 +18,7 @@ import headrace
 from headrace import StateError
 from headrace.optim import AdamW, norms
 from headrace.optim.devices import Member
+from headrace.optim.overlap import Updater
 from headrace.runtime.autograd import without_overrides
 from tests.support.compare import assert_same, same
 from tests.support.held import weight_bytes
@@ -400,49 +401,82 @@ def test_settings_in_tensors_are_those_of_their_step(emu_device: ModuleType) -> 
     assert_same(*trained)
 
 
-@pytest.mark.core(every=211)
-@pytest.mark.parametrize("every", [211, 23])
-def test_ctrl_c_at_any_moment_of_a_step_is_told(every: int) -> None:
-    """All weights are those of before the step, or all those of after it; or the next step says that they are not."""
-    model = linears(6, 32)
+@pytest.mark.core(every=31)
+@pytest.mark.parametrize("every", [31, 7])
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_ctrl_c_at_any_moment_of_a_step_is_told(overlap: str, every: int) -> None:
+    """Weights and state are those of before the step, or those of after it; or the next step says that they are not."""
+    model = linears(3, 16)
     with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) as handle:
-        optimizer = AdamW(model.parameters(), overlap="forward", **SETTINGS)
+        optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
 
-        def backward() -> None:
+        def step() -> None:
             optimizer.zero_grad()
-            model(torch.ones(3, 32)).square().sum().backward()
+            model(torch.ones(3, 16)).square().sum().backward()
+            optimizer.step()
 
-        backward()
-        optimizer.step()
-        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-        backward()
-        optimizer.step()
-        stepped = copy.deepcopy(model.state_dict())
-        moment, told, found = 1, 0, []
+        def weights() -> list[torch.Tensor]:
+            return [weight.clone() for weight in model.state_dict().values()]
+
+        step()
+        begin = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        wanted = []
+        for _ in range(4):
+            step()
+            wanted.append(weights())
+        moment, told, found = 1, [], []
         came = True
         while came:
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(copy.deepcopy(state))
-            backward()
-            came = interrupted_at(moment, optimizer.step, str(Path(headrace.__file__).parent))
+            model.load_state_dict(begin[0])
+            optimizer.load_state_dict(copy.deepcopy(begin[1]))
+            step()  # the first one after a load updates nothing in backward
+            came = interrupted_at(moment, step, str(Path(headrace.__file__).parent / "optim"))
             moment += every
             optimizer.synchronize()
-            now = model.state_dict().values()
-            found.append([all(map(same, now, wanted.values())) for wanted in (weights, stepped)])
-            if not any(found[-1]):
-                backward()
-                with pytest.raises(StateError, match=r"a step was cut short .* of 12 parameters had been updated"):
-                    optimizer.step()
-                told += 1
+            now = weights()
+            found.append([all(map(same, now, those)) for those in wanted[:2]])
+            try:
+                step()
+            except StateError as error:
+                told.append(str(error))
+            else:
+                assert_same(weights(), wanted[found[-1].index(True) + 1])
         assert found[-1] == [False, True]
         assert [True, False] in found
-        assert told > 0
+        assert told
+        assert all("parameters had been updated" in one or "parameters were updated already" in one for one in told)
         gc.collect()  # of the interrupts' frames
         handle.reset_stats()
-        model(torch.ones(3, 32))
+        model(torch.ones(3, 16))
         stats = handle.stats()
         assert stats.onload_bytes > 0
         assert stats.device_peak_bytes <= stats.device_budget_bytes
+
+
+def test_ctrl_c_just_after_an_update_began_in_backward_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = linears(3, 16)
+    with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2):
+        optimizer = AdamW(model.parameters(), overlap="backward", **SETTINGS)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(3, 16)).square().sum().backward()
+            optimizer.step()
+
+        for _ in range(4):
+            step()
+        run = Updater.run
+
+        def interrupted(self: Updater, job: Callable[[], None]) -> None:
+            monkeypatch.undo()
+            run(self, job)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Updater, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+        with pytest.raises(StateError, match=r"a step was cut short .* 2 of 2 parameters had been updated"):
+            step()
 
 
 def steps_of_two(overlaps: Sequence[str], steps: int) -> list[nn.Parameter]:

@@ -3,10 +3,12 @@
 import _thread
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from headrace.optim import threads
+from tests.support.interrupts import interrupted_at
 
 
 def test_an_interrupted_update_ends_before_its_memory_goes() -> None:
@@ -24,6 +26,26 @@ def test_an_interrupted_update_ends_before_its_memory_goes() -> None:
     with threads.limited_to(3), pytest.raises(KeyboardInterrupt):
         threads.on_each(work, at_most=3)
     assert len(ended) == 2
+
+
+def test_ctrl_c_at_any_moment_waits_for_what_was_handed_over() -> None:
+    moment, came, late = 1, True, []
+    with threads.limited_to(3):
+        while came:
+            over = threading.Event()
+
+            def work(over: threading.Event = over) -> None:
+                if threading.current_thread() is not threading.main_thread():
+                    time.sleep(0.002)
+                if over.is_set():
+                    late.append(over)
+
+            came = interrupted_at(moment, partial(threads.on_each, work, at_most=3), "headrace")
+            over.set()
+            threads.on_each(lambda: None, at_most=3)  # behind whatever is under way
+            moment += 1
+    assert moment > 20
+    assert not late
 
 
 def test_optimizers_on_several_threads_share_the_helpers() -> None:

@@ -1,12 +1,14 @@
 """How does Ctrl-C come at a moment of a test's choice?"""
 
 import dis
+import functools
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
 
+@functools.cache
 def signals_come(code: CodeType, last: int, offset: int) -> bool:
     """Whether Ctrl-C may come between two instructions: after calls, where functions begin, in loops.
 

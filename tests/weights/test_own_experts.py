@@ -1,5 +1,6 @@
 """Do experts of a user's own module come one by one, bit for bit, once headrace.experts() was told of it?"""
 
+import contextlib
 import copy
 import gc
 from functools import partial
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import headrace
+from headrace.weights.movement.slices import Slices
 from tests.support.compare import Outcome, assert_same, assert_same_gradients, same
 from tests.support.held import weight_bytes
 from tests.support.interrupts import interrupted_at
@@ -264,6 +266,41 @@ def test_ctrl_c_at_any_moment_of_a_pass(
             model.zero_grad()
         assert struck > 5
         assert handle.stats().expert_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
+def test_ctrl_c_just_after_an_expert_was_asked_for_from_disk(
+    compute_device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It arrives before its memory is given to something else."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(way) for way in ("mean", "loop", "gather")))
+    plain = copy.deepcopy(model).to(compute_device)
+    tokens = torch.ones(2, FEATURES).to(compute_device)
+    plain(tokens).square().sum().backward()
+    fetch = Slices._fetch
+    with headrace.offload(
+        model, device=compute_device, device_memory=budget(model, 10), host_memory=40_000, disk=tmp_path
+    ) as handle:
+        for last in range(5):
+            left = [last]
+
+            def interrupted(*arguments: Any, left: list[int] = left) -> Any:
+                found = fetch(*arguments)
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+                return found
+
+            monkeypatch.setattr(Slices, "_fetch", interrupted)
+            with contextlib.suppress(KeyboardInterrupt):  # no frame is kept
+                model(tokens).square().sum().backward()
+            model.zero_grad()
+            model(tokens).square().sum().backward()
+            assert_same_gradients(model, plain)
+            model.zero_grad()
+        assert handle.stats().expert_loads > 0
+        assert handle.stats().device_peak_bytes <= budget(model, 10)
 
 
 def test_training_all_of_a_weight_after_single_experts(compute_device: torch.device) -> None:

@@ -367,10 +367,12 @@ class Residency:
     def mend(self, blocks: Iterable[Block]) -> None:
         """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away."""
         held: list[Block] = []
-        self._finish_all_copies()  # also those that nobody had noted yet
+        blocks = list(blocks)
         for block in blocks:
             if block.is_fetched:
-                block.wait_for_reads()  # one that was just being asked for keeps chunks of the ring until it is
+                block.wait_for_reads()  # what was just being asked for: its copies are submitted then
+        self._finish_all_copies()  # also those that nobody had noted yet
+        for block in blocks:
             buffer = block.buffer
             if block.presence is not Presence.ABSENT and self.addresses.has(block):
                 held.append(block)

@@ -79,10 +79,13 @@ class Slices:
     def give_way(self) -> None:
         """The memory of all banks is free for blocks. Whoever still refers to some of it keeps that."""
         while self._banks:
-            bank = self._banks.pop()
+            bank = self._banks[-1]
             for slot in list(bank.arriving):
                 self._settle(bank, slot)
+            self._residency.intact = False  # Ctrl-C may come in between
+            self._banks.pop()  # not before: what is copied into it would be waited for by nobody
             self._let_go(bank)
+            self._residency.intact = True
 
     def use_host(self, nbytes: int) -> None:
         """From now on experts of blocks on disk have so much host memory: what leaves the device; on the CPU, slots."""
