@@ -20,6 +20,7 @@ import headrace
 from headrace.memory.arena import Arena
 from headrace.runtime.autograd import in_backward
 from headrace.weights.movement import batch_sums
+from headrace.weights.passes.engine import Engine
 from tests.support.compare import assert_same, assert_same_gradients, assert_same_weights
 from tests.support.loops import random_batches
 from tests.support.models import Layer, Stack, seeded
@@ -568,6 +569,49 @@ def test_ctrl_c_in_forward(trained: tuple[headrace.Offloaded, Any], calls: int) 
     assert all(p.grad is None for p in model.parameters())
     for hook in hooks:
         hook.remove()
+    works_still(handle, model)
+
+
+class Marked(torch.autograd.Function):
+    """Keeps an object as long as its node lives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: Any) -> Tensor:
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
+def test_ctrl_c_just_after_the_forward_leaves_no_graph(
+    trained: tuple[headrace.Offloaded, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, model = trained
+    kept: list[Any] = []
+
+    def marks(_module: Any, _args: Any, output: Tensor) -> Any:
+        mark = Loss(model)
+        kept.append(weakref.ref(mark))
+        return Marked.apply(output, mark)  # type: ignore[no-untyped-call]
+
+    model.layers[1].register_forward_hook(marks)
+    end = Engine.end_pass
+
+    def interrupts(engine: Engine) -> None:
+        end(engine)
+        raise KeyboardInterrupt
+
+    handle.forward_backward(batches(), lambda batch: square(model, batch))
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "end_pass", interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            handle.forward_backward(batches(), lambda batch: square(model, batch))
+    assert len(kept) > COUNT
+    gc.collect()
+    assert all(reference() is None for reference in kept)
+    model.zero_grad()
     works_still(handle, model)
 
 

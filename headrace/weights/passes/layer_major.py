@@ -126,13 +126,12 @@ class LayerMajor:
                     engine.calls[:] = member.calls
                     member.fiber.abandon()
                     engine.calls.clear()
-                self._close(members)
                 raise
             losses.extend(member.fiber.result for member in members)
 
-        with in_forward:
-            engine.forward_together(self, len(computations), forward)
         try:
+            with in_forward:
+                engine.forward_together(self, len(computations), forward)
             if self._computes_again and self._states is not None and self._states.buffers_changed():
                 raise CannotCutError("modules write buffers, in forward and once more where checkpoints compute again")
             shared = None if self._states is None else self._states.shared_buffer()
