@@ -11,6 +11,7 @@ import torch
 from headrace.runtime.autograd import make_subclass, tree_map_only, without_overrides
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.slot import Slot
+from headrace.weights.model.uses import Use, use_of
 from headrace.weights.movement.block import Block
 
 __all__ = ["IdleWeight", "is_idle"]
@@ -46,7 +47,7 @@ class IdleWeight(torch.Tensor):
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         with without_overrides():
-            if name in _ASKS or (name == "__get__" and getattr(func.__self__, "__name__", "") in _ASKS):
+            if use_of(func) in (Use.ASK, Use.LOOK):
                 return func(*args, **kwargs)
             if name in _COMPUTES and any(not tensor.numel() for tensor in tensors_in((args, kwargs))):
                 shaped = tree_map_only(cls, lambda weight: weight.slot.absent, (args, kwargs))
@@ -57,8 +58,6 @@ class IdleWeight(torch.Tensor):
         return func(*args, **kwargs)
 
 
-# About a tensor, but for its values.
-_ASKS = frozenset(("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "is_floating_point"))
 # What changes no tensor, and looks at no value before it computes.
 # fmt: off
 _COMPUTES = frozenset((

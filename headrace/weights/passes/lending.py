@@ -13,6 +13,7 @@ import torch
 from headrace.planning import Phase
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.slot import Slot
+from headrace.weights.model.uses import Use
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.residency import Residency
@@ -20,7 +21,6 @@ from headrace.weights.passes.binding import bind, release
 from headrace.weights.passes.call import Call, MethodCall
 from headrace.weights.passes.idle import IdleWeight
 from headrace.weights.passes.state import Progress
-from headrace.weights.passes.stray import Use
 
 __all__ = ["Lending"]
 

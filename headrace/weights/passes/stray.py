@@ -9,7 +9,6 @@ they come through here as well, and wait.
 
 import threading
 from collections.abc import Callable, Collection, Iterable
-from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,13 +17,12 @@ from headrace.errors import StateError
 from headrace.runtime.autograd import grad_of, tree_flatten, tree_map_only, without_overrides
 from headrace.weights.model.compound import AwayCompound, compound_of
 from headrace.weights.model.home import GONE, AwayLeaf, Home, home_of, owner_of
+from headrace.weights.model.uses import Use, use_of
 
 __all__ = [
     "Lender",
     "TakingPart",
-    "Use",
     "compound_lent_for_call",
-    "computes",
     "homes_as_they_are",
     "is_lending",
     "lending_leaves",
@@ -33,14 +31,6 @@ __all__ = [
     "stop_lending",
     "waiting_for_homes",
 ]
-
-
-class Use(Enum):
-    """What a torch function wants of a home."""
-
-    COMPUTE = auto()  # its values
-    WRITE = auto()  # to change it in place, with no other tensor taking part
-    LOOK = auto()  # where it computes, and in which dtype
 
 
 class Lender(Protocol):
@@ -63,23 +53,7 @@ class Lender(Protocol):
 
 Wait = Callable[[Any], None]
 
-# What asks about a tensor, or hooks into it, and does not compute with its values.
-# fmt: off
-_ASKS = frozenset((
-    "data_ptr", "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
-    "is_contiguous", "untyped_storage", "is_floating_point", "is_complex", "is_pinned",
-    "is_shared", "type", "register_hook", "requires_grad_", "retain_grad",
-    "register_post_accumulate_grad_hook", "__repr__", "__hash__", "__deepcopy__", "__reduce_ex__", "__len__",
-    "__set__", "__delete__",
-))
 _GIVES_MEMORY = frozenset(("data_ptr", "untyped_storage", "storage"))  # to a kernel that PyTorch knows nothing of
-_IN_PLACE_OPERATORS = frozenset((
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__",
-))
-# fmt: on
-_USE_OF_PROPERTY = dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Use.COMPUTE) | dict.fromkeys(
-    ("device", "dtype", "is_cuda", "is_cpu"), Use.LOOK
-)
 
 
 class _Lending(NamedTuple):
@@ -231,11 +205,11 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
         use = _use_of(func, args, kwargs)
         if _waits and (use in (Use.COMPUTE, Use.WRITE) or func == grad_of.__get__):
             tree_map_only(Home, _waited_for, (args, kwargs))
-        if use is None or _last_lender() is None:
+        if use in (Use.ASK, Use.HOLD) or _last_lender() is None:
             return func(*args, **kwargs)
         loans: list[tuple[Lender, Any]] = []
         result = None
-        written = args[0] if _is_in_place(func) and args else None
+        written = args[0] if args and use_of(func) is Use.WRITE else None
         try:
             beside = _devices_beside(args, kwargs)
             args, kwargs = tree_map_only(Home, lambda home: _lent(home, use, beside, loans), (args, kwargs))
@@ -300,31 +274,14 @@ def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: 
 AwayCompound.__torch_function__ = classmethod(_use_away_compound)  # type: ignore[attr-defined]
 
 
-def computes(func: Any) -> bool:
-    """Whether a torch function computes with the values of the tensors that it takes."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return _USE_OF_PROPERTY.get(getattr(getattr(func, "__self__", None), "__name__", "")) is Use.COMPUTE
-    return name != "get_device" and name not in _ASKS
-
-
-def _use_of(func: Any, args: Any, kwargs: Any) -> Use | None:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return _USE_OF_PROPERTY.get(getattr(getattr(func, "__self__", None), "__name__", ""))
-    if name == "get_device":
-        return Use.LOOK
-    if name in _ASKS:
-        return None
-    if _is_in_place(func) and args and isinstance(args[0], Home):
-        others = tree_flatten((args[1:], kwargs))[0]
-        return Use.COMPUTE if any(isinstance(other, torch.Tensor) for other in others) else Use.WRITE
-    return Use.COMPUTE
-
-
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+def _use_of(func: Any, args: Any, kwargs: Any) -> Use:
+    """As `use_of`; what is written with other tensors, or to another one, is computed with."""
+    use = use_of(func)
+    if use is not Use.WRITE:
+        return use
+    others = tree_flatten((args[1:], kwargs))[0]
+    alone = bool(args) and isinstance(args[0], Home) and not any(isinstance(one, torch.Tensor) for one in others)
+    return Use.WRITE if alone else Use.COMPUTE
 
 
 def _waited_for(home: Home) -> Home:

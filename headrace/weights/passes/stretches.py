@@ -24,9 +24,9 @@ from headrace.runtime.autograd import sequence_number
 from headrace.runtime.process_wide import ProcessWide
 from headrace.runtime.tensors import containers_in, map_tensors
 from headrace.weights.model.home import Home, Leaf
+from headrace.weights.model.uses import Use, use_of
 from headrace.weights.passes.backward import WATCHED
 from headrace.weights.passes.parts import TakenPart
-from headrace.weights.passes.stray import computes
 
 __all__ = ["CannotCutError", "Stretches", "in_one_backward"]
 
@@ -107,7 +107,7 @@ class _Between(TorchFunctionMode):
         if not stretches.in_visit and torch.is_grad_enabled():
             if func in _DIFFERENTIATES:
                 raise CannotCutError(f"{func.__name__}() is called while the loss is computed")
-            if computes(func):
+            if use_of(func) in (Use.COMPUTE, Use.WRITE):
                 args, kwargs = stretches.taken((args, kwargs))
         return func(*args, **kwargs)
 
