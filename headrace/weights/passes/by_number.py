@@ -21,7 +21,7 @@ from headrace.weights.model.uses import Use, use_of
 from headrace.weights.movement.banks import Bank
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.slices import Slices
-from headrace.weights.passes.stray import lent_for_call
+from headrace.weights.passes.stray import borrowed
 from headrace.weights.passes.trained import Trained
 
 __all__ = ["Asked", "ByNumber", "standing_in"]
@@ -154,7 +154,7 @@ class Asked:
         self.let_go()
         self.whole = True
         self._banks.clear()  # whose memory the block needs
-        return lent_for_call(slot.home)
+        return borrowed(slot.home)
 
     def let_go(self) -> None:
         """What the module wrote to experts is their homes', too; those that it still has become copies of its own."""

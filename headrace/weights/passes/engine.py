@@ -29,8 +29,7 @@ from headrace.weights.passes.binding import PassBindings, bind, release
 from headrace.weights.passes.call import Call, MethodCall
 from headrace.weights.passes.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
 from headrace.weights.passes.handover import Handover
-from headrace.weights.passes.idle import is_idle
-from headrace.weights.passes.lending import Lending
+from headrace.weights.passes.lending import Lending, is_idle
 from headrace.weights.passes.lookup import Lookups
 from headrace.weights.passes.picks import Picks
 from headrace.weights.passes.process import OwnProcess

@@ -32,9 +32,9 @@ from headrace.weights.model.inventory import is_left_to_user
 from headrace.weights.model.module_buffers import HostBuffer, plain_buffer
 from headrace.weights.passes.compiling import compile_blocks, note_not_compiled
 from headrace.weights.passes.stray import (
-    compound_lent_for_call,
+    borrowed,
+    borrowed_compound,
     homes_as_they_are,
-    lent_for_call,
     pass_begins,
 )
 
@@ -50,10 +50,10 @@ class LendingDict(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
         if type(held) is Home:
-            return lent_for_call(held)
+            return borrowed(held)
         if isinstance(held, HostBuffer):  # it rests on the host, as outside of passes
             return super().__getitem__(name) if pass_begins() else held
-        return compound_lent_for_call(held) if held is not None and is_compound(held) else held
+        return borrowed_compound(held) if held is not None and is_compound(held) else held
 
 
 class Parameters(LendingDict):
@@ -322,7 +322,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)  # parameters, buffers and hooks h
 
 def _home_or_own(member: Any) -> Any:
     if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
-        return compound_lent_for_call(member)
+        return borrowed_compound(member)
     return member if isinstance(member, Leaf) else outer_of(member)  # the former: a buffer that travels with its block
 
 
