@@ -31,6 +31,7 @@ from headrace.weights.passes.handles import SavedTensors, pop_left_over, saving_
 from headrace.weights.passes.handover import Handover
 from headrace.weights.passes.lending import Lending, is_idle
 from headrace.weights.passes.lookup import Lookups
+from headrace.weights.passes.parts import PartGradients
 from headrace.weights.passes.picks import Picks
 from headrace.weights.passes.process import OwnProcess
 from headrace.weights.passes.site import Site
@@ -89,10 +90,11 @@ class Engine:
             self.calls,
             self._recover,
         )
-        self.lookups = Lookups(device, executor, self._backward, self.lending)
+        self.parts = PartGradients(self._backward, device)
+        self.lookups = Lookups(device, executor, self.parts, self.lending)
         one_by_one = isinstance(gradients, Gradients)  # ranks average whole ones
-        self.trained = Trained(self._backward, executor, device, one_by_one=one_by_one)
-        self.picks = Picks(device, executor, self.lending, self.trained, self.call)
+        trained = Trained(self._backward, executor, self.parts, one_by_one=one_by_one)
+        self.picks = Picks(device, executor, self.lending, trained, self.call)
         self.process = OwnProcess()
         self.together: LayerMajor | None = None  # several micro-batches, whose forwards are under way
         for block in (*blocks, *residents):

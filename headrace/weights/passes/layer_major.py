@@ -284,7 +284,7 @@ class LayerMajor:
     def _is_passing(self, leaf: torch.Tensor, groups: set[int]) -> bool:
         """Whether it is no parameter: a table's sign, or made on the way by one block (T5's position bias)."""
         made_on_the_way = 0 in groups and len(groups) == 2 and leaf.grad is None and not isinstance(leaf, nn.Parameter)
-        return made_on_the_way or self._engine.lookups.is_sign(leaf) or self._engine.trained.is_sign(leaf)
+        return made_on_the_way or self._engine.parts.is_sign(leaf)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _backward(self, batch_sums: BatchSums, around: AbstractContextManager[None]) -> None:

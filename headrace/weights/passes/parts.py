@@ -3,7 +3,7 @@ goes to the home: of rows of a table (lookup.py), of single experts (picks.py, b
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,47 @@ __all__ = ["PartGradients", "TakenPart"]
 
 
 class PartGradients:
-    """Where the gradients of parts of one weight go. Autograd adds up what several parts give, and then gives it to a
-    leaf: here it is told so by a leaf of one element, `sign`, for which each part has a gradient as well.
+    """Where the gradients of parts of weights go, of one model."""
 
-    `alone`: whether nothing but parts of the weight has gradients. Otherwise autograd gets those of parts as whole
-    ones, and adds all up in its own order.
+    def __init__(self, backward: Backward, device: torch.device) -> None:
+        self._backward = backward
+        self._device = device
+        self._of: dict[Slot, _OfWeight] = {}
+
+    def part(
+        self,
+        slot: Slot,
+        values: Callable[[], torch.Tensor],
+        rows: torch.Tensor | Sequence[int],
+        alone: Callable[[], bool],
+        to_rows: Callable[..., torch.Tensor],
+        *saved: torch.Tensor,
+    ) -> torch.Tensor:
+        """What `values` gives, made of these rows of the slot's weight; they are on the host, and named once each.
+
+        `to_rows(gradient, *saved)`: the gradient of these rows, of that of the values. `alone`: whether nothing but
+        parts of the weight has gradients. Otherwise autograd gets those of parts as whole ones, and adds all up in its
+        own order.
+        """
+        if not (torch.is_grad_enabled() and slot.home.requires_grad):
+            return values()
+        slot.follow_requires_grad()
+        of = self._of.get(slot)
+        if of is None:
+            of = self._of[slot] = _OfWeight(self._backward, slot, self._device, alone)
+        apply: Any = TakenPart.apply
+        on_host = torch.as_tensor(rows, device="cpu")
+        found: torch.Tensor = apply(slot.leaf, of.sign, values, of, on_host, to_rows, *saved)
+        return found
+
+    def is_sign(self, leaf: torch.Tensor) -> bool:
+        """Whether it is no parameter, but tells of the gradients of parts."""
+        return any(of.sign is leaf for of in self._of.values())
+
+
+class _OfWeight:
+    """The gradients of parts of one weight. Autograd adds up what several parts give, and then gives it to a leaf: here
+    it is told so by a leaf of one element, `sign`, for which each part has a gradient as well.
     """
 
     def __init__(self, backward: Backward, slot: Slot, device: torch.device, alone: Callable[[], bool]) -> None:
@@ -32,21 +68,6 @@ class PartGradients:
         own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
         register: Any = self.sign.register_post_accumulate_grad_hook
         register(lambda _: _complete(own()))
-
-    def part(
-        self,
-        values: Callable[[], torch.Tensor],
-        rows: torch.Tensor,
-        to_rows: Callable[..., torch.Tensor],
-        *saved: torch.Tensor,
-    ) -> torch.Tensor:
-        """What `values` gives, made of these rows of the weight; they are on the host, and named once each.
-
-        `to_rows(gradient, *saved)`: the gradient of these rows, of that of the values.
-        """
-        apply: Any = TakenPart.apply
-        found: torch.Tensor = apply(self._slot.leaf, self.sign, values, self, rows, to_rows, *saved)
-        return found
 
     def take(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """What autograd itself adds up: nothing, unless the whole weight has a gradient of other uses, too."""
@@ -67,7 +88,7 @@ class PartGradients:
         self._backward.rows_complete(self._slot)
 
 
-def _complete(gradients: PartGradients | None) -> None:
+def _complete(gradients: _OfWeight | None) -> None:
     if gradients is not None:
         gradients.complete()
 
@@ -81,7 +102,7 @@ class TakenPart(torch.autograd.Function):
         _leaf: torch.Tensor,
         _sign: torch.Tensor,
         values: Callable[[], torch.Tensor],
-        gradients: PartGradients,
+        gradients: _OfWeight,
         rows: torch.Tensor,
         to_rows: Callable[..., torch.Tensor],
         *saved: torch.Tensor,

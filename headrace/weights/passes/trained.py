@@ -29,18 +29,13 @@ class _Use:
 class Trained:
     """The experts of one model, as far as they are trained. `one_by_one`: whether they may be, expert by expert."""
 
-    def __init__(self, backward: Backward, executor: Executor, device: torch.device, *, one_by_one: bool) -> None:
+    def __init__(self, backward: Backward, executor: Executor, parts: PartGradients, *, one_by_one: bool) -> None:
         self._backward = backward
         self._executor = executor
-        self._device = device
+        self._parts = parts
         self._one_by_one = one_by_one
-        self._gradients: dict[Slot, PartGradients] = {}
         self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
         self._known_whole: dict[Block, int] = {}  # how many backwards had ended when that was seen
-
-    def is_sign(self, leaf: torch.Tensor) -> bool:
-        """Whether it is no parameter, but tells of the gradients of experts."""
-        return any(gradients.sign is leaf for gradients in self._gradients.values())
 
     def trains(self, block: Block) -> bool:
         """Whether a call of the block's module now is one of a pass in which any of its weights gets a gradient."""
@@ -126,18 +121,11 @@ class Trained:
         to_rows: Callable[..., torch.Tensor],
         *saved: torch.Tensor,
     ) -> torch.Tensor:
+        def alone() -> bool:
+            return not block.trains_whole and not self._whole.get(block)
+
         with without_overrides():
-            if not (torch.is_grad_enabled() and slot.home.requires_grad):
-                return values()
-            slot.follow_requires_grad()
-            gradients = self._gradients.get(slot)
-            if gradients is None:
-
-                def alone() -> bool:
-                    return not block.trains_whole and not self._whole.get(block)
-
-                gradients = self._gradients[slot] = PartGradients(self._backward, slot, self._device, alone)
-            return gradients.part(values, torch.tensor(experts, device="cpu"), to_rows, *saved)
+            return self._parts.part(slot, values, experts, alone, to_rows, *saved)
 
 
 def _rows_at(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
