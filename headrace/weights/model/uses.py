@@ -1,7 +1,7 @@
 """What does a torch function want of a tensor that is not where it seems to be, or has another one in its place?
 
-One table for all of them: homes and leaves that are away (passes/stray.py), buffers whose values are on the device
-(module_buffers.py), and stand-ins for weights of which a part is here (passes/by_number.py).
+One table for all of them: homes and leaves that are away (passes/parameter_access.py), buffers whose values are on the
+device (module_buffers.py), and stand-ins for weights of which a part is here (passes/expert_stand_ins.py).
 """
 
 from enum import Enum, auto

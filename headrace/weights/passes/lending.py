@@ -1,6 +1,6 @@
 """Who gets a leaf without a call of its module? What computes with a home, or asks a module for one, during a pass.
 
-See weights/passes/stray.py for how such uses come here.
+See weights/passes/parameter_access.py for how such uses come here.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class Lending:
         """A module is asked for a parameter of a block that no visit brought.
 
         In backward, what is computed again runs with gradients on; hooks run with gradients off, and see homes as user
-        code does. An expert that is called with no tokens has leaves that are away (see weights/passes/stray.py).
+        code does. An expert that is called with no tokens has leaves that are away: they have the shape.
         """
         block = self._blocks.get(slot)
         if block is None or not (self.computes or self.begin_method()):

@@ -17,7 +17,7 @@ from headrace.weights.model.tables import looks_rows_up
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.lending import Lending
-from headrace.weights.passes.parts import PartGradients
+from headrace.weights.passes.part_gradients import PartGradients
 
 __all__ = ["Lookups"]
 

@@ -15,9 +15,9 @@ from headrace.weights.model.slot import Slot
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.backward import Backward
-from headrace.weights.passes.parts import PartGradients
+from headrace.weights.passes.part_gradients import PartGradients
 
-__all__ = ["Trained"]
+__all__ = ["ExpertGradients"]
 
 _MARK = "headrace_whole"
 
@@ -26,7 +26,7 @@ class _Use:
     """A call that trains all of a block: it lives as long as the call's graph does."""
 
 
-class Trained:
+class ExpertGradients:
     """The experts of one model, as far as they are trained. `one_by_one`: whether they may be, expert by expert."""
 
     def __init__(self, backward: Backward, executor: Executor, parts: PartGradients, *, one_by_one: bool) -> None:
@@ -48,9 +48,10 @@ class Trained:
         self._known_whole.setdefault(block, self._backward.ended if torch.is_grad_enabled() else -1)
 
     def is_known_whole(self, block: Block) -> bool:
-        """Whether calls use more of the block than single experts.
+        """Whether calls are known to use more of the block than single experts.
 
-        Not before the next backward has ended: in it, a checkpoint that computes a call again must do as the call did.
+        They are not before the next backward has ended: in it, a checkpoint that computes a call again must do as the
+        call did.
         """
         since = self._known_whole.get(block)
         return since is not None and since < self._backward.ended

@@ -12,18 +12,18 @@ from torch import nn
 
 from headrace.errors import StateError
 from headrace.runtime.autograd import in_transform, overrides_are_on, without_overrides
-from headrace.weights.model.experts import Taking, is_marked, named_index_of, routing_of, taking_of
+from headrace.weights.model.experts import ExpertAccess, access_of, is_marked, named_index_of, routing_of
 from headrace.weights.movement.banks import Bank
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.slices import Slices
-from headrace.weights.passes.adapted import AdaptedCall, AdaptedCalls, compute_adapted, wrappers_of
-from headrace.weights.passes.by_number import Asked, ByNumber, standing_in
+from headrace.weights.passes.adapted_experts import AdaptedCall, AdaptedCalls, compute_adapted, wrappers_of
+from headrace.weights.passes.expert_gradients import ExpertGradients
+from headrace.weights.passes.expert_stand_ins import ExpertsOfCall, WeightOfExperts, standing_in
 from headrace.weights.passes.lending import Lending
 from headrace.weights.passes.site import Site
-from headrace.weights.passes.trained import Trained
 
-__all__ = ["Picks"]
+__all__ = ["ExpertDispatch"]
 
 _NEEDS_ALL = object()  # instead of what a module gives
 
@@ -48,7 +48,7 @@ class _Routing(NamedTuple):
     dtype: torch.dtype  # of the experts' numbers
 
 
-class Picks:
+class ExpertDispatch:
     """Calls of modules that pick experts, of one model. `call` is the engine's, for a visit to a whole block."""
 
     def __init__(
@@ -56,14 +56,13 @@ class Picks:
         device: torch.device,
         executor: Executor,
         lending: Lending,
-        trained: Trained,
+        gradients: ExpertGradients,
         call: Callable[..., Any],
     ) -> None:
-        self.block_of: Callable[[nn.Module], Block | None] = lambda _module: None  # of a module that picks experts
         self._device = device
         self._executor = executor
         self._lending = lending
-        self._trained = trained
+        self._gradients = gradients
         self._call = call
         self._adapted = AdaptedCalls()
 
@@ -81,15 +80,15 @@ class Picks:
             return self._with_adapters(adapted, block, module, own, args, kwargs)
         names = self._names(block, module)
         found: Any = _NEEDS_ALL
-        if names is not None and not self._trained.is_known_whole(block):
+        if names is not None and not self._gradients.is_known_whole(block):
             call = _Call(block, module, names, own, args, kwargs)
             found = self._of_own_module(call) if is_marked(module) else self._of_transformers(call)
-        elif names is not None and not is_marked(module):
+        elif names is not None and not is_marked(module) and not self._gradients.trains(block):
             with without_overrides():
                 self._executor.travels_whole(block)
         if found is _NEEDS_ALL:
             found = self._call(site, own, args, kwargs)
-            self._trained.came_whole(block, found)
+            self._gradients.came_whole(block, found)
         return found
 
     def _of_own_module(self, call: _Call) -> Any:
@@ -104,29 +103,29 @@ class Picks:
 
     def _of_transformers(self, call: _Call) -> Any:
         """A call of a module behind transformers' interface, unless somebody gave the instance another forward."""
-        routing, taking = routing_of(call.module, call.args, call.kwargs), taking_of(call.module)
+        routing, access = routing_of(call.module, call.args, call.kwargs), access_of(call.module)
         is_of_class = getattr(call.own, "func", None) is type(call.module).forward
-        if not is_of_class or routing is None or taking is None or not self._goes_by_slices(call.block, routing):
+        if not is_of_class or routing is None or access is None or not self._goes_by_slices(call.block, routing):
             return _NEEDS_ALL
         hidden, index, weights = routing
         used, where = _unique(index)
         if not _are_numbers_of(call.block, used) or self._comes_whole(call.block, len(used)):
             return _NEEDS_ALL
-        if taking is not Taking.ONE_BY_ONE:
+        if access is not ExpertAccess.ONE_BY_ONE:
             with without_overrides():
                 bank = self._slices.bank_of(call.block, used.tolist())
             if len(used) <= bank.slots:
                 return self._at_once(call, bank, _Routing(hidden, weights, where, index.dtype), used)
-            if taking is Taking.GROUPED:
+            if access is ExpertAccess.GROUPED:
                 return self._in_rounds(call, bank, _Routing(hidden, weights, where, index.dtype), used)
             del bank  # whose memory the block may need
-        return self._by_number(call, used.tolist(), gathers=taking is Taking.GATHERED)
+        return self._by_number(call, used.tolist(), gathers=access is ExpertAccess.GATHERED)
 
     def _by_number(self, call: _Call, used: list[int], *, gathers: bool = False) -> Any:
         """The module goes on counting experts as it does, and takes those that it uses by number."""
         with without_overrides():
-            asked = Asked(self._slices, call.block, used, self._trained, gathers=gathers)
-            stand_ins = [ByNumber.of(asked, place, slot) for place, slot in enumerate(call.block.slots)]
+            asked = ExpertsOfCall(self._slices, call.block, used, self._gradients, gathers=gathers)
+            stand_ins = [WeightOfExperts.of(asked, place, slot) for place, slot in enumerate(call.block.slots)]
         try:
             with standing_in(self._slices, call.module, call.names, stand_ins):
                 return call.own(*call.args, **call.kwargs)
@@ -134,14 +133,14 @@ class Picks:
             with without_overrides():
                 asked.let_go()
             if asked.whole:
-                self._trained.note_whole(call.block)
+                self._gradients.note_whole(call.block)
 
     def _at_once(self, call: _Call, bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
         """They are counted by the slots that they are in: no result depends on which number an expert has."""
-        block, slices, trains = call.block, self._slices, self._trained.trains(call.block)
+        block, slices, trains = call.block, self._slices, self._gradients.trains(call.block)
         with without_overrides():
             # Gradients of tokens are added up in the order in which these are grouped by expert.
-            in_order = trains or (torch.is_grad_enabled() and taking_of(call.module) is Taking.GROUPED)
+            in_order = trains or (torch.is_grad_enabled() and access_of(call.module) is ExpertAccess.GROUPED)
             # A gradient is as large as what it is of.
             count = 0 if block.experts is None else block.experts.count
             span = min(count, bank.slots) if trains else bank.slots
@@ -154,7 +153,7 @@ class Picks:
             stand_ins = slices.views(block, bank, 0, span)
             bank.called = block, tuple(slots)
         for place, own_slot in enumerate(block.slots):
-            stand_ins[place] = self._trained.bank(block, own_slot, used.tolist(), slots, stand_ins[place])
+            stand_ins[place] = self._gradients.bank(block, own_slot, used.tolist(), slots, stand_ins[place])
         numbers = torch.tensor(slots, device="cpu")[routing.where].to(self._device, routing.dtype)
         with standing_in(slices, call.module, call.names, stand_ins, span):
             return call.own(routing.hidden, numbers, routing.weights)
@@ -189,12 +188,21 @@ class Picks:
         return found.view(*routing.where.shape, -1).sum(dim=1).to(routing.hidden.dtype)
 
     # adapters ---------------------------------------------------------------------------------------------------------
-    def adapt(self, wrapper: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of the `forward` of what adapts a weight of experts; `own` is its own, which needs all of them."""
-        module = wrapper.get_base_layer()
+    def adapt(
+        self,
+        block: Block,
+        wrapper: Any,
+        module: Any,
+        own: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A call of the `forward` of what adapts a weight of experts, those of `module`; `own` is its own, which needs
+        all of them.
+        """
         if module in self._adapted.of:
             return wrapper.base_layer(*args, **kwargs)
-        call = self._adapted_call(wrapper, module, args, kwargs)
+        call = self._adapted_call(block, wrapper, module, args, kwargs)
         if call is None:
             return own(*args, **kwargs)
         self._adapted.of[module] = call
@@ -204,16 +212,15 @@ class Picks:
             del self._adapted.of[module]
 
     def _adapted_call(
-        self, wrapper: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, block: Block, wrapper: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AdaptedCall | None:
-        block = self.block_of(module)
-        if block is None or block.experts is None or is_marked(module) or "parametrizations" in module._modules:
+        if is_marked(module) or "parametrizations" in module._modules:
             return None
         wrappers = wrappers_of(wrapper)
         routing = routing_of(module, args, kwargs)
-        if wrappers is None or routing is None or taking_of(module) is None or self._names(block, module) is None:
+        if wrappers is None or routing is None or access_of(module) is None or self._names(block, module) is None:
             return None
-        if self._trained.trains(block) or not self._goes_by_slices(block, routing):
+        if self._gradients.trains(block) or not self._goes_by_slices(block, routing):
             return None
         used, where = _unique(routing[1])
         return AdaptedCall(wrappers, used, where) if _are_numbers_of(block, used) else None
@@ -239,7 +246,7 @@ class Picks:
 
     def _goes_by_slices(self, block: Block, routing: Iterable[torch.Tensor]) -> bool:
         return (
-            (block.presence is Presence.ABSENT or self._trained.trains(block))
+            (block.presence is Presence.ABSENT or self._gradients.trains(block))
             and all(type(one) in (torch.Tensor, nn.Parameter) for one in routing)
             and all(one.device == self._device for one in routing)
             and self._lending.computes
@@ -249,7 +256,7 @@ class Picks:
 
     def _comes_whole(self, block: Block, used: int) -> bool:
         """Whether a call that uses so many experts is better done with all, because their gradients are wanted."""
-        return self._trained.trains(block) and self._trained.comes_whole(block, used)
+        return self._gradients.trains(block) and self._gradients.comes_whole(block, used)
 
 
 def _unique(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

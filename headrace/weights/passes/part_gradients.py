@@ -1,5 +1,5 @@
 """How does a weight of which parts came alone get a gradient? Each part has one, and what autograd makes of them all
-goes to the home: of rows of a table (lookup.py), of single experts (picks.py, by_number.py).
+goes to the home: of rows of a table (lookup.py), of single experts (expert_dispatch.py).
 """
 
 import weakref
@@ -70,7 +70,9 @@ class _OfWeight:
         register(lambda _: _complete(own()))
 
     def take(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """What autograd itself adds up: nothing, unless the whole weight has a gradient of other uses, too."""
+        """What autograd itself adds up for the weight, in backward: nothing, unless other uses of the whole weight have
+        gradients, too.
+        """
         if self._slot.on_gradient is None:
             raise StateError(REMOVED)
         with without_overrides():
@@ -83,7 +85,7 @@ class _OfWeight:
         return whole.index_copy(0, rows.to(gradient.device), gradient)
 
     def complete(self) -> None:
-        """All parts have given theirs, in one backward."""
+        """All parts have given their gradients in one backward. Called by the hook of `sign`."""
         self.sign.grad = None
         self._backward.rows_complete(self._slot)
 

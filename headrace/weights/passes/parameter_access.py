@@ -3,13 +3,13 @@
 `Fused.apply(x, self.child.weight)` computes with a weight that no visit brought. While a visit is under way, a module
 that is asked for a parameter comes through here and gives the leaf, present until the call ends. Torch functions come
 here too, with homes that somebody kept before (in a list), and with leaves that somebody keeps while their block is
-away again; they are lent the leaves as long as they compute. While an optimizer updates homes beside the next pass
-they come through here as well, and wait.
+away again; they borrow likewise. While an optimizer updates homes beside the next pass they come through here as
+well, and wait.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -23,8 +23,8 @@ from headrace.weights.model.uses import Use, use_of
 __all__ = [
     "Lender",
     "TakingPart",
-    "borrowed",
-    "borrowed_compound",
+    "borrow",
+    "borrow_compound",
     "homes_as_they_are",
     "is_lending",
     "lending_leaves",
@@ -51,6 +51,7 @@ class Lender(Protocol):
 
 
 Wait = Callable[[Any], None]
+_Answer = TypeVar("_Answer")
 
 # What changes no tensor, and looks at no value before it computes.
 # fmt: off
@@ -134,9 +135,9 @@ def waiting_for_homes(wait: Wait) -> TakingPart:
     return TakingPart(_waits, wait)
 
 
-def borrowed(home: Home) -> torch.Tensor:
+def borrow(home: Home) -> torch.Tensor:
     """What a module gives for a home that it is asked for: the leaf during a pass, otherwise the home."""
-    if not _lenders or _last_lender() is None:
+    if not _lenders:
         return home
     with without_overrides():
         owner = owner_of(home)
@@ -144,8 +145,8 @@ def borrowed(home: Home) -> torch.Tensor:
     return home if leaf is None else leaf
 
 
-def borrowed_compound(weight: Any) -> Any:
-    """As `borrowed`, for a weight that is not one plain tensor; one that is no business of ours as it is."""
+def borrow_compound(weight: Any) -> Any:
+    """As `borrow`, for a weight that is not one plain tensor. Anything else is given as it is."""
     compound = compound_of(weight) if _lenders and _last_lender() is not None else None
     if compound is None or (weight is compound.leaf and not isinstance(weight, AwayCompound)):
         return weight
@@ -155,21 +156,16 @@ def borrowed_compound(weight: Any) -> Any:
 
 def pass_begins() -> bool:
     """A module is asked for a buffer. Whether a pass has begun by that, which has put another in its place."""
-    if _last_lender() is None:
-        return False
-    return any(lender is not None and lender.begin_method() for lender in _innermost_first())
+    return _first(lambda lender: lender.begin_method() or None) is not None
 
 
-def _innermost_first() -> Iterable[Lender | None]:
-    return dict.fromkeys(one.lender for one in reversed(_lenders.copy()))
-
-
-def _first(lend: Callable[[Lender], torch.Tensor | None]) -> torch.Tensor | None:
-    """The leaf of the innermost lender that has one."""
-    for lender in _innermost_first():
-        leaf = None if lender is None else lend(lender)
-        if leaf is not None:
-            return leaf
+def _first(ask: Callable[[Lender], _Answer | None]) -> _Answer | None:
+    """The answer of the innermost lender that has one; None where homes are left as they are on this thread."""
+    if _last_lender() is not None:
+        for lender in dict.fromkeys(one.lender for one in reversed(_lenders.copy())):
+            answer = None if lender is None else ask(lender)
+            if answer is not None:
+                return answer
     return None
 
 
@@ -246,12 +242,11 @@ def _of_no_elements(func: Any, args: Any, kwargs: Any) -> Any:
 def _brought_back(leaf: AwayLeaf) -> torch.Tensor:
     """A leaf that is away, present during a pass, and otherwise its home."""
     with without_overrides():
-        home = home_of(leaf)
-        return home if _last_lender() is None else _lent(home, Use.COMPUTE, {leaf.device})
+        return _lent(home_of(leaf), Use.COMPUTE, {leaf.device})
 
 
 AwayLeaf.__torch_function__ = classmethod(_use_away_leaf)  # type: ignore[assignment]
-AwayLeaf.data = property(lambda leaf: _brought_back(leaf).data, AwayLeaf.data.fset)  # type: ignore[assignment,method-assign]
+AwayLeaf.brought_back = staticmethod(_brought_back)  # type: ignore[method-assign]
 
 
 def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
