@@ -16,9 +16,9 @@ from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.attachment import Attachment
 from headrace.weights.passes.engine import Engine
+from headrace.weights.passes.graph_segments import CannotCutError
 from headrace.weights.passes.layer_major import LayerMajor
 from headrace.weights.passes.module_states import ModuleStates
-from headrace.weights.passes.stretches import CannotCutError
 
 __all__ = ["MicroBatches"]
 

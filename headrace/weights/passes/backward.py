@@ -29,9 +29,9 @@ from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.binding import PassBindings, bind, release
 from headrace.weights.passes.call import Call
 from headrace.weights.passes.lending import Lending
+from headrace.weights.passes.parameter_access import lending_leaves
 from headrace.weights.passes.site import Site
 from headrace.weights.passes.state import PassState, Progress
-from headrace.weights.passes.stray import lending_leaves
 from headrace.weights.passes.updates import Updates
 
 __all__ = ["WATCHED", "Backward"]

@@ -9,8 +9,8 @@ import torch
 
 from headrace.runtime.autograd import pop_hooks, saving_is_left_to_autograd
 from headrace.weights.movement.block import Block
+from headrace.weights.passes.parameter_access import is_lending, lending_leaves
 from headrace.weights.passes.site import Site
-from headrace.weights.passes.stray import is_lending, lending_leaves
 
 if TYPE_CHECKING:
     from headrace.weights.passes.engine import Engine

@@ -27,18 +27,18 @@ from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.binding import PassBindings, bind, release
 from headrace.weights.passes.call import Call, MethodCall
+from headrace.weights.passes.expert_dispatch import ExpertDispatch
+from headrace.weights.passes.expert_gradients import ExpertGradients
+from headrace.weights.passes.graph_segments import in_one_backward
 from headrace.weights.passes.handles import SavedTensors, pop_left_over
 from headrace.weights.passes.handover import Handover
-from headrace.weights.passes.idle import is_idle
-from headrace.weights.passes.lending import Lending
+from headrace.weights.passes.lending import Lending, is_idle
 from headrace.weights.passes.lookup import Lookups
-from headrace.weights.passes.picks import Picks
+from headrace.weights.passes.parameter_access import lending_leaves, stop_lending
+from headrace.weights.passes.part_gradients import PartGradients
 from headrace.weights.passes.process import OwnProcess
 from headrace.weights.passes.site import Site
 from headrace.weights.passes.state import PassState, Progress
-from headrace.weights.passes.stray import lending_leaves, stop_lending
-from headrace.weights.passes.stretches import in_one_backward
-from headrace.weights.passes.trained import Trained
 from headrace.weights.passes.updates import Updates
 
 if TYPE_CHECKING:
@@ -90,10 +90,11 @@ class Engine:
             self.calls,
             self._recover,
         )
-        self.lookups = Lookups(device, executor, self.backward, self.lending)
+        self.parts = PartGradients(self.backward, device)
+        self.lookups = Lookups(device, executor, self.parts, self.lending)
         one_by_one = isinstance(gradients, Gradients)  # ranks average whole ones
-        self.trained = Trained(self.backward, executor, device, one_by_one=one_by_one)
-        self.picks = Picks(device, executor, self.lending, self.trained, self.call)
+        expert_gradients = ExpertGradients(self.backward, executor, self.parts, one_by_one=one_by_one)
+        self.experts = ExpertDispatch(device, executor, self.lending, expert_gradients, self.call)
         self.process = OwnProcess()
         self.together: LayerMajor | None = None  # several micro-batches, whose forwards are under way
         for block in (*blocks, *residents):

@@ -32,10 +32,10 @@ from headrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
 from headrace.weights.model.inventory import is_left_to_user
 from headrace.weights.model.module_buffers import HostBuffer, plain_buffer
 from headrace.weights.passes.compiling import compile_blocks, note_not_compiled
-from headrace.weights.passes.stray import (
-    compound_lent_for_call,
+from headrace.weights.passes.parameter_access import (
+    borrow,
+    borrow_compound,
     homes_as_they_are,
-    lent_for_call,
     pass_begins,
 )
 
@@ -51,10 +51,10 @@ class LendingDict(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
         if type(held) is Home:
-            return lent_for_call(held)
+            return borrow(held)
         if isinstance(held, HostBuffer):  # it rests on the host, as outside of passes
             return super().__getitem__(name) if pass_begins() else held
-        return compound_lent_for_call(held) if held is not None and is_compound(held) else held
+        return borrow_compound(held) if held is not None and is_compound(held) else held
 
 
 class Parameters(LendingDict):
@@ -171,10 +171,14 @@ class Managed:
         if whole is None:
             return own(*args, **kwargs)
         self.site.engine.note_use(*whole.blocks)
-        return self.site.engine.picks.compute(whole, module, own, args, kwargs)
+        return self.site.engine.experts.compute(whole, module, own, args, kwargs)
 
-    def _adapt(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.site.engine.picks.adapt(module, own, args, kwargs)
+    def _adapt(self, module: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+        base: Any = module.get_base_layer()
+        site = site_of(base)
+        if site is None or site.picks is None:
+            return own(*args, **kwargs)
+        return site.engine.experts.adapt(site.picks.blocks[-1], module, base, own, args, kwargs)
 
     def compiling(self, module: nn.Module) -> bool:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
@@ -327,7 +331,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)  # parameters, buffers and hooks h
 
 def _home_or_own(member: Any) -> Any:
     if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
-        return compound_lent_for_call(member)
+        return borrow_compound(member)
     return member if isinstance(member, Leaf) else outer_of(member)  # the former: a buffer that travels with its block
 
 

@@ -9,7 +9,7 @@ from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enable
 
 from headrace.runtime.autograd import saving_is_left_to_autograd, without_overrides
 from headrace.weights.movement.block import Block
-from headrace.weights.passes.stray import is_lending
+from headrace.weights.passes.parameter_access import is_lending
 
 if TYPE_CHECKING:
     from headrace.weights.passes.engine import Engine
@@ -53,7 +53,7 @@ class Site:
         self.encloses = encloses
         self.table = table  # that the module looks rows up in, of which those alone travel
         self.picks = picks  # the module picks experts, which alone travel; the site of a call that needs them all
-        self.adapts = adapts  # weights of such a module, see passes/adapted.py
+        self.adapts = adapts  # weights of such a module, see passes/adapted_experts.py
         self.device = engine.device
         self.companion: Companion | None = None  # of a whole model: what lives as long as it does
         self.compiled_by: weakref.ref[nn.Module] | None = None  # what torch.compile made around it, until it is called
