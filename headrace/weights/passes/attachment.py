@@ -184,7 +184,7 @@ class Attachment:
             block.places.move_compounds(block.compounds, inventory.places_of_compounds)
         for module, name in inventory.names.items():
             if site_of(module) is None:
-                make_managed(module, self._site(module, name, inventory))
+                make_managed(module, self._site(module, name, inventory), self._engine)
         for module in inventory.names:
             _note_compiled(module, "_orig_mod", module._modules.get("_orig_mod"))
         self._engine.buffers.take_in(inventory.names)

@@ -6,7 +6,7 @@ What backward does with them: backward.py. See docs/design/engine.md.
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -41,10 +41,17 @@ from headrace.weights.passes.site import Site
 from headrace.weights.passes.state import PassState, Progress
 from headrace.weights.passes.updates import Updates
 
-if TYPE_CHECKING:
-    from headrace.weights.passes.layer_major import LayerMajor
+__all__ = ["Engine", "Together"]
 
-__all__ = ["Engine"]
+
+class Together(Protocol):
+    """Several micro-batches that take turns at blocks."""
+
+    def arrive(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The micro-batch that computes calls a site with blocks, and waits there for its turn. Its arguments then."""
+
+    def note_use(self, *blocks: Block) -> None:
+        """It uses parts of these."""
 
 
 class Engine:
@@ -96,7 +103,7 @@ class Engine:
         expert_gradients = ExpertGradients(self.backward, executor, self.parts, one_by_one=one_by_one)
         self.experts = ExpertDispatch(device, executor, self.lending, expert_gradients, self.call)
         self.process = OwnProcess()
-        self.together: LayerMajor | None = None  # several micro-batches, whose forwards are under way
+        self.together: Together | None = None  # several micro-batches, whose forwards are under way
         for block in (*blocks, *residents):
             self._adopt(block)
 
@@ -318,7 +325,7 @@ class Engine:
             self._executor.begin_pass(name)
             self.bindings.begin(forward_on=self.progress.thread)
 
-    def forward_together(self, together: "LayerMajor", count: int, forward: Callable[[], None]) -> None:
+    def forward_together(self, together: Together, count: int, forward: Callable[[], None]) -> None:
         """A pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
         self.process.check()
         self._claim()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,13 +26,11 @@ from headrace.weights.movement.batch_sums import BatchSums, bytes_apart
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.call import Call
+from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.graph_segments import CannotCutError, GraphSegments
 from headrace.weights.passes.handles import is_checkpointed
 from headrace.weights.passes.module_states import ModuleStates
 from headrace.weights.passes.site import Site
-
-if TYPE_CHECKING:
-    from headrace.weights.passes.engine import Engine
 
 __all__ = ["LayerMajor"]
 
@@ -78,7 +76,7 @@ class LayerMajor:
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: Engine,
         gradients: Gradients,
         lanes: Lanes,
         ledger: Ledger,
