@@ -12,7 +12,7 @@ from headrace.activation_offloading import ActivationOffloading
 from headrace.memory.ledger import Ledger
 from headrace.runtime.lanes import Lanes
 from headrace.weights.meter import Meter
-from headrace.weights.movement.averaging import AveragedGradients
+from headrace.weights.movement.flow import GradientFlow
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.attachment import Attachment
 from headrace.weights.passes.engine import Engine
@@ -31,7 +31,7 @@ class MicroBatches:
     def __init__(
         self,
         engine: Engine,
-        gradients: Gradients | AveragedGradients,
+        gradients: GradientFlow,
         attachment: Attachment,
         activations: ActivationOffloading | None,
         lanes: Lanes,
