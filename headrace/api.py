@@ -322,7 +322,7 @@ class Offloaded(Handle):
             store = self._tiers.private_store("activations") if config.activations.tier == "disk" else None
             resources = self._lanes, self._ledger, store, self._meter.lane_use
             self.activations = ActivationOffloading(model, config.activations, *resources)
-        self._micro_batches = MicroBatches(self._engine, gradients, self._attachment, self.activations, *metered)
+        self._micro_batches = MicroBatches(self._engine, gradients, self._attachment, self.activations)
 
     @property
     def plan(self) -> Plan | None:

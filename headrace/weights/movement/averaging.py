@@ -58,7 +58,7 @@ class AveragedGradients(GradientFlow):
         self._common, self._node = common, common.node
         self._homes: dict[Slot, NodeGradients] = {}
         self._counters = Counters(self._node, 2)
-        self._sums: Sums = (DeviceSums if gathers else HostSums)(self._node, lanes, meter, self.dtype)
+        self._sums: Sums = (DeviceSums if gathers else HostSums)(self._node, self)
         self._keep_up: Callable[[], None] = gathers.keep_up if gathers else lambda: None  # for who waits for others
         self._half_bytes = 0  # of each rank
         self._halves: list[SharedArena] = []
@@ -102,7 +102,7 @@ class AveragedGradients(GradientFlow):
         if half_bytes > self._half_bytes:  # before there are averages, which may rest on disk
             self._halves, self._half_bytes = [], 0
             self._tiers.make_room(2 * whole_pages(size * half_bytes))
-            given = self._node, size * half_bytes, self._lanes.device, self._ledger, PURPOSE
+            given = self._node, size * half_bytes, self.lanes.device, self.ledger, PURPOSE
             self._halves = [SharedArena(*given, by_ranks=True) for _ in range(2)]
             self._half_bytes = half_bytes
         for block, slots, offsets in wanted:
@@ -133,7 +133,7 @@ class AveragedGradients(GradientFlow):
         else:
             held = self._open.setdefault(slot.unit, {})
             if slot not in held:
-                self._ledger.add(Tier.DEVICE, PURPOSE, gradient.nbytes)
+                self.ledger.add(Tier.DEVICE, PURPOSE, gradient.nbytes)
             held[slot] = held[slot] + gradient if slot in held else gradient
 
     def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -246,7 +246,7 @@ class AveragedGradients(GradientFlow):
         if transfer is not None:
             more_bytes += transfer.nbytes
             self._leaving.append(Leaving(number, transfer, given.rows))
-        self._ledger.add(Tier.DEVICE, PURPOSE, more_bytes)
+        self.ledger.add(Tier.DEVICE, PURPOSE, more_bytes)
         job = self._summing.submit(self._sum, given, met)
         self._jobs.append((given, job))
         self._last_of_half[self._rounds % 2] = number, job

@@ -7,10 +7,8 @@ from collections.abc import Collection, Mapping
 import torch
 
 from headrace.memory.arena import Arena, whole_pages
-from headrace.memory.ledger import Ledger
 from headrace.runtime.autograd import without_overrides
-from headrace.runtime.lanes import Event, Lane, Lanes, Transfer
-from headrace.weights.meter import Meter
+from headrace.runtime.lanes import Event, Lane, Transfer
 from headrace.weights.model.slot import Slot
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.flow import PURPOSE
@@ -33,18 +31,12 @@ class BatchSums:
     def __init__(
         self,
         gradients: Gradients,
-        lanes: Lanes,
-        ledger: Ledger,
-        meter: Meter,
         count: int,
         apart: Mapping[Slot, int],
         one_by_one: Collection[Slot],
     ) -> None:
         self.number = 0
-        self._gradients = gradients
-        self._lanes = lanes
-        self._ledger = ledger
-        self._meter = meter
+        self._gradients, self._lanes = gradients, gradients.lanes
         self._apart, self._one_by_one = apart, one_by_one
         self._sums: dict[Slot, torch.Tensor] = {}  # of the block that backward is at, on the device
         self._of_rows: set[Slot] = set()  # of which some micro-batch had rows alone there: each gradient goes by itself
@@ -115,12 +107,12 @@ class BatchSums:
             arena = fits.pop() if fits else self._arena(gradient.nbytes)
             host = arena.tensor(0, gradient.nbytes, gradient.dtype).view(gradient.shape)
             transfer = self._lanes.copy(Lane.OFFLOAD, [(host, gradient)], self._lanes.mark())
-            self._meter.offloaded(transfer, slot.name)
+            self._gradients.meter.offloaded(transfer, slot.name)
             self._leaving.append(transfer)
             parts.append((host, rows))
 
     def _arena(self, nbytes: int) -> Arena:
-        return Arena(nbytes, self._lanes.device, self._ledger, PURPOSE)
+        return Arena(nbytes, self._lanes.device, self._gradients.ledger, PURPOSE)
 
 
 def _added_up(parts: list[_Part]) -> list[_Part]:

@@ -41,9 +41,7 @@ class GradientFlow(ABC):
     def __init__(
         self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: HostTiers, grad_dtype: torch.dtype | None
     ) -> None:
-        self._lanes = lanes
-        self._ledger = ledger
-        self._meter = meter
+        self.lanes, self.ledger, self.meter = lanes, ledger, meter
         self._tiers = tiers
         self._grad_dtype = grad_dtype
         self._leaving: deque[Leaving] = deque()
@@ -96,7 +94,7 @@ class GradientFlow(ABC):
         """Backward raised: what it computed is dropped, once nothing is in flight any more."""
         while self._leaving:
             self._let_go()
-        self._ledger.add(Tier.DEVICE, PURPOSE, -self._ledger.held_bytes(Tier.DEVICE, PURPOSE))
+        self.ledger.add(Tier.DEVICE, PURPOSE, -self.ledger.held_bytes(Tier.DEVICE, PURPOSE))
 
     @abstractmethod
     def close(self) -> None:
@@ -109,6 +107,6 @@ class GradientFlow(ABC):
     def _let_go(self) -> None:
         """Compute waits for what left first: then the device may have its memory."""
         leaving = self._leaving.popleft()
-        self._lanes.wait(leaving.transfer.done)
+        self.lanes.wait(leaving.transfer.done)
         leaving.rows.clear()
-        self._ledger.add(Tier.DEVICE, PURPOSE, -leaving.transfer.nbytes)
+        self.ledger.add(Tier.DEVICE, PURPOSE, -leaving.transfer.nbytes)

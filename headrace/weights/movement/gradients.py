@@ -93,7 +93,7 @@ class Gradients(GradientFlow):
             largest_bytes = max(offsets[-1], block.nbytes)
             self._staging.grow(min(largest_bytes, _SEND_BYTES) if block.row_bytes else largest_bytes)
         short_bytes = self._tiers.short_staging_bytes
-        if short_bytes is not None and not self._ledger.has_room(self._staging.missing_bytes):
+        if short_bytes is not None and not self.ledger.has_room(self._staging.missing_bytes):
             self._staging.limit(short_bytes)
             self._tiers.make_room(self._staging.missing_bytes)
 
@@ -140,7 +140,7 @@ class Gradients(GradientFlow):
             return None
         slot.wait_for_updates()
         self._replaced.add(slot)
-        return there.to(self._lanes.device, copy=True)
+        return there.to(self.lanes.device, copy=True)
 
     def take(self, slot: Slot, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         if slot not in self._memory and isinstance(slot.unit, Block):  # of a forward within a backward
@@ -234,7 +234,7 @@ class Gradients(GradientFlow):
         self._of_rows.clear()
         self._ready_bytes = 0
         if self._sending:  # Ctrl-C between a copy and its note: whatever was submitted is before an empty copy
-            self._lanes.copy(Lane.OFFLOAD, (), self._lanes.mark()).done.synchronize()
+            self.lanes.copy(Lane.OFFLOAD, (), self.lanes.mark()).done.synchronize()
             self._sending = []
         self._wait_for_sent()
         self._forget()
@@ -260,7 +260,7 @@ class Gradients(GradientFlow):
         """Copies out the gradients that are complete, in several transfers where staging memory is short."""
         direct: list[Copy] = []
         staged: list[Staged | Remainder] = []
-        self._ledger.add(Tier.DEVICE, PURPOSE, self._ready_bytes)
+        self.ledger.add(Tier.DEVICE, PURPOSE, self._ready_bytes)
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         what = ready[0][0].name if ready else ""
         for slot, gradients, rows in ready:
@@ -302,13 +302,13 @@ class Gradients(GradientFlow):
         if not copies:
             return
         self._sending = copies
-        transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
-        self._meter.offloaded(transfer, what)
+        transfer = self.lanes.copy(Lane.OFFLOAD, copies, self.lanes.mark())
+        self.meter.offloaded(transfer, what)
         self._leaving.append(Leaving(self._blocks_left, transfer, {}))
         self._last_sent = transfer.done
         self._sending = []
         if staged:
-            self._staging.turn(Additions(self._lanes.run(lambda: add_up(staged, self._writes), transfer.done)))
+            self._staging.turn(Additions(self.lanes.run(lambda: add_up(staged, self._writes), transfer.done)))
 
     def _destination(self, slot: Slot) -> tuple[torch.Tensor, bool, bool]:
         """Where a gradient goes, whether it is added to what is there, and whether nothing is there yet."""

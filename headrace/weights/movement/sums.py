@@ -7,7 +7,7 @@ which alone leaves for the host. There a parameter that this rank has not used c
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +18,11 @@ import torch
 from headrace.memory.arena import aligned
 from headrace.memory.shared import SharedArena
 from headrace.runtime.device_group import DeviceGroup
-from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, Lanes, Transfer
+from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, Transfer
 from headrace.runtime.node import Node
-from headrace.weights.meter import Meter
 from headrace.weights.model.slot import Slot
 from headrace.weights.movement.block import Block
+from headrace.weights.movement.flow import GradientFlow
 from headrace.weights.movement.host_gradients import elements_of, offsets_of
 
 __all__ = ["DeviceSums", "HostSums", "Round", "Sums"]
@@ -66,9 +66,10 @@ class Sums(ABC):
     on_host: ClassVar[bool]  # each rank reads what all give, and adds one after the other to what there is
     in_flight: ClassVar[int]  # of so many rounds at most gradients are leaving the device
 
-    def __init__(self, node: Node, lanes: Lanes, meter: Meter, dtype_of: Callable[[Slot], torch.dtype]) -> None:
-        """`dtype_of` the average of a parameter. To be made by all ranks."""
-        self._node, self._lanes, self._meter, self._dtype_of = node, lanes, meter, dtype_of
+    def __init__(self, node: Node, gradients: GradientFlow) -> None:
+        """To be made by all ranks."""
+        self._node, self._dtype_of = node, gradients.dtype
+        self._lanes, self._meter = gradients.lanes, gradients.meter
 
     @abstractmethod
     def close(self) -> None:
@@ -171,9 +172,9 @@ class DeviceSums(Sums):
 
     on_host, in_flight = False, 2
 
-    def __init__(self, node: Node, lanes: Lanes, meter: Meter, dtype_of: Callable[[Slot], torch.dtype]) -> None:
-        super().__init__(node, lanes, meter, dtype_of)
-        self._group = DeviceGroup(node, lanes.device)
+    def __init__(self, node: Node, gradients: GradientFlow) -> None:
+        super().__init__(node, gradients)
+        self._group = DeviceGroup(node, self._lanes.device)
 
     def close(self) -> None:
         self._group.close()
