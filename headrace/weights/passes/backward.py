@@ -20,11 +20,11 @@ from headrace.runtime.tensors import tensors_in
 from headrace.runtime.threads import on_own_thread
 from headrace.weights.model.home import Leaf
 from headrace.weights.model.slot import REMOVED, Slot
-from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
-from headrace.weights.movement.gradients import Gradients, refuse_graph
+from headrace.weights.movement.flow import GradientFlow
+from headrace.weights.movement.gradients import refuse_graph
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.binding import PassBindings, bind, release
 from headrace.weights.passes.call import Call
@@ -51,7 +51,7 @@ class Backward:
         bindings: PassBindings,
         residency: Residency,
         executor: Executor,
-        gradients: Gradients | AveragedGradients,
+        gradients: GradientFlow,
         lending: Lending,
         updates: Updates,
         calls: Sequence[Call],

@@ -17,11 +17,11 @@ from headrace.runtime.autograd import in_transform, saving_is_left_to_autograd, 
 from headrace.runtime.fibers import own_thread
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.module_buffers import ModuleBuffers
-from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.executor import Executor
+from headrace.weights.movement.flow import GradientFlow
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.backward import Backward
@@ -64,7 +64,7 @@ class Engine:
         residents: Sequence[Block],
         residency: Residency,
         executor: Executor,
-        gradients: Gradients | AveragedGradients,
+        gradients: GradientFlow,
         buffers: ModuleBuffers,
         common: CommonHomes | None = None,
     ) -> None:

@@ -16,10 +16,7 @@ import torch
 from torch import nn
 
 from headrace.errors import StateError
-from headrace.memory.ledger import Ledger
 from headrace.runtime.fibers import Fiber
-from headrace.runtime.lanes import Lanes
-from headrace.weights.meter import Meter
 from headrace.weights.model.home import Home, Leaf
 from headrace.weights.model.slot import Slot
 from headrace.weights.movement.batch_sums import BatchSums, bytes_apart
@@ -74,21 +71,10 @@ class _Turn(NamedTuple):
 class LayerMajor:
     """One step of several micro-batches."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        gradients: Gradients,
-        lanes: Lanes,
-        ledger: Ledger,
-        meter: Meter,
-        states: ModuleStates | None,
-    ) -> None:
+    def __init__(self, engine: Engine, gradients: Gradients, states: ModuleStates | None) -> None:
         """`states`: of modules before, where it is not known yet whether they note something."""
         self._engine = engine
         self._gradients = gradients
-        self._lanes = lanes
-        self._ledger = ledger
-        self._meter = meter
         self._states = states
         # By reentrant checkpoints: micro-batch, function, and the segment of its node.
         self._computed_again: dict[Block, set[tuple[int, int, int]]] = {}
@@ -136,8 +122,7 @@ class LayerMajor:
             if shared is not None:
                 raise CannotCutError(f"buffer {shared!r} is written and used with another block's turn in between")
             apart = self._apart(members)
-            among = self._gradients, self._lanes, self._ledger, self._meter
-            batch_sums = BatchSums(*among, len(members), *apart)
+            batch_sums = BatchSums(self._gradients, len(members), *apart)
             engine.backward_together(batch_sums, partial(self._backward, batch_sums, in_backward))
         finally:
             self._close(members)
@@ -255,7 +240,7 @@ class LayerMajor:
                 " by torch functions"
             )
         nbytes = bytes_apart(apart, count)
-        if not self._ledger.has_room(nbytes):
+        if not self._gradients.ledger.has_room(nbytes):
             raise CannotCutError(
                 f"gradients of weights that several blocks use would take {nbytes:,} bytes of host memory for {count}"
                 " micro-batches"
