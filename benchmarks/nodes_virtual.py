@@ -78,7 +78,7 @@ def measured(onload: str, ratio: float, budget: int) -> dict[str, Any]:
     group = mock.Mock(return_value=Collectives(PEER_RATE * bandwidth))
     with (
         mock.patch("headrace.weights.movement.gathering.DeviceGroup", group),
-        mock.patch("headrace.weights.movement.device_sums.DeviceGroup", group),
+        mock.patch("headrace.weights.movement.sums.DeviceGroup", group),
         headrace.offload(model, device="emu", mesh=mesh, **settings) as handle,
     ):
         cycle = _cycles(model)

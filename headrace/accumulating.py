@@ -9,16 +9,13 @@ from typing import Any, TypeVar
 import torch
 
 from headrace.activation_offloading import ActivationOffloading
-from headrace.memory.ledger import Ledger
-from headrace.runtime.lanes import Lanes
-from headrace.weights.meter import Meter
-from headrace.weights.movement.averaging import AveragedGradients
+from headrace.weights.movement.flow import GradientFlow
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.attachment import Attachment
 from headrace.weights.passes.engine import Engine
+from headrace.weights.passes.graph_segments import CannotCutError
 from headrace.weights.passes.layer_major import LayerMajor
 from headrace.weights.passes.module_states import ModuleStates
-from headrace.weights.passes.stretches import CannotCutError
 
 __all__ = ["MicroBatches"]
 
@@ -31,18 +28,15 @@ class MicroBatches:
     def __init__(
         self,
         engine: Engine,
-        gradients: Gradients | AveragedGradients,
+        gradients: GradientFlow,
         attachment: Attachment,
         activations: ActivationOffloading | None,
-        lanes: Lanes,
-        ledger: Ledger,
-        meter: Meter,
     ) -> None:
         self._engine = engine
         self._gradients = gradients
         self._attachment = attachment
         self._activations = activations
-        self._lanes, self._ledger, self._meter = lanes, ledger, meter
+        self._meter = gradients.meter
         self._goes_together: set[object] = set()  # loss functions for which modules note nothing
         # Of loss functions and so many micro-batches, as was found out.
         self._why_in_a_loop: dict[tuple[object, int], str] = {}
@@ -92,7 +86,7 @@ class MicroBatches:
     ) -> list[torch.Tensor]:
         """`states`: what modules have noted before, for a loss function that is new."""
         gradients: Any = self._gradients  # those of one process
-        together = LayerMajor(self._engine, gradients, self._lanes, self._ledger, self._meter, states)
+        together = LayerMajor(self._engine, gradients, states)
         activations = self._activations
         in_forward = contextlib.nullcontext() if activations is None else activations.together(batches)
         in_backward = contextlib.nullcontext() if activations is None else activations.one_backward()

@@ -53,6 +53,7 @@ from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.executor import Executor
+from headrace.weights.movement.flow import GradientFlow
 from headrace.weights.movement.gathering import Gathers
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
@@ -296,12 +297,12 @@ class Offloaded(Handle):
                 self._tiers.has_room,
                 self._budgets.ranks,
             )
-        gradients: Gradients | AveragedGradients
+        gradients: GradientFlow
         metered = self._lanes, self._ledger, self._meter
         if self._common is None:
             gradients = Gradients(*metered, self._tiers, config.grad_dtype)
         else:
-            gradients = AveragedGradients(*metered, self._common, self._tiers, config.grad_dtype, gathers=self._gathers)
+            gradients = AveragedGradients(*metered, self._tiers, config.grad_dtype, self._common, self._gathers)
         self._gradients = gradients
         buffers = ModuleBuffers(config.device, self._ledger)
         self._engine = Engine(
@@ -321,7 +322,7 @@ class Offloaded(Handle):
             store = self._tiers.private_store("activations") if config.activations.tier == "disk" else None
             resources = self._lanes, self._ledger, store, self._meter.lane_use
             self.activations = ActivationOffloading(model, config.activations, *resources)
-        self._micro_batches = MicroBatches(self._engine, gradients, self._attachment, self.activations, *metered)
+        self._micro_batches = MicroBatches(self._engine, gradients, self._attachment, self.activations)
 
     @property
     def plan(self) -> Plan | None:

@@ -2,7 +2,7 @@
 
 import weakref
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -10,9 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from headrace.memory.pool import Slab
 from headrace.runtime.autograd import WeakTensor, address_of, storage_use_count
 from headrace.runtime.lanes import LateTransfer, Transfer
-
-if TYPE_CHECKING:
-    from headrace.activations.course import Course
 
 __all__ = ["Claim", "Item", "Presence"]
 
@@ -43,7 +40,7 @@ class Item:
 
     def __init__(
         self,
-        course: "Course",
+        course: Any,
         index: int,
         storage: torch.UntypedStorage,
         start: int,
@@ -53,7 +50,7 @@ class Item:
         stream: Any,
         name: str,
     ) -> None:
-        self.course = course
+        self.course = course  # the forward that has saved it, and its backward: a `Course`
         self.index = index  # in the order of saving
         self.nbytes = nbytes
         self.stream = stream  # on which it was saved, and is used

@@ -13,11 +13,15 @@ from headrace.memory.pages import map_pages
 from headrace.runtime.autograd import address_of, in_transform, storage_use_count, without_transforms
 from headrace.runtime.device import is_accelerator
 
-__all__ = ["DeviceBuffers", "plain_tensors", "references_beside"]
+__all__ = ["SAVED", "DeviceBuffers", "SavedView", "plain_tensors", "references_beside", "saved_view"]
 
 _PURPOSE = "weights"
 _VIEWS = "headrace_views"  # the attribute of a buffer that has its views, so that they live as long as it does
+SAVED = "headrace_saved"  # ... that has views which autograd has saved, for the same reason
+_MOST_SAVED = 64  # of one buffer: where slices differ in each pass there would be ever more
 _OWN = "headrace_own"  # ... and how many of these lie in it, as one without elements does not
+
+SavedView = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # size, stride and offset in elements of the dtype
 
 
 class Viewed(Protocol):
@@ -104,6 +108,19 @@ class DeviceBuffers:
         mapping = map_pages(nbytes, touched=False)
         self._ledger.book(mapping, Tier.DEVICE, _PURPOSE, nbytes)
         return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def saved_view(buffer: torch.Tensor, view: SavedView) -> torch.Tensor:
+    """A view of a buffer, which is kept with it: the same one each time. Whoever asks often looks at `SAVED` first."""
+    known: dict[SavedView, torch.Tensor] = buffer.__dict__.setdefault(SAVED, {})
+    if view in known:
+        return known[view]
+    dtype, size, stride, offset = view
+    made = torch.empty(0, dtype=dtype, device=buffer.device).set_(buffer.untyped_storage(), offset, size, stride)
+    if len(known) < _MOST_SAVED:
+        known[view] = made
+        buffer.__dict__[_OWN] = buffer.__dict__.get(_OWN, _looking) + 1
+    return made
 
 
 def references_beside(buffer: torch.Tensor) -> int:

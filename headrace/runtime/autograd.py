@@ -50,6 +50,7 @@ __all__ = [
     "push_hooks",
     "running_node",
     "runs_in_backward",
+    "saving_is_left_to_autograd",
     "sequence_number",
     "storage_use_count",
     "tensor_use_count",
@@ -147,6 +148,11 @@ FunctionNode: Any = torch.autograd.function.BackwardCFunction
 # Whether the backward that this thread runs goes through a node of the graph, is to or has. Relies on nodes in Python
 # being those of the graph.
 runs_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+
+def saving_is_left_to_autograd() -> bool:
+    """Whether no hooks are on top: of no visit, no checkpoint, and no user."""
+    return top_hooks(True) is None
 
 
 def check_version(tensor: torch.Tensor, version: int, shape: torch.Size | None = None) -> None:

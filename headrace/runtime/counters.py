@@ -3,13 +3,11 @@
 import os
 import time
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 from headrace.errors import StateError
 from headrace.runtime.descriptors import mapped
-
-if TYPE_CHECKING:
-    from headrace.runtime.node import Node
 
 __all__ = ["Counters"]
 
@@ -17,10 +15,23 @@ _LOOK_SECONDS = 0.2  # between two looks whether those who are waited for are st
 _LONGEST_PAUSE_SECONDS = 1e-3
 
 
+class Together(Protocol):
+    """The ranks that see the numbers."""
+
+    rank: int
+    size: int
+
+    def share(self, nbytes: int) -> int:
+        """A descriptor of so many bytes of memory that all see, zero at first."""
+
+    def check(self, rank: int, what: str, waited_seconds: float, still: Callable[[], bool], *, in_pass: bool) -> None:
+        """Raises RankError where it is in vain to wait for that rank, which was waited for so long."""
+
+
 class Counters:
     """`count` numbers of each rank of a node, which only grow. A rank posts its own, and waits for those of others."""
 
-    def __init__(self, node: "Node", count: int) -> None:
+    def __init__(self, node: Together, count: int) -> None:
         self._node = weakref.ref(node)
         self._count, self._rank, self._size = count, node.rank, node.size
         self._owner = os.getpid()

@@ -20,10 +20,10 @@ from headrace import DiskError, Offloaded, RankError, optim
 from headrace.memory.disk.checksums import Checksums
 from headrace.memory.disk.extent import Extent
 from headrace.weights.model.slot import Slot
+from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.block import Block, Presence
-from headrace.weights.movement.device_sums import DeviceSums
 from headrace.weights.movement.gathering import Gathers
-from headrace.weights.movement.node_gradients import Round
+from headrace.weights.movement.sums import DeviceSums, Round
 from tests.distributed.meshed import Model, batch, cpu_mesh, expert_of, offloaded, same_gradients
 from tests.support.compare import assert_same_weights
 
@@ -389,31 +389,33 @@ def reductions_are_in_flight(device: str) -> None:
         if rounds[name] == 2:
             event.set()
 
-    def gives(sums: DeviceSums, given: Round, gradients: dict[Slot, torch.Tensor]) -> int:
-        nbytes = give(sums, given, gradients)
+    def gives(sums: DeviceSums, given: Round, gradients: dict[Slot, torch.Tensor]) -> Any:
+        found = give(sums, given, gradients)
         leaving.append(1)
         after("given", second_given)
-        return nbytes
+        return found
 
-    def lets_go(sums: DeviceSums, given: Round) -> None:
+    def lets_go(averaged: AveragedGradients) -> None:
         leaving.append(-1)
-        let_go(sums, given)
+        let_go(averaged)
 
-    def exchanges(sums: DeviceSums, given: Round, flags: torch.Tensor) -> None:
+    def exchanges(sums: DeviceSums, given: Round, flags: torch.Tensor) -> Any:
         assert second_given.wait(20)
-        exchange(sums, given, flags)
+        found = exchange(sums, given, flags)
         after("reduced", second_reduced)
+        return found
 
-    def collects(sums: DeviceSums, given: Round) -> None:
+    def adds_up(averaged: AveragedGradients, given: Round, met: Any) -> list[Slot]:
         assert second_reduced.wait(20)
-        collect(sums, given)
+        return add_up(averaged, given, met)
 
-    give, let_go, exchange, collect = DeviceSums.give, DeviceSums.let_go, DeviceSums.exchange, DeviceSums.collect
+    give, exchange = DeviceSums.give, DeviceSums.exchange
+    let_go, add_up = AveragedGradients._let_go, AveragedGradients._sum
     with (
         mock.patch.object(DeviceSums, "give", gives),
-        mock.patch.object(DeviceSums, "let_go", lets_go),
         mock.patch.object(DeviceSums, "exchange", exchanges),
-        mock.patch.object(DeviceSums, "collect", collects),
+        mock.patch.object(AveragedGradients, "_let_go", lets_go),
+        mock.patch.object(AveragedGradients, "_sum", adds_up),
         offloaded(model, device),
     ):
         for number in range(4):

@@ -79,7 +79,7 @@ def without_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward returns while gradients are still leaving."""
 
-    def deliver(self: Gradients) -> None:
+    def deliver(self: Gradients, _in_hooks: Any = None) -> None:
         self._submit_ready()
         arrived = self._arriving
         self._forget()

@@ -19,8 +19,8 @@ import headrace
 from headrace.planning import Keeping, passes_through
 from headrace.runtime.autograd import without_overrides
 from headrace.weights.model.experts import slice_parts
-from headrace.weights.passes import picks
-from headrace.weights.passes.by_number import standing_in
+from headrace.weights.passes import expert_dispatch
+from headrace.weights.passes.expert_stand_ins import standing_in
 from tests.support.compare import assert_same, assert_same_weights, on_cpu, same
 from tests.support.held import weight_bytes
 from tests.support.loops import adamw, steps, trained_parameters
@@ -386,7 +386,7 @@ def test_training_takes_whole_blocks(compute_device: torch.device) -> None:
 
 @use_experts_implementation(has_gate=False, is_concatenated=False)
 class Keeps(nn.Module):
-    """Experts that do more with their weights than to take one by its number, or keep what they took."""
+    """Experts that do more with their weights than to take one by its number, keep what they take, or write to it."""
 
     def __init__(self, config: Any, how: str) -> None:
         super().__init__()
@@ -399,8 +399,12 @@ class Keeps(nn.Module):
         found = torch.zeros_like(hidden)
         self.kept = []
         for expert in index.unique():
-            self.kept.append(self.up_proj[expert])
-            found += hidden @ self.kept[-1] * (index == expert).any(1, keepdim=True) * weights.sum()
+            weight = self.up_proj[expert]
+            if self.how == "keep":
+                self.kept.append(weight)
+            if self.how == "write":
+                weight.mul_(1.5)
+            found += hidden @ weight * (index == expert).any(1, keepdim=True) * weights.sum()
         return found
 
 
@@ -444,7 +448,7 @@ def test_other_forwards_compute_as_they_do_alone(compute_device: torch.device, h
 
 @pytest.mark.core(slots=[2, 7])
 @pytest.mark.parametrize("slots", [2, 4, 7])
-@pytest.mark.parametrize("how", ["all", "keep"])
+@pytest.mark.parametrize("how", ["all", "keep", "write"])
 def test_modules_that_do_something_else(compute_device: torch.device, how: str, slots: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -467,6 +471,7 @@ def test_modules_that_do_something_else(compute_device: torch.device, how: str, 
             assert same(model(hidden[:tokens], index[:tokens]).cpu(), plain(hidden[:tokens], index[:tokens]).cpu())
             kept = [expert.clone() for expert in plain.experts.kept]
             assert_same([one.cpu() for one in model.experts.kept], [one.cpu() for one in kept])
+        assert_same(model.parameters(), (parameter.cpu() for parameter in plain.parameters()))
         assert handle.stats().device_peak_bytes <= limit
 
 
@@ -661,7 +666,7 @@ def test_an_interrupt_amid_giving_weights_back(
 
     with headrace.offload(model, device=compute_device, device_memory=budget(model, 9)):
         with monkeypatch.context() as patch:
-            patch.setattr(picks, "standing_in", struck)
+            patch.setattr(expert_dispatch, "standing_in", struck)
             with torch.no_grad(), pytest.raises(KeyboardInterrupt):
                 model(PROMPT.to(compute_device))
         for module in experts_in(model):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace.weights.movement.residency import Residency
-from headrace.weights.passes import stray
+from headrace.weights.passes import parameter_access
 from tests.matrix.models import DENSE, WIDTH, Batch, Decoder, DecoderLayer, GatedMLP
 from tests.support.compare import Outcome, assert_same, on_cpu, same
 from tests.support.models import Checkpointed, linears, seeded
@@ -351,7 +351,7 @@ def test_a_model_for_each_thread() -> None:
         headrace.offload(model, device="cpu", device_memory="3KiB")
 
     def others_too(frame: FrameType, _event: str, _arg: Any) -> Any:
-        if frame.f_code.co_filename != stray.__file__:
+        if frame.f_code.co_filename != parameter_access.__file__:
             return None
         time.sleep(0)
         return others_too

@@ -8,8 +8,8 @@ import torch
 
 from headrace.memory.disk import Request
 from headrace.memory.ledger import Ledger
-from headrace.weights.movement.gradient_memory import Additions, Staging
-from headrace.weights.movement.staged import Remainder, Staged, add_up, rest_of, sum_of_rows
+from headrace.weights.movement.gradients import sum_of_rows
+from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, rest_of
 from tests.support.compare import same
 
 ROWS, WIDTH = 5, 3

@@ -165,7 +165,7 @@ def test_between_forward_and_backward(
         (residency,) = residencies
         block = next(block for block in blocks if block.is_fetched)
         residency.evict(block)
-        residency.make_room(block, (), lambda _: 0.0)
+        residency.make_room(block, ())
         held.hold(f"'{block.name}'")
         residency.onload(block)
         return block

@@ -1,12 +1,15 @@
 """A forward without gradients over weights that all are on the device has no visits: is it as any other?"""
 
+import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace.weights.movement.executor import Executor
@@ -354,3 +357,176 @@ def both(kind: Any, act: Any, blocks_that_fit: int, device: torch.device, run: C
     with headrace.offload(model, device=device, device_memory=memory_bytes, blocks=list(model.layers)):
         ours = run(model)
     return ours, run(plain)
+
+
+# training: a pass that finds all weights as they are (the second micro-batch of a step) has no visits either ----------
+def trained(model: nn.Module, tokens: torch.Tensor, *, passes: int = 4) -> None:
+    for _ in range(passes):
+        loss_of(model, tokens).backward()
+
+
+def test_micro_batches_after_the_first_visit_nothing(decoder, plain, tokens, compute_device, monkeypatch) -> None:
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (decoder, plain)]
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle:
+        visits = counted(monkeypatch)
+        for step in range(5):
+            for batch in range(3):
+                visits.clear()
+                before = handle.stats().onload_bytes
+                losses = [loss_of(model, tokens.to(compute_device)) for model in (decoder, plain)]
+                for loss in losses:
+                    loss.backward()
+                assert torch.equal(*losses)
+                assert_same_gradients(decoder, plain)
+                loaded = handle.stats().onload_bytes - before
+                if batch:
+                    assert loaded == 0
+                if batch and step > 2:
+                    assert visits == []
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
+
+
+@pytest.mark.parametrize("retains", [False, True])
+@pytest.mark.parametrize("how", ["in place", "data", "given", "one", "none"])
+def test_weights_that_change_before_a_backward(decoder, plain, tokens, compute_device, how, retains) -> None:
+    """A plain run raises, or computes with the new weights, or with the old ones: so does this one."""
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE):
+        raised = []
+        for model in (decoder, plain):
+            on_device = tokens.to(compute_device)
+            trained(model, on_device)
+            loss = loss_of(model, on_device)
+            if retains:
+                loss.backward(retain_graph=True)
+            weight = model.layers[1].up.weight
+            with torch.no_grad():
+                match how:
+                    case "in place":
+                        weight.mul_(3)
+                    case "one":
+                        weight[0, 0] = 3
+                    case "data":
+                        weight.data.mul_(3)
+                    case "given":
+                        weight.data = weight.data * 3
+                model(on_device)  # a pass that brings what has changed
+            try:
+                loss.backward()
+            except RuntimeError:
+                raised.append(model)
+            else:
+                raised.append(None)
+        if how == "given":
+            assert raised == [decoder, None]  # refused: the data of before is gone
+        else:
+            assert raised in ([None, None], [decoder, plain])
+            if raised == [None, None]:
+                assert_same_gradients(decoder, plain)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_of_layers(decoder, plain, tokens, compute_device, use_reentrant) -> None:
+    class Recomputed(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.embedding(tokens)
+            for layer in self.layers[:-1]:
+                hidden = checkpoint(layer, hidden, use_reentrant=use_reentrant)
+            return super().forward(tokens) + hidden.sum()
+
+    decoder.__class__ = plain.__class__ = Recomputed
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE):
+        for _ in range(6):
+            for model in (decoder, plain):
+                loss_of(model, tokens.to(compute_device)).backward()
+            assert_same_gradients(decoder, plain)
+
+
+def test_gradients_leave_block_by_block(compute_device) -> None:
+    """The device never holds those of all layers at once."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(12)))
+    layer_bytes = weight_bytes(model) // 12
+    with headrace.offload(model, device=compute_device, device_memory=AMPLE, blocks=list(model)) as handle:
+        for _ in range(6):
+            handle.reset_stats()
+            model(torch.ones(1, 128, device=compute_device)).sum().backward()
+        assert handle.stats().onload_bytes == 0
+        assert handle.stats().device_gradient_peak_bytes <= 3 * layer_bytes
+
+
+@pytest.mark.parametrize("hooks", ["of the user", "of the user inside", "autocast", "activations"])
+def test_what_else_saves(decoder, plain, tokens, compute_device, hooks) -> None:
+    """Saved-tensor hooks around the model, and within; autocast; activations that leave."""
+
+    class Saving(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            if hooks == "of the user inside":
+                with torch.autograd.graph.save_on_cpu():
+                    return super().forward(tokens)
+            return super().forward(tokens)
+
+    decoder.__class__ = plain.__class__ = Saving
+    around: Callable[[], Any] = contextlib.nullcontext
+    if hooks == "of the user":
+        around = torch.autograd.graph.save_on_cpu
+    elif hooks == "autocast":
+        around = partial(torch.autocast, compute_device.type, dtype=torch.bfloat16)
+    given = {"activations": {"min_bytes": 0}} if hooks == "activations" else {}
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE, **given):
+        for _ in range(6):
+            for model in (decoder, plain):
+                with around():
+                    loss = loss_of(model, tokens.to(compute_device))
+                loss.backward()
+            assert_same_gradients(decoder, plain)
+
+
+def test_a_hook_of_backward_writes_a_weight(decoder, plain, tokens, compute_device) -> None:
+    """Of a layer whose backward is still to come: a plain run computes with what was written through `data`."""
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE):
+        for model in (decoder, plain):
+            trained(model, tokens.to(compute_device))
+            weight = model.layers[0].up.weight
+
+            def write(_: torch.Tensor, weight: torch.Tensor = weight) -> None:
+                weight.data.mul_(2)
+
+            def watch(_module: Any, _args: Any, output: torch.Tensor, write: Any = write) -> None:
+                output.register_hook(write)
+
+            hook = model.layers[2].register_forward_hook(watch)
+            loss_of(model, tokens.to(compute_device)).backward()
+            hook.remove()
+        assert_same_gradients(decoder, plain)
+
+
+def test_a_step_before_a_backward_that_begins_within_a_layer(compute_device) -> None:
+    """At a tensor that the layer keeps. A plain run raises."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.kept: Any = None
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.kept = self.second(self.first(hidden)).sum()
+            return self.first(hidden)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Keeps() for _ in range(3)))
+    plain = copy.deepcopy(model).to(compute_device)
+    x = torch.ones(2, 8, device=compute_device)
+    with headrace.offload(model, device=compute_device, device_memory=AMPLE, blocks=list(model)):
+        for one in (model, plain):
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+            for _ in range(5):
+                (one(x).sum() + sum(layer.kept for layer in one)).backward()
+            one(x)
+            one[1].kept.backward(retain_graph=True)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                one[1].kept.backward()
+        assert_same_gradients(model, plain)

@@ -285,7 +285,7 @@ class LeafView(torch.Tensor):
 
 
 class AwayCompound:
-    """The leaf of a compound whose block is away, or on its way, is one too: see weights/passes/stray.py."""
+    """The leaf of a compound whose block is away, or on its way, is one too: see weights/passes/parameter_access.py."""
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -21,9 +21,10 @@ from headrace.weights.model.layout import travel_dtype
 from headrace.weights.model.slot import Layout
 
 __all__ = [
+    "ExpertAccess",
     "Experts",
     "SlicePart",
-    "Taking",
+    "access_of",
     "experts_of",
     "is_marked",
     "lists_experts",
@@ -33,7 +34,6 @@ __all__ = [
     "routing_of",
     "slice_parts",
     "takes_single_experts",
-    "taking_of",
 ]
 
 _LISTS = "experts"  # what lists of experts are called, or end with
@@ -47,7 +47,7 @@ _INTERFACE = "transformers.integrations.moe"  # where that is
 _ROUTED = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
-class Taking(Enum):
+class ExpertAccess(Enum):
     """How a call takes experts out of its weights."""
 
     ONE_BY_ONE = auto()  # in a loop over those that are used, in ascending order
@@ -55,11 +55,11 @@ class Taking(Enum):
     GROUPED = auto()  # by one kernel, for all tokens of an expert together
 
 
-_TAKING = {
-    None: Taking.ONE_BY_ONE,
-    "eager": Taking.ONE_BY_ONE,
-    "batched_mm": Taking.GATHERED,
-    "grouped_mm": Taking.GROUPED,
+_ACCESS = {
+    None: ExpertAccess.ONE_BY_ONE,
+    "eager": ExpertAccess.ONE_BY_ONE,
+    "batched_mm": ExpertAccess.GATHERED,
+    "grouped_mm": ExpertAccess.GROUPED,
 }
 
 
@@ -197,16 +197,16 @@ def _routed(module: Any) -> int:
     return next((value for value in values if isinstance(value, int)), max(1, module.num_experts // 4))
 
 
-def taking_of(module: Any) -> Taking | None:
+def access_of(module: Any) -> ExpertAccess | None:
     """How a call of the module takes experts now; None: in a way that nothing is known of."""
     if module._is_expert_parallel:
         return None
-    return _TAKING.get(module.config._experts_implementation)
+    return _ACCESS.get(module.config._experts_implementation)
 
 
 def takes_single_experts(module: nn.Module) -> bool:
     """Whether its calls can do without all experts at once, also where gradients follow."""
-    return is_marked(module) or taking_of(module) in (Taking.ONE_BY_ONE, Taking.GATHERED)
+    return is_marked(module) or access_of(module) in (ExpertAccess.ONE_BY_ONE, ExpertAccess.GATHERED)
 
 
 def routing_of(

@@ -267,11 +267,21 @@ class Leaf(nn.Parameter):
 
 
 class AwayLeaf(Leaf):
-    """A leaf whose block is away, or on its way: whoever still holds it uses the home (weights/passes/stray.py)."""
+    """A leaf whose block is away, or on its way. Whoever still holds it uses it during a pass, when it is brought back,
+    and at other times uses the home (weights/passes/parameter_access.py).
+    """
+
+    @staticmethod
+    def brought_back(leaf: "AwayLeaf") -> torch.Tensor:
+        """The leaf, which is present then, or the home where no pass is under way.
+
+        Of itself it is the home; weights/passes/parameter_access.py, which can lend leaves, replaces this function.
+        """
+        return home_of(leaf)
 
     @property
     def data(self) -> torch.Tensor:
-        return home_of(self).data
+        return self.brought_back(self).data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

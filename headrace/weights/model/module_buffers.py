@@ -16,10 +16,10 @@ from torch import nn
 from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.autograd import data_of, no_override, tree_flatten, without_overrides
 from headrace.weights.model.home import WatchedBuffer
+from headrace.weights.model.uses import Use, use_of
 
 __all__ = ["HostBuffer", "ModuleBuffers", "may_rest_on_host", "overlapping_buffers", "plain_buffer"]
 
-_LOOKS = frozenset(("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_sparse"))
 _Key = tuple[int, str]  # of a place: the id of a module's `_buffers`, and the name
 
 
@@ -89,9 +89,8 @@ class StaleBuffer(HostBuffer):
 
     @classmethod
     def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
         with without_overrides():
-            if func is torch.Tensor.__hash__ or (func.__name__ == "__get__" and name in _LOOKS):
+            if func is torch.Tensor.__hash__ or (func.__name__ == "__get__" and use_of(func) in (Use.ASK, Use.LOOK)):
                 return func(*args, **(kwargs or {}))
             for value in tree_flatten((args, kwargs))[0]:
                 if isinstance(value, StaleBuffer):

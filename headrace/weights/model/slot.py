@@ -124,6 +124,15 @@ class Slot:
         return Token(self.home._version, self.untraced_changes, self.data_number)
 
     @property
+    def is_old_on_device(self) -> bool:
+        """Whether the last device copy was made of other contents than the home has now, as far as autograd notices."""
+        return self.loaded_token is not _NEVER and self.loaded_token != self.token
+
+    def version_is_raised(self) -> None:
+        """The leaf's version is one more now, and nobody has written to the leaf."""
+        self._leaf_version += 1
+
+    @property
     def others_may_write(self) -> bool:
         """Whether other processes may write what is read, at any time and unnoticed."""
         return not self.in_place and self.data.untyped_storage().is_shared()

@@ -18,57 +18,47 @@ from headrace.errors import LayoutError, StateError
 from headrace.memory.arena import aligned, whole_pages
 from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.shared import SharedArena
-from headrace.runtime.autograd import without_overrides, without_transforms
+from headrace.runtime.autograd import without_overrides
 from headrace.runtime.counters import Counters
-from headrace.runtime.lanes import Lanes, LateTransfer, Transfer
+from headrace.runtime.lanes import Lane, Lanes, LateTransfer, Transfer
 from headrace.runtime.threads import Job, OneThread
 from headrace.weights.meter import Meter
+from headrace.weights.model.accumulation import late_hooks
 from headrace.weights.model.slot import Slot
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
-from headrace.weights.movement.device_sums import DeviceSums
+from headrace.weights.movement.flow import PURPOSE, GradientFlow, Leaving, Wanted
 from headrace.weights.movement.gathering import Gathers
-from headrace.weights.movement.host_sums import HostSums
-from headrace.weights.movement.node_gradients import (
-    NodeGradients,
-    Round,
-    Sums,
-    add_up,
-    divided,
-    offsets_of,
-    refuse_hooks,
-    there_is,
-)
+from headrace.weights.movement.host_gradients import NodeGradients, elements_of
+from headrace.weights.movement.sums import DeviceSums, HostSums, Round, Sums
 from headrace.weights.rest.placement import HostTiers
 
 __all__ = ["AveragedGradients"]
 
-_PURPOSE = "gradients"
 _ARRIVED, _SUMMED = 0, 1  # counters: the last block whose gradients this rank has given, and has summed up
 _IN_A_PASS = 1 << 24  # so many blocks at most are averaged in one pass
 _GIVES, _ADDS = 1, 2  # what a rank says of each parameter: it has a gradient; it adds to one that there is
 
 
-class AveragedGradients:
-    """Gradients of all blocks of one model on all ranks, between the leaves that receive them and the homes."""
+class AveragedGradients(GradientFlow):
+    """Gradients of all ranks: each home has their average."""
 
     def __init__(
         self,
         lanes: Lanes,
         ledger: Ledger,
         meter: Meter,
-        common: CommonHomes,
         tiers: HostTiers,
         grad_dtype: torch.dtype | None,
-        *,
-        gathers: Gathers | None = None,
+        common: CommonHomes,
+        gathers: Gathers | None,
     ) -> None:
         """`gathers`: devices add gradients up among themselves, too, and a part of the sums leaves each."""
-        self._lanes, self._ledger, self._meter = lanes, ledger, meter
-        self._common, self._node, self._tiers, self._grad_dtype = common, common.node, tiers, grad_dtype
+        super().__init__(lanes, ledger, meter, tiers, grad_dtype)
+        self._common, self._node = common, common.node
         self._homes: dict[Slot, NodeGradients] = {}
         self._counters = Counters(self._node, 2)
-        self._sums: Sums = (DeviceSums if gathers else HostSums)(self._node, lanes, meter, self._dtype)
+        self._sums: Sums = (DeviceSums if gathers else HostSums)(self._node, self)
         self._keep_up: Callable[[], None] = gathers.keep_up if gathers else lambda: None  # for who waits for others
         self._half_bytes = 0  # of each rank
         self._halves: list[SharedArena] = []
@@ -84,61 +74,50 @@ class AveragedGradients:
         common.discards.append(self._discard)
         self._jobs: list[tuple[Round, Job[list[Slot]]]] = []
         self._averaged: set[Slot] = set()  # in this backward
-        self._leaving: deque[tuple[Round, Transfer | LateTransfer, int]] = deque()  # and its bytes on the device
         self.synchronises = True  # whether backward averages
 
     def prepare(self, blocks: Iterable[Block]) -> None:
-        """Makes memory for gradients of trainable parameters that have none. All ranks do, for the same parameters."""
+        """To be called by all ranks, for the same parameters."""
         if self._pass != self._common.passes:  # all ranks have begun it: nothing of the last one is under way
             self._pass, self._rounds, self._last_of_half = self._common.passes, 0, [(0, None)] * 2
-        streamed, staying = divided(blocks)
-        order = [*reversed(streamed), *staying]  # as backward comes to them
+        # As backward comes to them, and then those that stay on the device.
+        order = sorted(blocks, key=lambda block: block.index, reverse=True)
         if len(order) != len(self._places):
             self._places = {block: place for place, block in enumerate(order)}
-        with without_transforms():
-            wanted: list[tuple[Block, list[Slot], list[int]]] = []
-            for block in self._places:
-                refuse_hooks(block)
-                slots = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._homes]
-                if slots:
-                    ends = offsets_of([slot.home.numel() * self._dtype(slot).itemsize for slot in slots])
-                    wanted.append((block, slots, ends))
-            half_bytes = self._wanted_half_bytes()
-            more_bytes = 2 * (
-                self._part_of(half_bytes * self._node.size) - self._part_of(self._half_bytes * self._node.size)
-            )
-            self._tiers.check_gradients(more_bytes + sum(self._part_of(ends[-1]) for _, _, ends in wanted))
-            self._grow_halves(half_bytes)
-            for block, slots, ends in wanted:
-                arena = self._tiers.common_gradient_memory(self._node, block.name, ends[-1])
-                homes = NodeGradients(arena, arena.own_view(), dict(zip(slots, ends, strict=False)))
-                self._homes |= dict.fromkeys(slots, homes)
+        super().prepare(self._places)
+
+    def _lacking(self, block: Block) -> list[Slot]:
+        _refuse_hooks(block)
+        return [slot for slot in block.slots if slot.home.requires_grad and slot not in self._homes]
+
+    def _make(self, wanted: list[Wanted]) -> None:
+        """And both halves of the memory through which gradients pass."""
+        half_bytes = max(self._half_bytes, aligned(len(self._places)))
+        for block in self._places:
+            slots = [slot for slot in block.slots if slot.home.requires_grad or slot in self._homes]
+            half_bytes = max(half_bytes, aligned(len(slots)) + self._sums.given_bytes(slots))
+        size = self._node.size
+        more_bytes = 2 * (self._part_of(half_bytes * size) - self._part_of(self._half_bytes * size))
+        self._tiers.check_gradients(more_bytes + sum(self._part_of(offsets[-1]) for _, _, offsets in wanted))
+        if half_bytes > self._half_bytes:  # before there are averages, which may rest on disk
+            self._halves, self._half_bytes = [], 0
+            self._tiers.make_room(2 * whole_pages(size * half_bytes))
+            given = self._node, size * half_bytes, self.lanes.device, self.ledger, PURPOSE
+            self._halves = [SharedArena(*given, by_ranks=True) for _ in range(2)]
+            self._half_bytes = half_bytes
+        for block, slots, offsets in wanted:
+            arena = self._tiers.common_gradient_memory(self._node, block.name, offsets[-1])
+            homes = NodeGradients(arena, arena.own_view(), dict(zip(slots, offsets, strict=False)))
+            self._homes |= dict.fromkeys(slots, homes)
 
     def _part_of(self, nbytes: int) -> int:
         """What this rank books of memory that the node shares."""
-        part = self._node.part(whole_pages(nbytes)) if nbytes else range(0)
-        return part.stop - part.start
+        part = self._node.part(whole_pages(nbytes)) if nbytes else slice(0, 0)
+        return int(part.stop - part.start)
 
-    def _wanted_half_bytes(self) -> int:
-        """Of each rank: the gradients that it gives of a block, and what it says of them."""
-        largest_bytes = max(self._half_bytes, aligned(len(self._places)))
-        for block in self._places:
-            slots = [slot for slot in block.slots if slot.home.requires_grad or slot in self._homes]
-            largest_bytes = max(largest_bytes, aligned(len(slots)) + self._sums.given_bytes(slots))
-        return largest_bytes
-
-    def _grow_halves(self, half_bytes: int) -> None:
-        """Before there are averages: these may rest on disk where host memory has no room."""
-        if half_bytes > self._half_bytes:
-            self._halves, self._half_bytes = [], 0
-            node, nbytes = self._node, self._node.size * half_bytes
-            self._tiers.make_room(2 * whole_pages(nbytes))
-            where = self._lanes.device, self._ledger, _PURPOSE
-            self._halves = [SharedArena(node, nbytes, *where, by_ranks=True) for _ in range(2)]
-            self._half_bytes = half_bytes
-
-    def take(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """The leaf's gradient is complete: from here on it is ours."""
+    def take(self, slot: Slot, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """One, of all rows: with several ranks tables and experts travel whole."""
+        (gradient,) = gradients
         if not isinstance(slot.unit, Block):
             return
         if gradient.layout != torch.strided:
@@ -146,47 +125,45 @@ class AveragedGradients:
                 f"parameter {slot.name!r} has a sparse gradient (nn.Embedding(sparse=True)), which ranks cannot"
                 " average; make it a dense one: sparse=False"
             )
-        refuse_hooks(slot.unit)  # that came since forward
+        _refuse_hooks(slot.unit)  # that came since forward
         if not self.synchronises:
-            add_up(self._of_this_backward, slot, gradient.detach().to("cpu", self._dtype(slot)))
+            self._keep(self._of_this_backward, slot, gradient)
         elif self._places[slot.unit] < self._next:
-            add_up(self._late, slot, gradient.detach().to("cpu", self._dtype(slot)))
+            self._keep(self._late, slot, gradient)
         else:
             held = self._open.setdefault(slot.unit, {})
             if slot not in held:
-                self._ledger.add(Tier.DEVICE, _PURPOSE, gradient.nbytes)
+                self.ledger.add(Tier.DEVICE, PURPOSE, gradient.nbytes)
             held[slot] = held[slot] + gradient if slot in held else gradient
 
     def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Never called: with several ranks tables travel whole."""
+        """Never called: tables travel whole."""
         raise NotImplementedError(f"rows of {slot.name!r}")
 
     def add_up_rows(self, slot: Slot) -> None:
-        """As `take_rows`."""
+        """Nothing: tables travel whole."""
 
     def leave_block(self) -> None:
-        """Backward goes on to another block: what it had of those before it leaves. Compute waits for what left before.
-
-        So the device holds the gradients of two blocks at most: those that leave, and those that are being computed.
-        Where devices add them up those of two leave, and the host waits for no rank that is less than two behind.
+        """Backward goes on to another block. Where devices add up those of two blocks leave, and the host waits for no
+        rank that is less than two behind.
         """
-        self._let_go(but=self._sums.in_flight - 1)
+        self._wait_for_all_but(self._sums.in_flight - 1)
         streamed = [self._places[block] for block in self._open if block.index >= 0]
         if streamed:  # those that stay on the device come last
             self._average_up_to(max(streamed))
 
     def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
-        """The end of backward: averages are in the homes when this returns, on all ranks. Then homes' hooks fire."""
+        """The end of backward, on all ranks: their averages are in the homes when this returns."""
         if not self.synchronises:
             for slot, gradient in self._of_this_backward.items():
-                add_up(self._unsynchronised, slot, gradient)
+                self._keep(self._unsynchronised, slot, gradient)
             self._of_this_backward.clear()
             return
-        self._let_go()
+        self._wait_for_all_but(0)
         self._average_up_to(len(self._places) - 1)
         self._finish_rounds()
         self._average_late()
-        self._let_go()
+        self._wait_for_all_but(0)
         self._unsynchronised.clear()  # they are in the averages
         self._next = 0
         with without_overrides():
@@ -194,21 +171,20 @@ class AveragedGradients:
                 self._show(homes)
         averaged, self._averaged = self._averaged, set()
         for slot in sorted(averaged, key=lambda slot: slot.name):
-            for hook in list((getattr(slot.home, "_post_accumulate_grad_hooks", None) or {}).values()):
+            for hook in late_hooks(slot.home):
                 hook(slot.home)
 
     def abandon(self) -> None:
-        """Backward raised: what it computed is dropped, once nothing is in flight any more."""
         if self._open or self._jobs or self._next:
             self._node.break_off()
-        for gradients in self._open.values():
-            self._ledger.add(Tier.DEVICE, _PURPOSE, -sum(one.nbytes for one in gradients.values()))
         for held in (self._open, self._late, self._of_this_backward):
             held.clear()
         jobs, self._jobs = self._jobs, []
         for _, job in jobs:
             job.exception()
-        self._let_go(broken_off=True)
+        # The rounds of late ones are over, or their transfer was never submitted.
+        self._leaving = deque(one for one in self._leaving if not isinstance(one.transfer, LateTransfer))
+        super().abandon()
         self._averaged.clear()
         self._next = 0
 
@@ -223,15 +199,16 @@ class AveragedGradients:
         for slot in [slot for slot in self._unsynchronised if id(slot.home) in wanted]:
             del self._unsynchronised[slot]
 
-    def _let_go(self, *, but: int = 0, broken_off: bool = False) -> None:
-        """Compute waits for what has left, `but` the last; with `broken_off` rounds are over, sums may have failed."""
-        while len(self._leaving) > but:
-            given, transfer, nbytes = self._leaving[0]
-            if not (broken_off and isinstance(transfer, LateTransfer)):
-                self._lanes.wait(transfer.done_while(self._keep_up))
-            self._leaving.popleft()
-            self._sums.let_go(given)
-            self._ledger.add(Tier.DEVICE, _PURPOSE, -nbytes)
+    def _keep(self, kept: dict[Slot, torch.Tensor], slot: Slot, gradient: torch.Tensor) -> None:
+        """One more gradient of a parameter, on the host."""
+        gradient = gradient.detach().to("cpu", self.dtype(slot), copy=slot not in kept)
+        kept[slot] = kept[slot].add_(gradient) if slot in kept else gradient
+
+    def _wait_for_all_but(self, last: int) -> None:
+        """Compute waits for what leaves the device, but for the last so many rounds."""
+        while len(self._leaving) > last:
+            self._leaving[0].transfer.done_while(self._keep_up)
+            self._let_go()
 
     # rounds ----------------------------------------------------------------------------------------------------------
     def _average_up_to(self, place: int) -> None:
@@ -249,68 +226,57 @@ class AveragedGradients:
         self, block: Block, slots: list[Slot], gradients: dict[Slot, torch.Tensor], from_host: dict[Slot, torch.Tensor]
     ) -> None:
         block.wait_for_updates()  # which read the gradients before
-        self._let_go(but=self._sums.in_flight - 1)
+        self._wait_for_all_but(self._sums.in_flight - 1)
         number, half, before = self._next_round(f"room for gradients of {block.name!r}")
-        flags = []
+        says = []
         with without_overrides():
             for slot in slots:
                 homes, held = self._homes[slot], slot.home.grad
                 adds = held is not None or slot in self._averaged
-                flags.append(_GIVES * (slot in gradients or slot in from_host) | _ADDS * adds)
+                says.append(_GIVES * (slot in gradients or slot in from_host) | _ADDS * adds)
                 replaced = held is None or not homes.has_lent(slot, held)
                 if replaced and slot not in self._averaged and homes.is_kept(slot):
                     homes.leave_to_user()
-        given = Round(
-            block=block,
-            number=number,
-            half=half,
-            region_bytes=self._half_bytes,
-            slots=slots,
-            flags=flags,
-            from_host=from_host,
-            before=before,
-        )
-        held_bytes = sum(one.nbytes for one in gradients.values())
-        leaving_bytes = self._sums.give(given, gradients)
-        self._ledger.add(Tier.DEVICE, _PURPOSE, leaving_bytes - held_bytes)
-        if given.transfer is not None:
-            self._leaving.append((given, given.transfer, leaving_bytes))
+        given = Round(block, number, half, self._half_bytes, slots, says, from_host, before)
+        transfer: Transfer | LateTransfer | None = self._sums.give(given, gradients)
         met = self._meeting.submit(self._meet, given)
+        if given.rows:
+            transfer = LateTransfer(Lane.OFFLOAD, sum(one.nbytes for one in given.rows.values()), met)
+        more_bytes = -sum(one.nbytes for one in gradients.values())
+        if transfer is not None:
+            more_bytes += transfer.nbytes
+            self._leaving.append(Leaving(number, transfer, given.rows))
+        self.ledger.add(Tier.DEVICE, PURPOSE, more_bytes)
         job = self._summing.submit(self._sum, given, met)
         self._jobs.append((given, job))
         self._last_of_half[self._rounds % 2] = number, job
 
-    def _meet(self, given: Round) -> torch.Tensor:
-        """On a thread: gives this rank's gradients, when all ranks do. Returns what each says of each parameter."""
+    def _meet(self, given: Round) -> Any:
+        """On a thread: gives this rank's gradients, when all ranks do, and hears what each says of each parameter.
+        Returns what leaves the device only then.
+        """
         node = self._node
-        try:
-            with torch.no_grad(), without_overrides():
-                self._sums.land(given)
-                said = [given.said(rank) for rank in range(node.size)]
-                said[node.rank].copy_(torch.tensor(given.flags, dtype=torch.uint8))
-                self._counters.post(_ARRIVED, given.number)
-                self._counters.wait(_ARRIVED, given.number, f"its gradients of {given.block.name!r}")
-                flags = torch.stack(said)  # all ranks have read them when all have come to the next round
-                adds = flags & _ADDS
-                uneven = (adds.amin(0) != adds.amax(0)).nonzero().flatten().tolist()
-                if uneven:
-                    having = [node.ranks[rank] for rank in range(node.size) if adds[rank, uneven[0]]]
-                    raise StateError(
-                        f"parameter {given.slots[uneven[0]].name!r} has a gradient already on ranks {having} alone, of"
-                        f" {list(node.ranks)}: set gradients to None, or accumulate, on all ranks or on none"
-                    )
-                self._sums.exchange(given, flags & _GIVES)
-        except BaseException as error:
-            self._sums.fail(given, error)
-            raise
-        return flags
-
-    def _sum(self, given: Round, met: Job[torch.Tensor]) -> list[Slot]:
-        """On another thread: sums up this rank's part of what all have given. Returns what has an average."""
-        flags = met.result()
         with torch.no_grad(), without_overrides():
-            self._sums.collect(given)
-            averaged = self._add_up(given, flags & _GIVES, flags & _ADDS)
+            self._sums.land(given)
+            said = [given.said(rank) for rank in range(node.size)]
+            said[node.rank].copy_(torch.tensor(given.says, dtype=torch.uint8))
+            self._counters.post(_ARRIVED, given.number)
+            self._counters.wait(_ARRIVED, given.number, f"its gradients of {given.block.name!r}")
+            given.heard = torch.stack(said)  # all ranks have read them when all have come to the next round
+            adds = given.heard & _ADDS
+            uneven = (adds.amin(0) != adds.amax(0)).nonzero().flatten().tolist()
+            if uneven:
+                having = [node.ranks[rank] for rank in range(node.size) if adds[rank, uneven[0]]]
+                raise _uneven(given.slots[uneven[0]], f"ranks {having} alone, of {list(node.ranks)}")
+            return self._sums.exchange(given, given.heard & _GIVES)
+
+    def _sum(self, given: Round, met: Job[Any]) -> list[Slot]:
+        """On another thread: sums up this rank's part of what all have given. Returns what has an average."""
+        met.result()
+        if given.left is not None:
+            given.left.synchronize()
+        with torch.no_grad(), without_overrides():
+            averaged = self._add_up(given, given.heard & _GIVES, given.heard & _ADDS)
         self._counters.post(_SUMMED, given.number)
         return averaged
 
@@ -321,16 +287,13 @@ class AveragedGradients:
         anywhere = said[0]
         uneven = (said[1] + said[2] > _ADDS).nonzero().flatten().tolist()
         if uneven:
-            raise StateError(
-                f"parameter {given.slots[uneven[0]].name!r} has a gradient already on some nodes alone: set gradients"
-                " to None, or accumulate, on all ranks or on none"
-            )
+            raise _uneven(given.slots[uneven[0]], "some nodes alone")
         for index, slot in enumerate(given.slots):
             part = self._sums.part(slot.home.numel())
             if not anywhere[index] and not adds[0, index]:
                 continue
-            common = self._homes[slot].common(slot, self._dtype(slot))[part]
-            before = common if slot in self._averaged else there_is(slot)[part] if adds[0, index] else None
+            common = self._homes[slot].common(slot, self.dtype(slot))[part]
+            before = common if slot in self._averaged else _there_is(slot)[part] if adds[0, index] else None
             # As one process adds to what there is; of several nodes, what they have summed up is added to it.
             continued = before is not None and node.across is None and self._sums.on_host
             total = self._sums.of(given, gives, index, before.clone() if before is not None and continued else None)
@@ -400,7 +363,7 @@ class AveragedGradients:
         homes.view.drop()
         homes.arena.forget()
         for slot in slots:
-            dtype = self._dtype(slot)
+            dtype = self.dtype(slot)
             gradient = slot.home.grad
             if gradient is not None and homes.has_lent(slot, gradient):
                 torch.autograd.graph.increment_version(gradient)
@@ -409,10 +372,29 @@ class AveragedGradients:
                 slot.home.grad_dtype = dtype
             slot.home.grad = homes.lend(slot, dtype)
 
-    # memory ----------------------------------------------------------------------------------------------------------
     def _slots_of(self, block: Block) -> list[Slot]:
         """The parameters of a block that have memory for gradients: on all ranks the same."""
         return [slot for slot in block.slots if slot in self._homes]
 
-    def _dtype(self, slot: Slot) -> torch.dtype:
-        return slot.dtype if self._grad_dtype is None else self._grad_dtype
+
+def _uneven(slot: Slot, where: str) -> StateError:
+    return StateError(
+        f"parameter {slot.name!r} has a gradient already on {where}: set gradients to None, or accumulate, on all ranks"
+        " or on none"
+    )
+
+
+def _there_is(slot: Slot) -> torch.Tensor:
+    """The elements of the home's gradient that there is."""
+    gradient: Any = slot.home.grad
+    return elements_of(gradient.detach(), slot, gradient.dtype)
+
+
+def _refuse_hooks(block: Block) -> None:
+    """Raises StateError for a hook that wants to see gradients before they are averaged."""
+    for slot in block.slots:
+        if slot.home._backward_hooks:
+            raise StateError(
+                f"parameter {slot.name!r} has a hook that sees gradients before they are averaged (register_hook);"
+                " with several ranks use register_post_accumulate_grad_hook, which sees the average"
+            )

@@ -3,31 +3,20 @@ in the order of the micro-batches, so that the sum has the bits of a loop that a
 """
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 import torch
 
 from headrace.memory.arena import Arena, whole_pages
-from headrace.memory.ledger import Ledger
 from headrace.runtime.autograd import without_overrides
-from headrace.runtime.lanes import Lane, Lanes, Transfer
-from headrace.weights.meter import Meter
+from headrace.runtime.lanes import Event, Lane, Transfer
 from headrace.weights.model.slot import Slot
 from headrace.weights.movement.block import Block
-from headrace.weights.movement.gradients import Gradients
-from headrace.weights.movement.staged import sum_of_rows
+from headrace.weights.movement.flow import PURPOSE
+from headrace.weights.movement.gradients import Gradients, sum_of_rows
 
 __all__ = ["BatchSums", "bytes_apart"]
 
-_PURPOSE = "gradients"
-
-
-class _Part(NamedTuple):
-    """What one block gave a parameter."""
-
-    gradient: torch.Tensor  # on the host
-    rows: torch.Tensor | None  # of a table, that it is for
-    transfer: Transfer | None  # on its way there; None: it is there
+_Part = tuple[torch.Tensor, torch.Tensor | None]  # a gradient on the host, and of which rows of a table; None: of all
 
 
 class BatchSums:
@@ -42,23 +31,18 @@ class BatchSums:
     def __init__(
         self,
         gradients: Gradients,
-        lanes: Lanes,
-        ledger: Ledger,
-        meter: Meter,
         count: int,
         apart: Mapping[Slot, int],
         one_by_one: Collection[Slot],
     ) -> None:
         self.number = 0
-        self._gradients = gradients
-        self._lanes = lanes
-        self._ledger = ledger
-        self._meter = meter
+        self._gradients, self._lanes = gradients, gradients.lanes
         self._apart, self._one_by_one = apart, one_by_one
         self._sums: dict[Slot, torch.Tensor] = {}  # of the block that backward is at, on the device
         self._of_rows: set[Slot] = set()  # of which some micro-batch had rows alone there: each gradient goes by itself
         self._waiting: list[dict[Slot, list[_Part]]] = [{} for _ in range(count)]  # of each micro-batch
         self._leaving: list[Transfer] = []  # which compute has not waited for
+        self._last: Event | None = None  # of the last of those that it has
         # One block of a table whose rows travel alone gives a gradient of rows, of which nobody knows how many.
         dense = {slot: count * (blocks - _is_table(slot)) for slot, blocks in apart.items()}
         self._room = {slot: [self._arena(_nbytes(slot)) for _ in range(parts)] for slot, parts in dense.items()}
@@ -98,44 +82,24 @@ class BatchSums:
         leaving, self._leaving = self._leaving, []
         for transfer in leaving:
             self._lanes.wait(transfer.done)
+            self._last = transfer.done
 
     def end(self) -> None:
         """All micro-batches have been everywhere: what waits is added up, in their order."""
         self.leave_block()
+        if self._last is not None:
+            self._last.synchronize()  # of those on one lane, the last one ends last
         for waiting in self._waiting:
             for slot, parts in waiting.items():
-                for part in parts:
-                    if part.transfer is not None:
-                        part.transfer.done.synchronize()
-                if slot in self._one_by_one:
-                    for part in parts:
-                        self._add(slot, part)
-                    continue
-                sparse = [part.gradient for part in parts if part.gradient.layout != torch.strided]
-                dense = [part.gradient for part in parts if part.rows is None and part.transfer is not None]
-                for other in (*dense[1:], *(sparse if dense else ())):
-                    dense[0].add_(other)
-                for gradient in dense[:1]:
-                    self._gradients.add_on_host(slot, gradient, None)
-                for other in () if dense else sparse:
-                    self._gradients.take(slot, other)
-                of_rows = [(part.rows, part.gradient) for part in parts if part.rows is not None]
-                if of_rows:
-                    rows, gradients = sum_of_rows(of_rows)
-                    self._gradients.add_on_host(slot, torch.cat(gradients), rows)
+                for gradient, rows in parts if slot in self._one_by_one else _added_up(parts):
+                    self._gradients.add_on_host(slot, gradient, rows)
             waiting.clear()
         self._room.clear()
 
-    def _add(self, slot: Slot, part: _Part) -> None:
-        if part.transfer is None:
-            self._gradients.take(slot, part.gradient)
-        else:
-            self._gradients.add_on_host(slot, part.gradient, part.rows)
-
     def _put_aside(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
+        parts = self._waiting[self.number].setdefault(slot, [])
         if gradient.layout != torch.strided:
-            part = _Part(gradient.to("cpu"), rows, None)
-            self._waiting[self.number].setdefault(slot, []).append(part)
+            parts.append((gradient.to("cpu"), rows))
             return
         with torch.no_grad(), without_overrides():
             gradient = gradient.contiguous()
@@ -143,12 +107,24 @@ class BatchSums:
             arena = fits.pop() if fits else self._arena(gradient.nbytes)
             host = arena.tensor(0, gradient.nbytes, gradient.dtype).view(gradient.shape)
             transfer = self._lanes.copy(Lane.OFFLOAD, [(host, gradient)], self._lanes.mark())
-            self._meter.offloaded(transfer, slot.name)
+            self._gradients.meter.offloaded(transfer, slot.name)
             self._leaving.append(transfer)
-            self._waiting[self.number].setdefault(slot, []).append(_Part(host, rows, transfer))
+            parts.append((host, rows))
 
     def _arena(self, nbytes: int) -> Arena:
-        return Arena(nbytes, self._lanes.device, self._ledger, _PURPOSE)
+        return Arena(nbytes, self._lanes.device, self._gradients.ledger, PURPOSE)
+
+
+def _added_up(parts: list[_Part]) -> list[_Part]:
+    """What several blocks gave a parameter for one micro-batch: one gradient of all rows, and one of some of them."""
+    sparse = [(one, rows) for one, rows in parts if one.layout != torch.strided]
+    dense = [one for one, rows in parts if one.layout == torch.strided and rows is None]
+    for other in (*dense[1:], *(one for one, _ in sparse if dense)):
+        dense[0].add_(other)
+    of_rows = [(rows, one) for one, rows in parts if rows is not None]
+    rows, gradients = sum_of_rows(of_rows) if of_rows else (None, [])
+    whole: list[_Part] = [(dense[0], None)] if dense else [*sparse]
+    return [*whole, (torch.cat(gradients), rows)] if gradients else whole
 
 
 def bytes_apart(uses: Mapping[Slot, int], count: int) -> int:

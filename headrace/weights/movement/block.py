@@ -211,6 +211,7 @@ class Block:
             changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
         # Detached: a view would keep its base, of which `is_free` does not know.
         copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
+        self.tell_autograd()
         for slot in self.slots:
             slot.loaded_token = slot.token
         self.loaded = self._last_loaded = generation
@@ -218,6 +219,18 @@ class Block:
             self.loaded = -1  # nobody can say
         self._as_arena = generation if all(slot.in_place for slot in self.slots) else -1
         return copies
+
+    def tell_autograd(self) -> None:
+        """Homes may have other contents than the device copy. A backward of what autograd has saved of these leaves
+        itself, in a forward without visits, raises an error then, as it would of homes.
+        """
+        others = [slot for slot in self.slots if slot.is_old_on_device]
+        if others:
+            with without_overrides():
+                torch.autograd.graph.increment_version([slot.leaf for slot in others])
+                self.leaves.writes_are_kept()  # it was none
+            for slot in others:
+                slot.version_is_raised()
 
     @property
     def memory_is_kept(self) -> bool:

@@ -7,20 +7,20 @@ loaded on demand, the one that is needed again last makes room, and the trace is
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from headrace.planning import Phase, Plan
 from headrace.runtime.lanes import Lanes
 from headrace.weights.meter import Meter, VisitRecord
-from headrace.weights.model.tables import FEWEST_ROWS
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.called import CalledExperts
 from headrace.weights.movement.gathering import Gathers
 from headrace.weights.movement.planner import Planner
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.rows import Rows
+from headrace.weights.movement.shares import Shares
 from headrace.weights.movement.slices import Slices
 from headrace.weights.movement.trace import Course, Entry, Trace, TraceBook, VisitKey
 
@@ -51,6 +51,7 @@ class Executor:
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
         self._changed_now: set[int] = set()  # those that changed after it began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
+        self._leaving: dict[Block, None] = {}  # those that may go, see `_let_go`; the last one is needed last
         self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes, or for a pause to end
         self._pauses = 0  # how many are under way
         self._clock = 0  # visits so far
@@ -58,12 +59,14 @@ class Executor:
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
         self._has_called = any(block.called is not None for block in self._blocks)
+        plain = self._gathers is None and not any(block.compounds for block in self._blocks)
+        self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
         self._indexes: dict[tuple[Block, ...], tuple[int, ...]] = {}  # of the blocks of each kind of visit
-        self._rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in self._blocks), default=0)  # asked for so far
-        self._sort_blocks()
-        self.rows = Rows(self._blocks, self, residency, lanes, meter)
-        self.called = CalledExperts(self._blocks, self, residency, meter)
-        self.slices = Slices(self._blocks, self, residency, lanes, meter)
+        residency.next_use = self._next_use
+        self.shares = Shares(self._blocks, lambda: residency.streaming_budget_bytes)
+        self.rows = Rows(self._blocks, self.shares, residency, lanes, meter)
+        self._called = CalledExperts(self._blocks, self.shares, residency, meter)
+        self.slices = Slices(self._blocks, self.shares, residency, lanes, meter)
         self.everything_is_here = False  # with what the homes hold, and nothing has to go: a cycle without visits
 
     # cycles -----------------------------------------------------------------------------------------------------------
@@ -104,9 +107,8 @@ class Executor:
         if self._course is not None and not self._course.strayed:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
-            for index in step.evictions:
-                self.evict(self._blocks[index])
             self._at_boundary = [block for block in loads if self._followed or block.index in self._changed]
+            self._let_go(step.evictions)
             for block in loads:
                 if block not in self._at_boundary:
                     self.prefetch(block)
@@ -130,6 +132,8 @@ class Executor:
         for block in self._blocks:
             if block.look() != block.loaded and block.changed_since_load:
                 self._changed_now.add(block.index)
+                if self._may_keep_weights:
+                    block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
         for block in list(self._residency.present()):
@@ -169,51 +173,29 @@ class Executor:
     def travels_whole(self, block: Block) -> None:
         """More than parts of it was needed: it travels as other blocks do from now on."""
         block.row_bytes, block.experts = 0, None
-        self._sort_blocks()
+        self.shares.sort()
         self.replan()
-
-    def _sort_blocks(self) -> None:
-        self.whole_blocks = [block for block in self._blocks if not block.travels_in_parts]
-        self._in_parts = {block.index for block in self._blocks if block.travels_in_parts}
-        self._whole_bytes = sum(block.nbytes for block in self.whole_blocks if block.called is None)
-        self._has_tables = any(block.row_bytes for block in self._blocks)
-
-    @property
-    def bytes_beside_experts(self) -> int:
-        """What all other blocks take, and rows of tables."""
-        return self._whole_bytes + (self._rows_bytes if self._has_tables else 0)
-
-    def clear_for_rows(self, nbytes: int) -> int:
-        """Makes room for rows of a table, as far as that goes: what is free then. Plans leave it free from now on."""
-        if nbytes > self._rows_bytes:
-            self._rows_bytes = 1 << (nbytes - 1).bit_length()  # so that plans are made anew but a few times
-            self._book.forget_plans()
-        return self._residency.clear(nbytes, (), self._next_use)
-
-    def clear_for_experts(self, nbytes: int) -> int:
-        """Makes room for banks of experts, as far as that goes: what is free then. Plans leave it free."""
-        return self._residency.clear(nbytes, (), self._next_use)
 
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
         """Makes the blocks present, and does what the plan has for this visit; experts that are called are in none."""
         if self._has_called and any(block.called for block in blocks):
-            self._clock += 1
-            self.called.visit(blocks, phase, name)
+            self._visit_called(blocks, phase, name)
             return
         indexes = self._indexes.get(blocks)
         if indexes is None:
             indexes = self._indexes[blocks] = tuple(block.index for block in blocks if block.index >= 0)
+        if self.everything_is_here:
+            self._bring_back(blocks)
+            return
         key: VisitKey = (indexes, phase)
         asked = self._lanes.tick()
         again = bool(self._records) and self._records[-1].phase is phase and self._records[-1].blocks == indexes
         again |= not (self._is_first or self._is_last)
         self._is_first = False
         step = None if self._course is None or again else self._course.advance(key)
-        if step is not None:
-            for index in step.evictions:
-                if index not in key[0]:
-                    self.evict(self._blocks[index])
+        if step is not None and step.evictions:
+            self._let_go(step.evictions, but_not=indexes)
         for block in blocks:
             self.bring(block, keep=blocks)
         if self._put_off:
@@ -232,9 +214,49 @@ class Executor:
                 block.order = len(self._records)
             self._last_used[block] = self._clock
         self._clock += 1
-        if not again and not self.everything_is_here and len(self._records) < _MOST_RECORDED_VISITS:
+        if not again and len(self._records) < _MOST_RECORDED_VISITS:
             began, held, use = self._lanes.tick(), self._meter.sample(), self._meter.lane_use
             self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.experts_bytes, held))
+
+    def _visit_called(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
+        """Of experts that are modules of their own: makes them present, and in backward the one that is needed next."""
+        self._clock += 1
+        called = [block for block in blocks if block.called is not None]
+        if len(called) < len(blocks):  # it shares weights
+            self.visit(tuple(block for block in blocks if block.called is None), phase, name)
+        for block in called:
+            self._called.note_use(block)
+            with self._called.counting():
+                self.bring(block, blocks)
+        following = self._called.follow(called, phase, gradients_follow=self.gradients_follow)
+        if following is not None:
+            if following.buffer is None:
+                self._make_room_among_called(following, blocks)
+            with self._called.counting():
+                self.prefetch(following)
+        for block in called:
+            self._residency.arrive(block)
+
+    def _make_room_among_called(self, block: Block, keep: Sequence[Block]) -> None:
+        for going in self._called.going(block, keep):
+            self.evict(going)
+
+    def are_here(self, blocks: Iterable[Block]) -> bool:
+        """Whether a visit of these has nothing to do: in a cycle in which all of the model is here, and stays."""
+        if not self.everything_is_here:
+            return False
+        for block in blocks:  # noqa: SIM110  # asked at every visit
+            if block.look() != block.loaded:
+                return False
+        return True
+
+    def _bring_back(self, blocks: tuple[Block, ...]) -> None:
+        """In such a cycle: what was written meanwhile comes once more."""
+        for block in blocks:
+            self.bring(block, keep=blocks)
+        for block in blocks:
+            if block.presence is Presence.ARRIVING:
+                self._residency.arrive(block)
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
@@ -243,24 +265,27 @@ class Executor:
         if block.updates:
             block.wait_for_updates()
         self._put_off.pop(block, None)
+        self._leaving.pop(block, None)
         late = block.index >= 0 and block.called is None
         if block.buffer is None:
             if (block.experts is not None or block.index < 0) and not self._residency.fits(block):
                 self.slices.give_way()
             if block.called is not None:
-                self.called.make_room(block, keep)
-            self._residency.make_room(block, keep, self._next_use)
+                self._make_room_among_called(block, keep)
+            if self._leaving:
+                self._make_way(block)
+            self._residency.make_room(block, keep)
             self._residency.onload(block)
             self._meter.demand_onloads += late
-        elif not block.is_current:
+        elif block.look() != block.loaded:
             self._meter.demand_onloads += late and block.presence is not Presence.RESERVED
             self._residency.renew(block)
 
     def prefetch(self, block: Block) -> None:
         """The block comes before it is needed, if there is room for it."""
-        if block.buffer is None and self._residency.fits(block):
+        if block.buffer is None and (self._residency.fits(block) or self._make_way(block)):
             self._residency.reserve(block)
-        if block.buffer is not None and not block.is_current:
+        if block.buffer is not None and block.look() != block.loaded:
             if (
                 self._pauses or self._put_off or (block.updates and block.being_updated)
             ):  # loads keep the order in which they are needed
@@ -286,7 +311,7 @@ class Executor:
             gathers.begin()
             until = None if block is until else until
             is_used = to_the_end or reached < math.inf
-            if is_used and block.buffer is None and self._residency.fits(block):
+            if is_used and block.buffer is None and self._make_way(block):
                 self._residency.reserve(block)
             if is_used and block.buffer is not None and not block.is_current:
                 self._residency.renew(block, gathered=True)
@@ -310,6 +335,25 @@ class Executor:
             if not self._residency.fetch_ahead(self._blocks[index], gathered=gathered):
                 return
 
+    def _let_go(self, indexes: Iterable[int], but_not: Sequence[int] = ()) -> None:
+        """The plan has no use for these any more, `but_not` in this visit.
+
+        Of a block whose homes it expects to change before the next cycle it has none as the copy will be old. A further
+        micro-batch finds it as it is, so that goes when others need the room, or when the homes have changed.
+        """
+        for index in indexes:
+            block = self._blocks[index]
+            if index in self._changed and self._course is not None and not self._course.comes_to(index):
+                self._leaving[block] = None
+            elif index not in but_not:
+                self.evict(block)
+
+    def _make_way(self, block: Block) -> bool:
+        """Whether there is room for the block, once what the plan has let go of has gone as far as that takes."""
+        while not self._residency.fits(block) and self._leaving:
+            self.evict(self._leaving.popitem()[0])
+        return self._residency.fits(block)
+
     def evict(self, block: Block) -> None:
         """The block goes, unless it is in use."""
         if block.is_free:
@@ -326,7 +370,7 @@ class Executor:
     # learning ---------------------------------------------------------------------------------------------------------
     def _open(self, entry: Entry) -> None:
         self._meter.cycle_begins()
-        self.called.begin_cycle()
+        self._called.begin_cycle()
         last, self._course = self._course, None
         self._entry, self._records = entry, []
         self.take_turn(first=True, last=True)
@@ -346,11 +390,11 @@ class Executor:
             self._follow_first_rank(self._gathers, entry)
         self._drop_old_copies()
         self.everything_is_here = (
-            not entry.gradients  # for which a visit has more to do than to bring blocks
+            (not entry.gradients or (self._may_keep_weights and not self._has_called and not self.shares.in_parts))
             and self._course is not None
             and self._course.trace.refined
-            and self.bytes_beside_experts + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
-            and self._are_here(self.whole_blocks)
+            and self.shares.beside_experts_bytes + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
+            and self._are_here(self.shares.whole_blocks)
             and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for all of it
@@ -374,7 +418,7 @@ class Executor:
 
     def _needs_whole(self, trace: Trace) -> bool:
         """Whether it needs all of a block that travels in parts."""
-        in_parts = self._in_parts
+        in_parts = self.shares.in_parts
         return bool(in_parts) and any(not in_parts.isdisjoint(blocks) for blocks, _ in trace.visits)
 
     def _close(self) -> None:
@@ -408,15 +452,15 @@ class Executor:
 
     def _plan_for(self, trace: Trace) -> Plan | None:
         """The plan for the blocks that change now. None: the planner failed, and blocks come on demand."""
-        key = self._changed, trace.repeats
+        key = self._changed, trace.repeats, self.shares.rows_bytes
         if key in trace.plans:
             plan = trace.plans[key]
         else:
             plan = self._planner.make(
                 trace,
                 self._changed,
-                in_parts_bytes=self.called.bytes_wanted + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
-                rows_bytes=self._rows_bytes,
+                in_parts_bytes=self.shares.called_bytes + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
+                rows_bytes=self.shares.rows_bytes,
             )
         trace.keep_plan(key, plan)
         return plan

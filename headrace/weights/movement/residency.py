@@ -75,6 +75,7 @@ class Residency:
         self._consumed_from_disk: list[Event] = []
         self._submitted: dict[Block, int] = {}  # the numbers of copies under way
         self._submissions = 0
+        self.next_use: NextUse = lambda _: 0.0  # what is needed last makes room first
         self.intact = True  # otherwise an interrupt has struck amid an onload or an eviction, see `mend`
         self.addresses = Addresses(device)
         self.block_of = self.addresses.block_of
@@ -285,13 +286,13 @@ class Residency:
         self.packed_loads.finish()
         self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
 
-    def make_room(self, block: Block, keep: Iterable[Block], next_use: NextUse) -> None:
+    def make_room(self, block: Block, keep: Iterable[Block]) -> None:
         """Evicts until `block` fits, first what is needed last, and what somebody else keeps at the very end; never
         what is in use, resident or in `keep`.
 
         Raises BudgetError when even that is not enough.
         """
-        if self.clear(block.nbytes, keep, next_use) < block.nbytes:
+        if self.clear(block.nbytes, keep) < block.nbytes:
             self._end_packed_loads()
         if self.fits(block):
             return
@@ -303,8 +304,9 @@ class Residency:
             f" weights; raise it{'' if whole else ', or pass smaller blocks'}"
         )
 
-    def clear(self, nbytes: int, keep: Iterable[Block], next_use: NextUse) -> int:
+    def clear(self, nbytes: int, keep: Iterable[Block] = (), next_use: NextUse | None = None) -> int:
         """As `make_room`, for what is no block, as far as that goes: what is free then."""
+        next_use = next_use or self.next_use
         free_bytes = self.budget_bytes - self.held_bytes
         if free_bytes >= nbytes:
             return free_bytes

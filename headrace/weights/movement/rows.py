@@ -6,7 +6,6 @@ where there is too little for all, the lookup takes turns.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
@@ -20,9 +19,7 @@ from headrace.weights.meter import Meter
 from headrace.weights.model.tables import gathering_bytes
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.residency import Residency
-
-if TYPE_CHECKING:
-    from headrace.weights.movement.executor import Executor
+from headrace.weights.movement.shares import Shares
 
 __all__ = ["Rows"]
 
@@ -31,9 +28,9 @@ class Rows:
     """Looks rows of tables up, for the tables of one model."""
 
     def __init__(
-        self, blocks: Iterable[Block], executor: "Executor", residency: Residency, lanes: Lanes, meter: Meter
+        self, blocks: Iterable[Block], shares: Shares, residency: Residency, lanes: Lanes, meter: Meter
     ) -> None:
-        self._executor = executor
+        self._shares = shares
         self._residency = residency
         self._lanes = lanes
         self._meter = meter
@@ -65,7 +62,8 @@ class Rows:
         return found
 
     def _rows_at_once(self, block: Block, count: int) -> int:
-        free_bytes = self._executor.clear_for_rows(count * block.row_bytes)
+        self._shares.leave_for_rows(count * block.row_bytes)
+        free_bytes = self._residency.clear(count * block.row_bytes)
         if free_bytes < block.row_bytes:
             raise BudgetError(
                 f"a row of table {block.name!r} needs {format_bytes(block.row_bytes)}, and device_memory leaves"

@@ -6,7 +6,6 @@ that has as many experts as the bank has slots.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,11 +21,9 @@ from headrace.weights.movement.banks import Arrival, Bank, banks_in_host
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.host_experts import FEWEST_SLOTS, HostExpertCache
 from headrace.weights.movement.residency import Residency
+from headrace.weights.movement.shares import Shares
 from headrace.weights.rest.fetching import Fetch, Target, Way
 from headrace.weights.rest.pieces import Range
-
-if TYPE_CHECKING:
-    from headrace.weights.movement.executor import Executor
 
 __all__ = ["Slices"]
 
@@ -35,9 +32,9 @@ class Slices:
     """The experts of one model's blocks."""
 
     def __init__(
-        self, blocks: Iterable[Block], executor: "Executor", residency: Residency, lanes: Lanes, meter: Meter
+        self, blocks: Iterable[Block], shares: Shares, residency: Residency, lanes: Lanes, meter: Meter
     ) -> None:
-        self._executor = executor
+        self._shares = shares
         self._residency = residency
         self._lanes = lanes
         self._meter = meter
@@ -52,6 +49,7 @@ class Slices:
         self._host_cache: HostExpertCache | None = None  # what host memory keeps where it is not; None: nothing
         self.unfinished: list[Callable[[], object]] = []  # give modules back what they had before stand-ins for weights
         residency.beside = self
+        shares.banks_bytes = lambda: self.bytes_wanted
 
     # the budget -------------------------------------------------------------------------------------------------------
     @property
@@ -71,7 +69,7 @@ class Slices:
         if not experts:
             return 0, 0
         count = max(one.count for one in experts)
-        beside_bytes = self._executor.bytes_beside_experts + self._executor.called.least_bytes
+        beside_bytes = self._shares.beside_experts_bytes + self._shares.least_called_bytes
         room = max(0, self._residency.streaming_budget_bytes - beside_bytes) // self.slot_bytes
         own = sum(one.count for block in self._blocks if (one := block.experts) and block not in self._host_banks)
         slots = max(min(room, max(own, count)), max(one.routed for one in experts))
@@ -154,7 +152,7 @@ class Slices:
                 self._residency.evict(block)
         banks, slots = self._sizes()
         nbytes = banks * slots * self.slot_bytes
-        free_bytes = self._executor.clear_for_experts(nbytes)
+        free_bytes = self._residency.clear(nbytes)
         if free_bytes < nbytes:  # something else is in use that is not always there
             banks, slots = 1, min(slots, free_bytes // self.slot_bytes)
         if not slots:

@@ -8,6 +8,7 @@ evaluation inside training, or two forwards before two backwards, have traces of
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from headrace.planning import Phase, Plan, Step
@@ -18,7 +19,7 @@ MOST_TRACES = 64  # that are remembered: where layers are skipped at random, eve
 MOST_PLANS = 8  # of one trace, each for other blocks that change
 
 VisitKey = tuple[tuple[int, ...], Phase]  # indices of the streamed blocks, and the phase
-PlanKey = tuple[frozenset[int], bool]  # blocks that change, and whether the trace repeats
+PlanKey = tuple[frozenset[int], bool, int]  # which blocks change, whether the cycle is repeated, bytes left for rows
 
 
 class Entry(NamedTuple):
@@ -43,6 +44,11 @@ class Trace:
     repeats: bool = True  # as far as is known, the next cycle is like it
     other_bytes: tuple[int, ...] = ()  # what each visit sends for besides blocks; empty: nothing
     refined: bool = False  # timed while a plan was followed, not while everything was loaded on demand
+
+    @cached_property
+    def last_uses(self) -> dict[int, int]:
+        """By block, the last visit that needs it."""
+        return {index: visit for visit, (blocks, _) in enumerate(self.visits) for index in blocks}
 
     def keep_plan(self, key: PlanKey, plan: Plan | None) -> None:
         """A plan was made, or used again; the one used longest ago goes first."""
@@ -87,6 +93,10 @@ class Course:
                 if block in but_not:
                     return
                 yield block
+
+    def comes_to(self, block: int) -> bool:
+        """Whether a visit that is still to come, of this cycle, needs the block."""
+        return self.trace.last_uses.get(block, -1) > self.position
 
     def next_use(self, block: int) -> float:
         """How many visits ahead the trace needs a block again, going round."""

@@ -21,7 +21,7 @@ from headrace.weights.model.layout import check_can_travel
 from headrace.weights.model.places import Member, Place
 from headrace.weights.model.tables import looks_rows_up
 from headrace.weights.movement.block import Block
-from headrace.weights.passes.adapted import adapts_experts
+from headrace.weights.passes.adapted_experts import adapts_experts
 from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.managed import bring_attributes_back, lend_parameters, make_managed, make_plain, site_of
 from headrace.weights.passes.refusals import refuse_call, refuse_script
@@ -72,12 +72,6 @@ def _note_compiled(parent: nn.Module, name: str, module: nn.Module | None) -> No
 _registrations = _Registrations()
 
 
-def _block_of_picks(module: nn.Module) -> Block | None:
-    """The block of a module that picks experts."""
-    site = site_of(module)
-    return None if site is None or site.picks is None else site.picks.blocks[-1]
-
-
 class Attachment:
     """The modules of one offloaded model."""
 
@@ -100,7 +94,6 @@ class Attachment:
         self._link(self._inventory(model))
         engine.buffers_are_budgeted()
         engine.before_call = self.follow
-        engine.picks.block_of = _block_of_picks
 
     def modules(self) -> list[tuple[str, nn.Module]]:
         """All of the model by name; none, where it is gone."""
@@ -191,7 +184,7 @@ class Attachment:
             block.places.move_compounds(block.compounds, inventory.places_of_compounds)
         for module, name in inventory.names.items():
             if site_of(module) is None:
-                make_managed(module, self._site(module, name, inventory))
+                make_managed(module, self._site(module, name, inventory), self._engine)
         for module in inventory.names:
             _note_compiled(module, "_orig_mod", module._modules.get("_orig_mod"))
         self._engine.buffers.take_in(inventory.names)

@@ -20,18 +20,18 @@ from headrace.runtime.tensors import tensors_in
 from headrace.runtime.threads import on_own_thread
 from headrace.weights.model.home import Leaf
 from headrace.weights.model.slot import REMOVED, Slot
-from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
-from headrace.weights.movement.gradients import Gradients, refuse_graph
+from headrace.weights.movement.flow import GradientFlow
+from headrace.weights.movement.gradients import refuse_graph
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.binding import PassBindings, bind, release
 from headrace.weights.passes.call import Call
 from headrace.weights.passes.lending import Lending
+from headrace.weights.passes.parameter_access import lending_leaves
 from headrace.weights.passes.site import Site
 from headrace.weights.passes.state import PassState, Progress
-from headrace.weights.passes.stray import lending_leaves
 from headrace.weights.passes.updates import Updates
 
 __all__ = ["WATCHED", "Backward"]
@@ -51,7 +51,7 @@ class Backward:
         bindings: PassBindings,
         residency: Residency,
         executor: Executor,
-        gradients: Gradients | AveragedGradients,
+        gradients: GradientFlow,
         lending: Lending,
         updates: Updates,
         calls: Sequence[Call],
@@ -67,6 +67,7 @@ class Backward:
         self._calls = calls
         self._recover = recover
         self.site: Site | None = None  # that it is at
+        self._bound: tuple[Block, ...] = ()  # for it; none where all of the model is here, and stays
         self.present: object | None = None  # the one under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # functions may be called again in it
@@ -111,12 +112,13 @@ class Backward:
             return
         with without_overrides():
             self._gradients.leave_block()
-            last, self.site = self.site, None
-            if last is not None:
-                release(last.blocks)
+            bound, self._bound, self.site = self._bound, (), None
+            release(bound)
             self._lending.end_of_visit()
-            self._executor.visit(site.blocks, Phase.BACKWARD, site.name)
-            bind(site.blocks, adopts=False)
+            if not self._executor.are_here(site.blocks):
+                self._executor.visit(site.blocks, Phase.BACKWARD, site.name)
+                bind(site.blocks, adopts=False)
+                self._bound = site.blocks
             self.site = site
 
     def require(self, block: Block, slot: Slot) -> None:
@@ -167,7 +169,7 @@ class Backward:
         if self.present is not None:
             return
         self._gradients.abandon()  # what is left of a backward whose end was interrupted
-        self.site = None
+        self.site, self._bound = None, ()
         self._within.clear()
         self._task = backward_task()
         present = object()
@@ -205,9 +207,8 @@ class Backward:
         self._forget_nested()
         self.present = None
         self.ended += 1
-        if self.site is not None:
-            release(self.site.blocks)
-            self.site = None
+        bound, self._bound, self.site = self._bound, (), None
+        release(bound)
         self._lending.end_of_visit()
         self._bindings.end()
         if completed:
@@ -234,7 +235,7 @@ class Backward:
 
     def undo(self) -> None:
         """Nothing of it is under way any more."""
-        self.site = None
+        self.site, self._bound = None, ()
         self._forget_nested()
         if self.present is not None:
             self.present = None

@@ -71,7 +71,7 @@ class PassBindings:
         bound = (
             *self.residents,
             self.buffers,
-            *(self._executor.whole_blocks if everything else ()),
+            *(self._executor.shares.whole_blocks if everything else ()),
         )
         bind(bound, adopts=bool(forward_on))
         self._bound.append(bound)

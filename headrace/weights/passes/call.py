@@ -3,25 +3,47 @@
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from headrace.runtime.autograd import pop_hooks
+from headrace.runtime.autograd import pop_hooks, saving_is_left_to_autograd
 from headrace.weights.movement.block import Block
-from headrace.weights.passes.site import Site
-from headrace.weights.passes.stray import is_lending, lending_leaves
+from headrace.weights.passes.handles import SavedTensors
+from headrace.weights.passes.parameter_access import is_lending, lending_leaves
+from headrace.weights.passes.site import Site, UnderWay
 
-if TYPE_CHECKING:
-    from headrace.weights.passes.engine import Engine
+__all__ = ["Call", "MethodCall", "Passes"]
 
-__all__ = ["Call", "MethodCall"]
+
+class Passes(UnderWay, Protocol):
+    """Begins and ends what calls are a part of; the engine is it."""
+
+    def begin_pass(
+        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The outermost call begins. Its arguments, on the device."""
+
+    def begin_method(self, call: "MethodCall") -> None:
+        """A call of another method than `forward` becomes a pass."""
+
+    def end_pass(self) -> None:
+        """The outermost call ends."""
+
+    def visit(self, call: "Call") -> None:
+        """The blocks of the call's site come, and are bound."""
+
+    def leave(self) -> None:
+        """The innermost visit's call ends."""
+
+    def saved_tensors(self, site: Site) -> SavedTensors:
+        """Hooks for what autograd saves in a visit of the site."""
 
 
 class Call:
     """One call of a managed module: what it has begun, so that exactly this is ended, whatever happens."""
 
-    def __init__(self, engine: "Engine", site: Site) -> None:
+    def __init__(self, engine: Passes, site: Site) -> None:
         self.site = site
         self.blocks: tuple[Block, ...] = ()  # bound until the call ends
         self.lent: list[Block] = []  # of modules that were asked for a parameter
@@ -42,6 +64,8 @@ class Call:
         engine.visit(self)
         self._ends.append(engine.leave)
         with_gradients = torch.is_grad_enabled() or len(engine.calls) == 1  # they may be switched on inside
+        if torch.is_grad_enabled() and engine.bindings.straight_for == self.thread and saving_is_left_to_autograd():
+            with_gradients = False  # autograd may save weights themselves: they stay
         self._take_part(with_gradients=with_gradients)
 
     def _take_part(self, *, with_gradients: bool, in_method: bool = False) -> None:
@@ -80,7 +104,7 @@ class MethodCall(Call):
     another one.
     """
 
-    def __init__(self, engine: "Engine", site: Site, name: str) -> None:
+    def __init__(self, engine: Passes, site: Site, name: str) -> None:
         super().__init__(engine, site)
         self.name = f"{site.name}.{name}"
         self.used = False  # whether it has been a pass

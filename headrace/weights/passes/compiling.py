@@ -7,21 +7,19 @@ it, and each block is compiled as its own `compile()` would do, with what torch.
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from headrace.runtime.module_calls import compile_calls
-
-if TYPE_CHECKING:
-    from headrace.weights.passes.engine import Engine
+from headrace.weights.passes.engine import Engine
 
 __all__ = ["compile_blocks", "note_not_compiled"]
 
-_told: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # one note for each model
+_told: weakref.WeakSet[Engine] = weakref.WeakSet()  # one note for each model
 
 
-def compile_blocks(engine: "Engine", layers: Sequence[nn.Module], compiler: Callable[[Any], Any]) -> None:
+def compile_blocks(engine: Engine, layers: Sequence[nn.Module], compiler: Callable[[Any], Any]) -> None:
     """`compiler` compiles the layers of a model in its place."""
     if _records_graphs(compiler):
         _note(
@@ -45,7 +43,7 @@ def compile_blocks(engine: "Engine", layers: Sequence[nn.Module], compiler: Call
     )
 
 
-def note_not_compiled(engine: "Engine") -> None:
+def note_not_compiled(engine: Engine) -> None:
     """A model is called in what torch.compile was given, which says nothing of its blocks."""
     _note(
         engine,
@@ -65,7 +63,7 @@ def _nothing() -> None:
     """Stands for what would be compiled."""
 
 
-def _note(engine: "Engine", text: str) -> None:
+def _note(engine: Engine, text: str) -> None:
     if engine not in _told:
         _told.add(engine)
         warnings.warn(text, RuntimeWarning, stacklevel=2)

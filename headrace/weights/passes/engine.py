@@ -6,45 +6,52 @@ What backward does with them: backward.py. See docs/design/engine.md.
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from headrace.errors import StateError
 from headrace.planning import Phase
-from headrace.runtime.autograd import in_transform, without_overrides
+from headrace.runtime.autograd import in_transform, saving_is_left_to_autograd, without_overrides
 from headrace.runtime.fibers import own_thread
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.module_buffers import ModuleBuffers
-from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.executor import Executor
+from headrace.weights.movement.flow import GradientFlow
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.binding import PassBindings, bind, release
 from headrace.weights.passes.call import Call, MethodCall
-from headrace.weights.passes.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
+from headrace.weights.passes.expert_dispatch import ExpertDispatch
+from headrace.weights.passes.expert_gradients import ExpertGradients
+from headrace.weights.passes.graph_segments import in_one_backward
+from headrace.weights.passes.handles import SavedTensors, pop_left_over
 from headrace.weights.passes.handover import Handover
-from headrace.weights.passes.idle import is_idle
-from headrace.weights.passes.lending import Lending
+from headrace.weights.passes.lending import Lending, is_idle
 from headrace.weights.passes.lookup import Lookups
-from headrace.weights.passes.picks import Picks
+from headrace.weights.passes.parameter_access import lending_leaves, stop_lending
+from headrace.weights.passes.part_gradients import PartGradients
 from headrace.weights.passes.process import OwnProcess
 from headrace.weights.passes.site import Site
 from headrace.weights.passes.state import PassState, Progress
-from headrace.weights.passes.stray import lending_leaves, stop_lending
-from headrace.weights.passes.stretches import in_one_backward
-from headrace.weights.passes.trained import Trained
 from headrace.weights.passes.updates import Updates
 
-if TYPE_CHECKING:
-    from headrace.weights.passes.layer_major import LayerMajor
+__all__ = ["Engine", "Together"]
 
-__all__ = ["Engine"]
+
+class Together(Protocol):
+    """Several micro-batches that take turns at blocks."""
+
+    def arrive(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The micro-batch that computes calls a site with blocks, and waits there for its turn. Its arguments then."""
+
+    def note_use(self, *blocks: Block) -> None:
+        """It uses parts of these."""
 
 
 class Engine:
@@ -57,7 +64,7 @@ class Engine:
         residents: Sequence[Block],
         residency: Residency,
         executor: Executor,
-        gradients: Gradients | AveragedGradients,
+        gradients: GradientFlow,
         buffers: ModuleBuffers,
         common: CommonHomes | None = None,
     ) -> None:
@@ -79,7 +86,7 @@ class Engine:
         self.bindings = PassBindings(self.blocks, self.residents, buffers, residency, executor)
         self.updates = Updates(self.blocks, self.residents)
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
-        self._backward = Backward(
+        self.backward = Backward(
             self.progress,
             self.bindings,
             residency,
@@ -90,12 +97,13 @@ class Engine:
             self.calls,
             self._recover,
         )
-        self.lookups = Lookups(device, executor, self._backward, self.lending)
+        self.parts = PartGradients(self.backward, device)
+        self.lookups = Lookups(device, executor, self.parts, self.lending)
         one_by_one = isinstance(gradients, Gradients)  # ranks average whole ones
-        self.trained = Trained(self._backward, executor, device, one_by_one=one_by_one)
-        self.picks = Picks(device, executor, self.lending, self.trained, self.call)
+        expert_gradients = ExpertGradients(self.backward, executor, self.parts, one_by_one=one_by_one)
+        self.experts = ExpertDispatch(device, executor, self.lending, expert_gradients, self.call)
         self.process = OwnProcess()
-        self.together: LayerMajor | None = None  # several micro-batches, whose forwards are under way
+        self.together: Together | None = None  # several micro-batches, whose forwards are under way
         for block in (*blocks, *residents):
             self._adopt(block)
 
@@ -103,7 +111,7 @@ class Engine:
         """The gradients of a block come here."""
         with without_overrides():  # a leaf that is away
             for slot in block.slots:
-                slot.on_gradient = self._backward.on_gradient
+                slot.on_gradient = self.backward.on_gradient
                 slot.follow_requires_grad()
         self.lending.add(block)
 
@@ -172,7 +180,7 @@ class Engine:
                     self._claims.clear()
             raise
         if torch.is_grad_enabled():
-            self._backward.watch_output(site, output)
+            self.backward.watch_output(site, output)
         return output
 
     def call_method(
@@ -203,7 +211,7 @@ class Engine:
             if around is not None:
                 self._methods[this] = around
         if call.used and torch.is_grad_enabled():
-            self._backward.watch_output(site, output)
+            self.backward.watch_output(site, output)
         return output
 
     def _is_outside(self, thread: int) -> bool:
@@ -240,7 +248,7 @@ class Engine:
         """Passes of one model follow each other. Raises StateError where another thread's is under way."""
         this = own_thread()
         owner = self._claims.setdefault("pass", this)  # in one go, whatever other threads do
-        if owner == this and self._backward.present is not None and self._backward.is_held:
+        if owner == this and self.backward.present is not None and self.backward.is_held:
             owner = self.progress.thread
         if owner != this:
             if self._claims["pass"] == this:
@@ -275,7 +283,7 @@ class Engine:
         """Homes are bound everywhere; nothing is under way, and nothing will be."""
         self._recover()
         self.buffers.release()
-        self._backward.refused = True
+        self.backward.refused = True
 
     # updates ----------------------------------------------------------------------------------------------------------
     def wait_until_free(self) -> None:
@@ -290,7 +298,7 @@ class Engine:
         """
         if updates and not self.progress.computes:
             self.updates.wait()
-        over = self._backward.is_under_way and not self.progress.in_backward and own_thread() == self.progress.thread
+        over = self.backward.is_under_way and not self.progress.in_backward and own_thread() == self.progress.thread
         if over and self.process.is_this:
             self._recover()
 
@@ -317,7 +325,7 @@ class Engine:
             self._executor.begin_pass(name)
             self.bindings.begin(forward_on=self.progress.thread)
 
-    def forward_together(self, together: "LayerMajor", count: int, forward: Callable[[], None]) -> None:
+    def forward_together(self, together: Together, count: int, forward: Callable[[], None]) -> None:
         """A pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
         self.process.check()
         self._claim()
@@ -345,14 +353,14 @@ class Engine:
         """One backward that consists of those that `backward` calls; gradients come to `batch_sums`."""
 
         def run() -> None:
-            self._backward.begin()
+            self.backward.begin()
             backward()
 
-        self._backward.batch_sums = batch_sums
+        self.backward.batch_sums = batch_sums
         try:
             in_one_backward(run)
         finally:
-            self._backward.batch_sums = None
+            self.backward.batch_sums = None
 
     def discard(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients of these are discarded, those that wait to be averaged over ranks, too."""
@@ -373,7 +381,7 @@ class Engine:
 
     def _recover(self) -> None:
         """After an interrupt amid bookkeeping, or a backward that raised: nothing stays bound or pending."""
-        with self._backward.settling:
+        with self.backward.settling:
             self.progress.state = PassState.BROKEN_OFF
             self.calls.clear()
             self._executor.slices.put_back_weights()
@@ -385,19 +393,19 @@ class Engine:
             self.lending.forget()
             self.bindings.reset(())
             self._residency.mend((*self.blocks, *self.residents))
-            self._backward.undo()
+            self.backward.undo()
             self.progress.state = PassState.AT_REST
 
     def saved_tensors(self, site: Site) -> SavedTensors:
         """Hooks for what autograd saves in a visit of the site."""
-        return SavedTensors(self._residency, self._executor.slices, self._backward, site)
+        return SavedTensors(self._residency, self._executor.slices, self.backward, site)
 
     def visit(self, call: Call) -> None:
         """A site's call, or its recomputation, makes its blocks present."""
         site = call.site
         with without_overrides():  # a look at a home is our own
             if self.progress.in_backward:
-                self._backward.reach(site)
+                self.backward.reach(site)
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)
             self.calls.append(call)

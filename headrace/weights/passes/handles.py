@@ -17,6 +17,7 @@ import torch
 import torch.utils.checkpoint
 
 from headrace.errors import WeightChangedError
+from headrace.memory.buffers import SAVED, saved_view
 from headrace.runtime.autograd import (
     FunctionNode,
     check_version,
@@ -34,10 +35,10 @@ from headrace.weights.model.slot import Slot, Token
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.slices import Slices
-from headrace.weights.passes.picked import Picked, picked_of
+from headrace.weights.passes.saved_experts import SavedExperts, saved_experts_of
 from headrace.weights.passes.site import Site
 
-__all__ = ["SavedTensors", "WeightHandle", "is_checkpointed", "pop_left_over", "saving_is_left_to_autograd"]
+__all__ = ["SavedTensors", "WeightHandle", "is_checkpointed", "pop_left_over"]
 
 
 class WeightHandle(NamedTuple):
@@ -125,7 +126,7 @@ class SavedTensors:
 
     @unseen
     def _pack(self, tensor: torch.Tensor) -> Any:
-        packed: WeightHandle | Picked | _Wrapper | None
+        packed: WeightHandle | SavedExperts | _Wrapper | None
         if type(tensor) is torch.Tensor or not is_wrapper(tensor):
             picks = self._slices.travel
             address = tensor.data_ptr() if has_storage(tensor) else -1
@@ -142,7 +143,7 @@ class SavedTensors:
         # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
         return _Saved(tensor.detach(), tensor._version)
 
-    def _pack_weight(self, tensor: torch.Tensor) -> WeightHandle | Picked | None:
+    def _pack_weight(self, tensor: torch.Tensor) -> WeightHandle | SavedExperts | None:
         """The handle of what lies in a block, or in a bank of experts; None for any other."""
         block = self._addresses.block_of(tensor)
         if block is not None:
@@ -162,7 +163,7 @@ class SavedTensors:
                 self._recompute,
             )
         picks = self._slices.travel and has_storage(tensor)
-        return picked_of(self._slices, tensor, self._recompute) if picks else None
+        return saved_experts_of(self._slices, tensor, self._recompute) if picks else None
 
     def _pack_wrapper(self, wrapper: Any) -> "_Wrapper | None":
         """A wrapper around tensors of which some lie in a block; None for any other."""
@@ -173,10 +174,10 @@ class SavedTensors:
             if not isinstance(part, torch.Tensor):  # a DTensor's mesh
                 inner[name] = part
                 continue
-            packed: WeightHandle | Picked | _Wrapper | None
+            packed: WeightHandle | SavedExperts | _Wrapper | None
             packed = self._pack_wrapper(part) if is_wrapper(part) else self._pack_weight(part)
             inner[name] = _Saved(part.detach(), part._version) if packed is None else packed
-        if not any(isinstance(packed, WeightHandle | Picked | _Wrapper) for packed in inner.values()):
+        if not any(isinstance(packed, WeightHandle | SavedExperts | _Wrapper) for packed in inner.values()):
             return None
         return _Wrapper(type(wrapper), inner, context, wrapper.size(), wrapper.stride())
 
@@ -189,12 +190,12 @@ class SavedTensors:
             if packed.tensor._version != packed.version:
                 check_version(packed.tensor, packed.version)
             return packed.tensor
-        if isinstance(packed, WeightHandle | Picked):
+        if isinstance(packed, WeightHandle | SavedExperts):
             if packed.recompute is not None:
                 _compute_again(packed.recompute)
                 backward.reach(site)
             slot = packed.slot
-            if isinstance(packed, Picked):
+            if isinstance(packed, SavedExperts):
                 check_unchanged(slot, packed.token)
                 return packed.weight(self._slices)
             if packed.block.presence is not Presence.PRESENT:
@@ -213,24 +214,21 @@ class SavedTensors:
             buffer = packed.block.buffer
             if buffer is None:
                 raise WeightChangedError(f"block {packed.block.name!r} is not present")
-            weight = torch.empty(0, dtype=packed.dtype, device=buffer.device)
-            weight.set_(buffer.untyped_storage(), packed.offset, packed.size, packed.stride)
+            saved, view = buffer.__dict__.get(SAVED), (packed.dtype, packed.size, packed.stride, packed.offset)
+            weight = None if saved is None else saved.get(view)
+            if weight is None:
+                weight = saved_view(buffer, view)
             if packed.conjugated:
                 weight = weight.conj()
             return neg_view(weight) if packed.negated else weight
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         wrapped: _Wrapper = packed
-        kinds = WeightHandle | Picked | _Wrapper | _Saved
+        kinds = WeightHandle | SavedExperts | _Wrapper | _Saved
         inner = {name: self._unpack(part) if isinstance(part, kinds) else part for name, part in wrapped.inner.items()}
         wrapper: torch.Tensor
         wrapper = wrapped.kind.__tensor_unflatten__(inner, wrapped.context, wrapped.size, wrapped.stride)
         return wrapper
-
-
-def saving_is_left_to_autograd() -> bool:
-    """Whether no hooks are on top: of no visit, no checkpoint, and no user."""
-    return top_hooks(True) is None
 
 
 def pop_left_over(residency: Residency) -> None:

@@ -1,7 +1,7 @@
 """How do several micro-batches go through a model together? Each block computes all of them before the next one comes.
 
 So weights cross each link once for all of them, and a block's gradient leaves once. Each micro-batch is a fiber, which
-stops where it calls a block; backward goes through the stretches of all graphs in the reverse of that order. See
+stops where it calls a block; backward goes through the segments of all graphs in the reverse of that order. See
 docs/design/layer_major.md.
 """
 
@@ -10,29 +10,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from headrace.errors import StateError
-from headrace.memory.ledger import Ledger
 from headrace.runtime.fibers import Fiber
-from headrace.runtime.lanes import Lanes
-from headrace.weights.meter import Meter
 from headrace.weights.model.home import Home, Leaf
 from headrace.weights.model.slot import Slot
 from headrace.weights.movement.batch_sums import BatchSums, bytes_apart
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.call import Call
+from headrace.weights.passes.engine import Engine
+from headrace.weights.passes.graph_segments import CannotCutError, GraphSegments
 from headrace.weights.passes.handles import is_checkpointed
 from headrace.weights.passes.module_states import ModuleStates
 from headrace.weights.passes.site import Site
-from headrace.weights.passes.stretches import CannotCutError, Stretches
-
-if TYPE_CHECKING:
-    from headrace.weights.passes.engine import Engine
 
 __all__ = ["LayerMajor"]
 
@@ -48,51 +43,40 @@ class _Member:
         on_use: Callable[[Any], None] | None,
     ) -> None:
         self.number = number
-        self.stretches = Stretches(on_use)
+        self.segments = GraphSegments(on_use)
         self.fiber = Fiber(partial(self._compute, compute), number, device)
         self.at: Site | None = None
         self.calls: list[Call] = []
-        self.grouped = 0  # the last of its stretches that has a turn
+        self.grouped = 0  # the last of its segments that has a turn
 
-    def next_stretch(self) -> int:
+    def next_segment(self) -> int:
         """The first that has none; now it has."""
         self.grouped += 1
         return self.grouped
 
     def _compute(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with self.stretches.watching():
+        with self.segments.watching():
             loss = compute()
-        self.stretches.end(loss)
+        self.segments.end(loss)
         return loss.detach()
 
 
 class _Turn(NamedTuple):
-    """A stretch of one micro-batch."""
+    """A segment of one micro-batch."""
 
     member: _Member
-    stretch: int
+    segment: int
 
 
 class LayerMajor:
     """One step of several micro-batches."""
 
-    def __init__(
-        self,
-        engine: "Engine",
-        gradients: Gradients,
-        lanes: Lanes,
-        ledger: Ledger,
-        meter: Meter,
-        states: ModuleStates | None,
-    ) -> None:
+    def __init__(self, engine: Engine, gradients: Gradients, states: ModuleStates | None) -> None:
         """`states`: of modules before, where it is not known yet whether they note something."""
         self._engine = engine
         self._gradients = gradients
-        self._lanes = lanes
-        self._ledger = ledger
-        self._meter = meter
         self._states = states
-        # By reentrant checkpoints: micro-batch, function, and the stretch of its node.
+        # By reentrant checkpoints: micro-batch, function, and the segment of its node.
         self._computed_again: dict[Block, set[tuple[int, int, int]]] = {}
         self._computes_again = False  # blocks in backward
         self._groups: list[list[_Turn]] = []  # those that are computed while one block is there, in order
@@ -138,8 +122,7 @@ class LayerMajor:
             if shared is not None:
                 raise CannotCutError(f"buffer {shared!r} is written and used with another block's turn in between")
             apart = self._apart(members)
-            among = self._gradients, self._lanes, self._ledger, self._meter
-            batch_sums = BatchSums(*among, len(members), *apart)
+            batch_sums = BatchSums(self._gradients, len(members), *apart)
             engine.backward_together(batch_sums, partial(self._backward, batch_sums, in_backward))
         finally:
             self._close(members)
@@ -149,7 +132,7 @@ class LayerMajor:
     def _close(self, members: Sequence[_Member]) -> None:
         self._groups.clear()
         for member in members:
-            member.stretches.close()
+            member.segments.close()
 
     # forward ----------------------------------------------------------------------------------------------------------
     def _forward(self, members: Sequence[_Member]) -> None:
@@ -158,14 +141,14 @@ class LayerMajor:
         while (first := next((member for member in members if member.at is not None), None)) is not None:
             together = [member for member in members if member.at is first.at]
             self._group_what_lies_between(together)
-            self._groups.append([_Turn(member, member.next_stretch()) for member in together])
+            self._groups.append([_Turn(member, member.next_segment()) for member in together])
             self._go_on(together)
         self._group_what_lies_between(members)
 
     def _group_what_lies_between(self, members: Sequence[_Member]) -> None:
-        """Stretches that have begun without a turn."""
-        while some := [member for member in members if member.grouped < member.stretches.number]:
-            self._groups.append([_Turn(member, member.next_stretch()) for member in some])
+        """Segments that have begun without a turn."""
+        while some := [member for member in members if member.grouped < member.segments.number]:
+            self._groups.append([_Turn(member, member.next_segment()) for member in some])
 
     def _go_on(self, members: Sequence[_Member]) -> None:
         """One after the other, to where each stops next."""
@@ -196,26 +179,26 @@ class LayerMajor:
         member = self._running
         if member is None:
             raise StateError("a block of the model is called by another thread while forward_backward() is under way")
-        if member.stretches.in_visit:
+        if member.segments.in_visit:
             return args, kwargs
         self._computes_again |= is_checkpointed() or not torch.is_grad_enabled()
         member.at = call.site
         member.fiber.pause()
         member.at = None
-        stretches = member.stretches
-        stretches.begin()
+        segments = member.segments
+        segments.begin()
         self.note_use(*call.site.blocks)
         encloses = call.site.encloses
-        inputs: tuple[Any, ...] = stretches.enter_visit((args, kwargs), encloses=encloses)
-        call.at_its_end(partial(stretches.leave_visit, encloses=encloses))
+        inputs: tuple[Any, ...] = segments.enter_visit((args, kwargs), encloses=encloses)
+        call.at_its_end(partial(segments.leave_visit, encloses=encloses))
         return inputs
 
     def note_use(self, *blocks: Block) -> None:
         """The micro-batch that is computed uses these, or parts of them: without gradients, it does so again later."""
         if self._running is not None and not torch.is_grad_enabled():
-            stretches = self._running.stretches
+            segments = self._running.segments
             for block in blocks:
-                function = self._running.number, stretches.function, stretches.of_nodes
+                function = self._running.number, segments.function, segments.of_nodes
                 self._computed_again.setdefault(block, set()).add(function)
 
     # between ----------------------------------------------------------------------------------------------------------
@@ -228,9 +211,9 @@ class LayerMajor:
         owners: dict[Any, int] = {}
         groups: dict[tuple[int, int], int] = {}
         for index, group in enumerate(self._groups):
-            for member, stretch in group:
-                groups[member.number, stretch] = index
-                for leaf in member.stretches.leaves(stretch, owners, member.number):
+            for member, segment in group:
+                groups[member.number, segment] = index
+                for leaf in member.segments.leaves(segment, owners, member.number):
                     used_in.setdefault(leaf, set()).add(index)
         self._check_owners(used_in)
         count = len(members)
@@ -241,12 +224,12 @@ class LayerMajor:
         for block, functions in self._computed_again.items():
             again = max(Counter(number for number, _, _ in functions).values())
             often |= again > 1
-            in_order = len({groups[number, stretch] for number, _, stretch in functions}) == 1
+            in_order = len({groups[number, segment] for number, _, segment in functions}) == 1
             for slot in block.slots:
                 in_all = again + uses.get(slot, 0)
                 if slot.home.requires_grad and uses.get(slot, 0) <= 1 and (in_all > 1 or not in_order):
                     one_by_one[slot] = in_all
-        if any(member.stretches.checkpoints for member in members):
+        if any(member.segments.checkpoints for member in members):
             stay = self._staying(any_of_them=often or not _in_order(members, groups))
             one_by_one |= {slot: 1 + uses.get(slot, 0) for slot in stay if uses.get(slot, 0) <= 1}
         apart = {slot: used for slot, used in uses.items() if slot is not None and used > 1} | one_by_one
@@ -257,7 +240,7 @@ class LayerMajor:
                 " by torch functions"
             )
         nbytes = bytes_apart(apart, count)
-        if not self._ledger.has_room(nbytes):
+        if not self._gradients.ledger.has_room(nbytes):
             raise CannotCutError(
                 f"gradients of weights that several blocks use would take {nbytes:,} bytes of host memory for {count}"
                 " micro-batches"
@@ -283,22 +266,22 @@ class LayerMajor:
     def _is_passing(self, leaf: torch.Tensor, groups: set[int]) -> bool:
         """Whether it is no parameter: a table's sign, or made on the way by one block (T5's position bias)."""
         made_on_the_way = 0 in groups and len(groups) == 2 and leaf.grad is None and not isinstance(leaf, nn.Parameter)
-        return made_on_the_way or self._engine.lookups.is_sign(leaf) or self._engine.trained.is_sign(leaf)
+        return made_on_the_way or self._engine.parts.is_sign(leaf)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _backward(self, batch_sums: BatchSums, around: AbstractContextManager[None]) -> None:
         with around:
             while self._groups:
                 group = self._groups.pop()
-                for member, stretch in group:
+                for member, segment in group:
                     self._engine.take_turn(first=member is group[0].member, last=member is group[-1].member)
                     batch_sums.number = member.number
-                    member.stretches.backward(stretch)
+                    member.segments.backward(segment)
                 batch_sums.leave_block()
         batch_sums.end()
 
 
 def _in_order(members: Sequence[_Member], groups: Mapping[tuple[int, int], int]) -> bool:
-    """Whether the turns of each reentrant checkpoint come together. `groups`: of each member's stretches."""
-    turns = ([groups[member.number, stretch] for stretch in member.stretches.checkpoints] for member in members)
+    """Whether the turns of each reentrant checkpoint come together. `groups`: of each member's segments."""
+    turns = ([groups[member.number, segment] for segment in member.segments.checkpoints] for member in members)
     return all(len(set(of_each)) == 1 for of_each in itertools.zip_longest(*turns))

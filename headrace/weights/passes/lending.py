@@ -1,6 +1,6 @@
 """Who gets a leaf without a call of its module? What computes with a home, or asks a module for one, during a pass.
 
-See weights/passes/stray.py for how such uses come here.
+See weights/passes/parameter_access.py for how such uses come here.
 """
 
 import contextlib
@@ -11,18 +11,19 @@ from typing import Any
 import torch
 
 from headrace.planning import Phase
+from headrace.runtime.autograd import without_overrides
 from headrace.runtime.tensors import tensors_in
+from headrace.weights.model.home import AwayLeaf
 from headrace.weights.model.slot import Slot
+from headrace.weights.model.uses import Use
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.residency import Residency
-from headrace.weights.passes.binding import bind, release
+from headrace.weights.passes.binding import bind
 from headrace.weights.passes.call import Call, MethodCall
-from headrace.weights.passes.idle import IdleWeight
 from headrace.weights.passes.state import Progress
-from headrace.weights.passes.stray import Use
 
-__all__ = ["Lending"]
+__all__ = ["Lending", "is_idle"]
 
 
 class Lending:
@@ -49,8 +50,8 @@ class Lending:
         """From now on the block's leaves are lent, too."""
         self._blocks.update(dict.fromkeys(block.slots, block))
 
-    def lend(self, slot: Slot, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
-        """A module uses a home that no call of its own module brought: a visit as long as the computation.
+    def lend_to_function(self, slot: Slot, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
+        """A torch function takes a home that no call of its own module brought.
 
         A method other than `forward` has homes as its caller has them, outside of its pass, where it does not use them
         with what is on the device: it may update, average or save weights.
@@ -69,44 +70,38 @@ class Lending:
         if use is Use.WRITE:  # as the user would, from outside
             slot.touch()
             return None
-        _follow_training(block, slot)
-        self._bring(block)
-        bind((block,))
-        return slot.leaf
+        return self._lend(block, slot)
 
-    def take_back(self, slot: Slot, result: Any) -> None:
-        """The computation is over. Where it gave a view, the block stays as if a module had been asked for it."""
-        block = self._blocks[slot]
-        if block.users == 1 and any(self._residency.block_of(tensor) is block for tensor in tensors_in(result)):
-            self._lend_on(block)
-        else:
-            release((block,))
+    def lend_to_module(self, slot: Slot) -> torch.Tensor | None:
+        """A module is asked for a parameter of a block that no visit brought.
 
-    def lend_for_call(self, slot: Slot) -> torch.Tensor | None:
-        """A module is asked for a parameter of a block that no visit brought: a visit until the innermost call ends.
-
-        Or until its memory is needed, see `Block.may_be_taken_back`. In backward, what is computed again runs with
-        gradients on; hooks run with gradients off, and see homes as user code does.
+        In backward, what is computed again runs with gradients on; hooks run with gradients off, and see homes as user
+        code does. An expert that is called with no tokens has leaves that are away: they have the shape.
         """
         block = self._blocks.get(slot)
         if block is None or not (self.computes or self.begin_method()):
             return None
-        if block in self._idle:
-            return IdleWeight.of(slot, self._lent_after_all)
-        return self._leaf_for_call(slot)
+        if block in self._idle and (isinstance(slot.leaf, AwayLeaf) or block.is_current):
+            return slot.leaf
+        return self._lend(block, slot)
 
-    def _lent_after_all(self, slot: Slot) -> torch.Tensor:
-        self._idle = [block for block in self._idle if block is not self._blocks[slot]]
-        return self._leaf_for_call(slot)
-
-    def _leaf_for_call(self, slot: Slot) -> torch.Tensor:
-        block = self._blocks[slot]
-        _follow_training(block, slot)
-        lent = not block.users
-        self._bring(block)
-        if lent:
-            bind((block,))
-            self._lend_on(block)
+    def _lend(self, block: Block, slot: Slot) -> torch.Tensor:
+        """The block comes, for a visit until the innermost call ends, or in backward the visit that it is at; or until
+        its memory is needed, see `Block.may_be_taken_back`.
+        """
+        slot.follow_requires_grad()
+        if block.experts is not None and torch.is_grad_enabled() and slot.home.requires_grad:
+            block.trains_whole = True  # its experts get gradients one by one in other calls
+        if block.users:  # a home may have been written to while the block was bound
+            self._executor.bring(block)
+            self._residency.arrive(block)
+            return slot.leaf
+        self._executor.visit((block,), Phase.BACKWARD if self._progress.in_backward else Phase.FORWARD, block.name)
+        if block.row_bytes:
+            self._executor.travels_whole(block)
+        bind((block,))
+        block.lent = True
+        (self._calls[-1].lent if self._calls else self._lent_in_backward).append(block)
         return slot.leaf
 
     @contextlib.contextmanager
@@ -149,23 +144,16 @@ class Lending:
     def _in_call(self) -> bool:
         return bool(self._calls) and self._calls[-1].thread == threading.get_ident()
 
-    def _bring(self, block: Block) -> None:
-        if not block.users:
-            self._executor.visit((block,), Phase.BACKWARD if self._progress.in_backward else Phase.FORWARD, block.name)
-            if block.row_bytes:
-                self._executor.travels_whole(block)
-        else:  # a home may have been written to while the block was bound
-            self._executor.bring(block)
-            self._residency.arrive(block)
 
-    def _lend_on(self, block: Block) -> None:
-        """Until the innermost call ends, or in backward the visit."""
-        block.lent = True
-        (self._calls[-1].lent if self._calls else self._lent_in_backward).append(block)
+def is_idle(blocks: Sequence[Block], args: Any, kwargs: Any) -> bool:
+    """Whether a call is one of an expert, with no tokens, and gives its weights no gradient: it need not come for that.
 
-
-def _follow_training(block: Block, slot: Slot) -> None:
-    """All of a weight is used, whose experts get gradients one by one in other calls; it may be trained only now."""
-    slot.follow_requires_grad()
-    if block.experts is not None and torch.is_grad_enabled() and slot.home.requires_grad:
-        block.trains_whole = True
+    Where code loops over all experts of a layer, most calls are such ones. See docs/design/experts.md.
+    """
+    if len(blocks) != 1 or blocks[0].called is None or blocks[0].compounds or blocks[0].users:
+        return False
+    given = list(tensors_in((args, kwargs)))
+    if not given or any(tensor.numel() for tensor in given):
+        return False
+    with without_overrides():
+        return not (torch.is_grad_enabled() and any(slot.home.requires_grad for slot in blocks[0].slots))

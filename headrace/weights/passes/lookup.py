@@ -16,9 +16,8 @@ from headrace.runtime.autograd import in_transform, without_overrides
 from headrace.weights.model.tables import looks_rows_up
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
-from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.lending import Lending
-from headrace.weights.passes.parts import PartGradients
+from headrace.weights.passes.part_gradients import PartGradients
 
 __all__ = ["Lookups"]
 
@@ -26,12 +25,11 @@ __all__ = ["Lookups"]
 class Lookups:
     """Lookups in the tables of one model."""
 
-    def __init__(self, device: torch.device, executor: Executor, backward: Backward, lending: Lending) -> None:
+    def __init__(self, device: torch.device, executor: Executor, parts: PartGradients, lending: Lending) -> None:
         self._device = device
         self._executor = executor
-        self._backward = backward
+        self._parts = parts
         self._lending = lending
-        self._gradients: dict[Block, PartGradients] = {}  # of tables that have been trained
 
     def look_up(self, block: Block, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the `forward` of an embedding; `own` is its own, which computes with the whole table."""
@@ -42,10 +40,6 @@ class Lookups:
                     return F.embedding(ids, torch.empty(1, 1, device=self._device))  # which says so
                 return self._look_up(block, module, ids)
         return own(*args, **kwargs)
-
-    def is_sign(self, leaf: torch.Tensor) -> bool:
-        """Whether it is no parameter, but tells of a table's gradients."""
-        return any(gradients.sign is leaf for gradients in self._gradients.values())
 
     def _goes_by_rows(self, block: Block, module: nn.Module, ids: Any) -> bool:
         return (
@@ -71,18 +65,10 @@ class Lookups:
             )
         if not len(used):
             used = used.new_zeros(1)
-        slot.follow_requires_grad()
 
         def values() -> torch.Tensor:
             return self._executor.rows.look_up(block, used, index)
 
-        if not (torch.is_grad_enabled() and slot.leaf.requires_grad):
-            with torch.no_grad():
-                return values()
-        gradients = self._gradients.get(block)
-        if gradients is None:
-            gradients = PartGradients(self._backward, slot, self._device, lambda: bool(block.row_bytes))
-            self._gradients[block] = gradients
         padding = _place(module.padding_idx, used, rows)
 
         def to_rows(gradient: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -92,7 +78,7 @@ class Lookups:
 
         # What is saved is what an embedding saves: the very ids, as a checkpoint around it may compute the lookup
         # again in the whole table, if that is here by then. Its gradient does not read the table.
-        return gradients.part(values, used, to_rows, ids)
+        return self._parts.part(slot, values, used, lambda: bool(block.row_bytes), to_rows, ids)
 
 
 def _place(padding_idx: int | None, used: torch.Tensor, rows: int) -> int:

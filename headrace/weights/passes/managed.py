@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any
+from threading import get_ident
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,15 +32,14 @@ from headrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
 from headrace.weights.model.inventory import is_left_to_user
 from headrace.weights.model.module_buffers import HostBuffer, plain_buffer
 from headrace.weights.passes.compiling import compile_blocks, note_not_compiled
-from headrace.weights.passes.stray import (
-    compound_lent_for_call,
+from headrace.weights.passes.engine import Engine
+from headrace.weights.passes.parameter_access import (
+    borrow,
+    borrow_compound,
     homes_as_they_are,
-    lent_for_call,
     pass_begins,
 )
-
-if TYPE_CHECKING:
-    from headrace.weights.passes.site import Site
+from headrace.weights.passes.site import Site
 
 __all__ = ["Managed", "bring_attributes_back", "lend_parameters", "make_managed", "make_plain", "site_of"]
 
@@ -50,10 +50,10 @@ class LendingDict(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
         if type(held) is Home:
-            return lent_for_call(held)
+            return borrow(held)
         if isinstance(held, HostBuffer):  # it rests on the host, as outside of passes
             return super().__getitem__(name) if pass_begins() else held
-        return compound_lent_for_call(held) if held is not None and is_compound(held) else held
+        return borrow_compound(held) if held is not None and is_compound(held) else held
 
 
 class Parameters(LendingDict):
@@ -116,8 +116,9 @@ class Managed:
 
     outer = False
 
-    def __init__(self, module: nn.Module, site: "Site") -> None:
+    def __init__(self, module: nn.Module, site: Site, engine: Engine) -> None:
         self.site = site
+        self._engine = engine
         self._looks_at_homes = isinstance(module, nn.TransformerEncoder)
         self._others: dict[str, Method] = {name: partial(self._call, name) for name in computing_methods(type(module))}
         self.leaves_out = _never if self._looks_at_homes else site.is_inside
@@ -147,33 +148,42 @@ class Managed:
         site = self.site
         if site.is_inside():
             return forward(*args, **kwargs)
-        return site.engine.call(site, forward, args, kwargs)
+        engine = self._engine
+        if engine.bindings.straight_for == get_ident() and site.needs_no_visit():
+            output = forward(*args, **kwargs)
+            engine.backward.watch_output(site, output)
+            return output
+        return engine.call(site, forward, args, kwargs)
 
     def _call(self, name: str, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # within a pass
             return own(*args, **kwargs)
-        return self.site.engine.call_method(self.site, name, own, args, kwargs)
+        return self._engine.call_method(self.site, name, own, args, kwargs)
 
     def _look_up(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         table = self.site.table
         if table is None:
             return own(*args, **kwargs)
-        self.site.engine.note_use(table)
-        return self.site.engine.lookups.look_up(table, module, own, *args, **kwargs)
+        self._engine.note_use(table)
+        return self._engine.lookups.look_up(table, module, own, *args, **kwargs)
 
     def _pick(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         whole = self.site.picks
         if whole is None:
             return own(*args, **kwargs)
-        self.site.engine.note_use(*whole.blocks)
-        return self.site.engine.picks.compute(whole, module, own, args, kwargs)
+        self._engine.note_use(*whole.blocks)
+        return self._engine.experts.compute(whole, module, own, args, kwargs)
 
-    def _adapt(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.site.engine.picks.adapt(module, own, args, kwargs)
+    def _adapt(self, module: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+        base: Any = module.get_base_layer()
+        site = site_of(base)
+        if site is None or site.picks is None:
+            return own(*args, **kwargs)
+        return self._engine.experts.adapt(site.picks.blocks[-1], module, base, own, args, kwargs)
 
     def compiling(self, module: nn.Module) -> bool:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
-        return self.site.encloses or self._takes_parts or not self.site.engine.progress.computes
+        return self.site.encloses or self._takes_parts or not self._engine.progress.computes
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
         """Blocks are compiled in the place of a module around them."""
@@ -181,7 +191,7 @@ class Managed:
             return True  # of which nothing is gained, and which the compiler cannot follow
         if not self.site.encloses:
             return False
-        compile_blocks(self.site.engine, _layers(module), compiler)
+        compile_blocks(self._engine, _layers(module), compiler)
         return True
 
     def stopped(self, module: nn.Module) -> None:
@@ -198,7 +208,7 @@ class Managed:
         if given is not None:
             compile_calls(module, given.dynamo_ctx)
         else:
-            note_not_compiled(self.site.engine)
+            note_not_compiled(self._engine)
 
     @property
     def _takes_parts(self) -> bool:
@@ -263,25 +273,25 @@ class Managed:
 
     def _named_members(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Behind `parameters()`, `zero_grad()` and their like: homes, also right after a backward that raised."""
-        self.site.engine.quiesce()
+        self._engine.quiesce()
         return ((name, _home_or_own(member)) for name, member in own(*args, **kwargs))
 
     def _zero_grad(self, module: nn.Module, own: Any, set_to_none: bool = True) -> None:
         """As nn.Module has it; without waiting for updates under way, which keep the gradients that they read."""
         if set_to_none:
-            self.site.engine.quiesce(updates=False)
+            self._engine.quiesce(updates=False)
             for part in module.modules():
                 for parameter in part._parameters.values():
                     if parameter is not None:
                         _home_or_own(parameter).grad = None
         else:
             own(set_to_none=False)
-        self.site.engine.discard(module.parameters())
+        self._engine.discard(module.parameters())
 
     def _save_to_state_dict(
         self, module: nn.Module, own: Any, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        self.site.engine.quiesce()
+        self._engine.quiesce()
         own(destination, prefix, keep_vars)
         if not keep_vars:  # a checkpoint is a host's: buffers rest on the device, parameters on the host
             for name, buffer in module._buffers.items():
@@ -289,7 +299,7 @@ class Managed:
                     destination[prefix + name] = destination[prefix + name].to("cpu")
 
     def _load_from_state_dict(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> None:
-        self.site.engine.wait_until_free()  # homes are about to be written
+        self._engine.wait_until_free()  # homes are about to be written
         own(*args, **kwargs)
 
 
@@ -322,7 +332,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)  # parameters, buffers and hooks h
 
 def _home_or_own(member: Any) -> Any:
     if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
-        return compound_lent_for_call(member)
+        return borrow_compound(member)
     return member if isinstance(member, Leaf) else outer_of(member)  # the former: a buffer that travels with its block
 
 
@@ -366,9 +376,9 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return [inner for inner, site in sites if site is not None and site.main and not site.encloses]
 
 
-def make_managed(module: nn.Module, site: "Site") -> None:
+def make_managed(module: nn.Module, site: Site, engine: Engine) -> None:
     """The module is a managed one from now on."""
-    take_part(module, Managed(module, site))
+    take_part(module, Managed(module, site, engine))
     _give_device(module, site.device)
 
 
@@ -384,7 +394,7 @@ def make_plain(module: nn.Module) -> None:
         module.__dict__["_buffers"] = dict(module._buffers.items())
 
 
-def site_of(module: nn.Module) -> "Site | None":
+def site_of(module: nn.Module) -> Site | None:
     """The site of a managed module; None for any other."""
     managed = participant_of(module, Managed)
     return None if managed is None else managed.site

@@ -1,20 +1,19 @@
-"""Which blocks does a module need when it is called? A site ties one module to its blocks and to the engine."""
+"""Which blocks does a module need when it is called? A site ties one module to its blocks."""
 
 import weakref
 from collections.abc import Callable
 from threading import get_ident
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled, nn
 
-from headrace.runtime.autograd import without_overrides
+from headrace.runtime.autograd import saving_is_left_to_autograd, without_overrides
 from headrace.weights.movement.block import Block
-from headrace.weights.passes.stray import is_lending
+from headrace.weights.passes.binding import PassBindings
+from headrace.weights.passes.parameter_access import Lender, is_lending
 
-if TYPE_CHECKING:
-    from headrace.weights.passes.engine import Engine
-
-__all__ = ["Companion", "Site"]
+__all__ = ["Companion", "Site", "UnderWay"]
 
 
 class Companion(Protocol):
@@ -22,6 +21,18 @@ class Companion(Protocol):
 
     def convert(self, model: nn.Module, convert: Callable[[], object]) -> None:
         """The model gets other dtypes by `convert`."""
+
+
+class UnderWay(Protocol):
+    """What a call asks of the passes over its model; the engine is it."""
+
+    device: torch.device
+    bindings: PassBindings
+    calls: list[Any]  # visits under way, outermost first: each has the `thread` of its call
+
+    @property
+    def lending(self) -> Lender:
+        """What lends parameters outside of their module's call."""
 
 
 class Site:
@@ -34,7 +45,7 @@ class Site:
 
     def __init__(
         self,
-        engine: "Engine",
+        under_way: UnderWay,
         name: str,
         blocks: tuple[Block, ...],
         *,
@@ -44,7 +55,7 @@ class Site:
         picks: "Site | None" = None,
         adapts: bool = False,
     ) -> None:
-        self.engine = engine
+        self._under_way = under_way
         self.name = name
         self.blocks = blocks
         self.main = main
@@ -53,8 +64,8 @@ class Site:
         self.encloses = encloses
         self.table = table  # that the module looks rows up in, of which those alone travel
         self.picks = picks  # the module picks experts, which alone travel; the site of a call that needs them all
-        self.adapts = adapts  # weights of such a module, see passes/adapted.py
-        self.device = engine.device
+        self.adapts = adapts  # weights of such a module, see passes/adapted_experts.py
+        self.device = under_way.device
         self.companion: Companion | None = None  # of a whole model: what lives as long as it does
         self.compiled_by: weakref.ref[nn.Module] | None = None  # what torch.compile made around it, until it is called
 
@@ -62,10 +73,10 @@ class Site:
         """Whether a call does nothing of its own: of a module inside of one whose visit, on this thread, brought all of
         its blocks, or inside of a pass that has all blocks of the model bound. Most calls are such ones.
         """
-        engine = self.engine
-        if engine.bindings.straight_for == get_ident():
-            return not self.main or self._needs_no_visit()
-        calls = engine.calls
+        under_way = self._under_way
+        if under_way.bindings.straight_for == get_ident():
+            return not self.main or (not is_grad_enabled() and self.needs_no_visit())
+        calls = under_way.calls
         if not calls or not self._may_be_inside or calls[-1].thread != get_ident():
             return False
         for block in self.blocks:  # noqa: SIM110  # a generator would cost more than all the rest
@@ -73,12 +84,16 @@ class Site:
                 return False
         return True
 
-    def _needs_no_visit(self) -> bool:
-        """Whether the call of a layer has nothing to do where all blocks are bound for a forward without gradients."""
-        if is_grad_enabled() or (is_autocast_cache_enabled() and is_autocast_enabled(self.device.type)):
-            return False  # there are gradients after all, or a cache that would keep copies of weights
+    def needs_no_visit(self) -> bool:
+        """Whether the call of a layer, on the thread of a forward that has all blocks bound, has nothing to bring or to
+        keep from autograd. With gradients its output is to be watched all the same.
+        """
+        if is_autocast_cache_enabled() and is_autocast_enabled(self.device.type):
+            return False  # a cache that would keep copies of weights
+        if is_grad_enabled() and not saving_is_left_to_autograd():
+            return False
         with without_overrides():
             for block in self.blocks:
                 if block.look() != block.loaded:
                     return False
-        return is_lending(self.engine.lending)
+        return is_lending(self._under_way.lending)

@@ -20,7 +20,7 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.engine import Engine
-from headrace.weights.passes.stray import homes_as_they_are
+from headrace.weights.passes.parameter_access import homes_as_they_are
 
 __all__ = ["OptimizerSteps"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.weights.model.slot import Slot
 from headrace.weights.movement.block import Block
-from headrace.weights.passes.stray import waiting_for_homes
+from headrace.weights.passes.parameter_access import waiting_for_homes
 
 __all__ = ["Updates"]
 

@@ -15,10 +15,10 @@ from headrace.weights.model.slot import Slot, Token
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.slices import Slices
 
-__all__ = ["Picked", "picked_of"]
+__all__ = ["SavedExperts", "saved_experts_of"]
 
 
-class Picked(NamedTuple):
+class SavedExperts(NamedTuple):
     """A view of one expert's weight, or of those of a bank in slots of their own, without its memory."""
 
     block: Block
@@ -33,7 +33,10 @@ class Picked(NamedTuple):
     recompute: "Callable[[Any], Any] | None"  # how the checkpoint around it unpacks, by computing again first
 
     def weight(self, slices: Slices) -> torch.Tensor:
-        """It, on the device."""
+        """The view, on the device; experts that are not there are brought. An unpack hook calls this in backward.
+
+        Raises BudgetError where the bank has not as many slots as forward had.
+        """
         with without_overrides():
             bank = slices.bank_of(self.block, self.experts.values(), slots=self.bank_slots)
             if self.bank_slots:
@@ -55,7 +58,9 @@ class Picked(NamedTuple):
             return weight.set_(bank.buffer.untyped_storage(), begin, self.size, self.stride)
 
 
-def picked_of(slices: Slices, tensor: torch.Tensor, recompute: "Callable[[Any], Any] | None") -> Picked | None:
+def saved_experts_of(
+    slices: Slices, tensor: torch.Tensor, recompute: "Callable[[Any], Any] | None"
+) -> SavedExperts | None:
     """What to keep of a tensor that lies in a bank; None for any other."""
     place = slices.place_of(tensor)
     if place is None:
@@ -78,7 +83,7 @@ def picked_of(slices: Slices, tensor: torch.Tensor, recompute: "Callable[[Any], 
     index = bisect_right([part.offset for part in parts], at) - 1
     slot = block.slots[index]
     experts = {number: key[1] for number, key in held.items() if key is not None}
-    return Picked(
+    return SavedExperts(
         block,
         slot,
         slot.token,

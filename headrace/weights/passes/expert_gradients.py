@@ -15,9 +15,9 @@ from headrace.weights.model.slot import Slot
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.backward import Backward
-from headrace.weights.passes.parts import PartGradients
+from headrace.weights.passes.part_gradients import PartGradients
 
-__all__ = ["Trained"]
+__all__ = ["ExpertGradients"]
 
 _MARK = "headrace_whole"
 
@@ -26,21 +26,16 @@ class _Use:
     """A call that trains all of a block: it lives as long as the call's graph does."""
 
 
-class Trained:
+class ExpertGradients:
     """The experts of one model, as far as they are trained. `one_by_one`: whether they may be, expert by expert."""
 
-    def __init__(self, backward: Backward, executor: Executor, device: torch.device, *, one_by_one: bool) -> None:
+    def __init__(self, backward: Backward, executor: Executor, parts: PartGradients, *, one_by_one: bool) -> None:
         self._backward = backward
         self._executor = executor
-        self._device = device
+        self._parts = parts
         self._one_by_one = one_by_one
-        self._gradients: dict[Slot, PartGradients] = {}
         self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
         self._known_whole: dict[Block, int] = {}  # how many backwards had ended when that was seen
-
-    def is_sign(self, leaf: torch.Tensor) -> bool:
-        """Whether it is no parameter, but tells of the gradients of experts."""
-        return any(gradients.sign is leaf for gradients in self._gradients.values())
 
     def trains(self, block: Block) -> bool:
         """Whether a call of the block's module now is one of a pass in which any of its weights gets a gradient."""
@@ -53,9 +48,10 @@ class Trained:
         self._known_whole.setdefault(block, self._backward.ended if torch.is_grad_enabled() else -1)
 
     def is_known_whole(self, block: Block) -> bool:
-        """Whether calls use more of the block than single experts.
+        """Whether calls are known to use more of the block than single experts.
 
-        Not before the next backward has ended: in it, a checkpoint that computes a call again must do as the call did.
+        They are not before the next backward has ended: in it, a checkpoint that computes a call again must do as the
+        call did.
         """
         since = self._known_whole.get(block)
         return since is not None and since < self._backward.ended
@@ -126,18 +122,11 @@ class Trained:
         to_rows: Callable[..., torch.Tensor],
         *saved: torch.Tensor,
     ) -> torch.Tensor:
+        def alone() -> bool:
+            return not block.trains_whole and not self._whole.get(block)
+
         with without_overrides():
-            if not (torch.is_grad_enabled() and slot.home.requires_grad):
-                return values()
-            slot.follow_requires_grad()
-            gradients = self._gradients.get(slot)
-            if gradients is None:
-
-                def alone() -> bool:
-                    return not block.trains_whole and not self._whole.get(block)
-
-                gradients = self._gradients[slot] = PartGradients(self._backward, slot, self._device, alone)
-            return gradients.part(values, torch.tensor(experts, device="cpu"), to_rows, *saved)
+            return self._parts.part(slot, values, experts, alone, to_rows, *saved)
 
 
 def _rows_at(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

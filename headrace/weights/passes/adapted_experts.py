@@ -13,7 +13,7 @@ from torch import nn
 
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.slices import Slices
-from headrace.weights.passes.by_number import standing_in
+from headrace.weights.passes.expert_stand_ins import standing_in
 
 __all__ = ["AdaptedCall", "AdaptedCalls", "adapts_experts", "compute_adapted", "wrappers_of"]
 

@@ -1,9 +1,9 @@
-"""How is the graph of one micro-batch cut where another block's turn comes? Into stretches, each from one visit to the
+"""How is the graph of one micro-batch cut where another block's turn comes? Into segments, each from one visit to the
 next, whose backwards can be run one by one, later, with those of other micro-batches in between.
 
-A tensor that a stretch takes from an earlier one is replaced there by a stand-in with the same memory and no graph
-behind it. The stand-in's gradient is what the stretch's backward gives it; it is the root of the earlier stretch's
-backward. Where several stretches use one tensor, the later one's gradient is put into the earlier one's stand-in first,
+A tensor that a segment takes from an earlier one is replaced there by a stand-in with the same memory and no graph
+behind it. The stand-in's gradient is what the segment's backward gives it; it is the root of the earlier segment's
+backward. Where several segments use one tensor, the later one's gradient is put into the earlier one's stand-in first,
 so that autograd adds up what comes after it one by one, in the order in which one backward through all of it does.
 """
 
@@ -24,27 +24,27 @@ from headrace.runtime.autograd import sequence_number
 from headrace.runtime.process_wide import ProcessWide
 from headrace.runtime.tensors import containers_in, map_tensors
 from headrace.weights.model.home import Home, Leaf
+from headrace.weights.model.uses import Use, use_of
 from headrace.weights.passes.backward import WATCHED
-from headrace.weights.passes.parts import TakenPart
-from headrace.weights.passes.stray import computes
+from headrace.weights.passes.part_gradients import TakenPart
 
-__all__ = ["CannotCutError", "Stretches", "in_one_backward"]
+__all__ = ["CannotCutError", "GraphSegments", "in_one_backward"]
 
 _HOOKED = "a hook is put on a tensor that comes from before a block"
-_USERS_LEAVES = 0  # the number of the stretch that has the user's own leaves
+_USERS_LEAVES = 0  # the number of the segment that has the user's own leaves
 
 
 class CannotCutError(BaseException):  # which user code that catches errors of its own lets through
     """This model's graph cannot be cut between blocks; `str()` says why."""
 
 
-class _StandIn:
-    """Where a stretch uses a tensor of an earlier one."""
+class _Boundary:
+    """Where a segment uses a tensor of an earlier one."""
 
     def __init__(self, source: GradientEdge) -> None:
         self.source: GradientEdge | None = source
         self.edge: GradientEdge | None = None  # of what stands in
-        self.later: _StandIn | None = None  # that of the next stretch that uses the same tensor
+        self.later: _Boundary | None = None  # that of the next segment that uses the same tensor
         self.gradient: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor | None:
@@ -57,7 +57,7 @@ class _Cut(torch.autograd.Function):
     """The same memory, with no graph behind it; what its gradient is, the stand-in is told."""
 
     @staticmethod
-    def forward(ctx: Any, _carrier: torch.Tensor, tensor: torch.Tensor, stand_in: _StandIn) -> torch.Tensor:
+    def forward(ctx: Any, _carrier: torch.Tensor, tensor: torch.Tensor, stand_in: _Boundary) -> torch.Tensor:
         ctx.stand_in = stand_in
         ctx.set_materialize_grads(False)
         return tensor.detach()
@@ -91,28 +91,28 @@ def in_one_backward(run: Callable[[], None]) -> None:
 
 
 class _Between(TorchFunctionMode):
-    """What is computed between visits takes stand-ins for tensors of earlier stretches."""
+    """What is computed between visits takes stand-ins for tensors of earlier segments."""
 
-    def __init__(self, stretches: "Stretches") -> None:
+    def __init__(self, segments: "GraphSegments") -> None:
         super().__init__()
-        self._stretches = stretches
+        self._segments = segments
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        stretches = self._stretches
+        segments = self._segments
         if torch.compiler.is_compiling():  # what is compiled comes by `apply` when it runs
             return func(*args, **kwargs)
-        if stretches.on_use is not None:
-            stretches.on_use((args, kwargs))
-        if not stretches.in_visit and torch.is_grad_enabled():
+        if segments.on_use is not None:
+            segments.on_use((args, kwargs))
+        if not segments.in_visit and torch.is_grad_enabled():
             if func in _DIFFERENTIATES:
                 raise CannotCutError(f"{func.__name__}() is called while the loss is computed")
-            if computes(func):
-                args, kwargs = stretches.taken((args, kwargs))
+            if use_of(func) in (Use.COMPUTE, Use.WRITE):
+                args, kwargs = segments.taken((args, kwargs))
         return func(*args, **kwargs)
 
 
-_watched = threading.local()  # `stretches` of what this thread computes
+_watched = threading.local()  # `segments` of what this thread computes
 
 
 def _watch_functions() -> Callable[[], None]:
@@ -120,14 +120,14 @@ def _watch_functions() -> Callable[[], None]:
     own = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        stretches = getattr(_watched, "stretches", None)
-        if stretches is not None and not stretches.in_visit and not issubclass(cls, TakenPart):
+        segments = getattr(_watched, "segments", None)
+        if segments is not None and not segments.in_visit and not issubclass(cls, TakenPart):
             if torch.is_grad_enabled():
-                stretches.function += 1
+                segments.function += 1
             if cls is CheckpointFunction and torch.is_grad_enabled():
                 # Its node comes before those of the blocks that it calls, and calls them in backward.
-                stretches.checkpoints.append(stretches.begin())
-            args, kwargs = stretches.taken((args, kwargs))
+                segments.checkpoints.append(segments.begin())
+            args, kwargs = segments.taken((args, kwargs))
         return own.__func__(cls, *args, **kwargs)
 
     setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010  # for the type checker
@@ -143,7 +143,7 @@ _functions = ProcessWide(_watch_functions, anywhere=True)
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
-class Stretches:
+class GraphSegments:
     """The graph of one micro-batch, while forward makes it and until backward has gone through it."""
 
     def __init__(self, on_use: Callable[[Any], None] | None = None) -> None:
@@ -151,18 +151,18 @@ class Stretches:
         self.on_use = on_use
         self.in_visit = 0  # how many calls of visits are under way: what they are given is replaced, nothing inside
         self.function = 0  # number of the last function between visits: visits without gradients are within it
-        self.of_nodes = 0  # the last stretch that began with gradients: it has the node of what computes without
-        self.checkpoints: list[int] = []  # the stretches that have the nodes of reentrant ones
-        self._begins = [-1]  # the first number that autograd gives nodes of each stretch
+        self.of_nodes = 0  # the last segment that began with gradients: it has the node of what computes without
+        self.checkpoints: list[int] = []  # the segments that have the nodes of reentrant ones
+        self._begins = [-1]  # the first number that autograd gives nodes of each segment
         self._carrier = torch.zeros((), requires_grad=True, device="cpu")
-        self._here: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor, int]] = {}  # of the present stretch
-        self._chains: dict[tuple[Any, int], _StandIn] = {}  # the last stand-in of each tensor
-        self._used_in: defaultdict[int, list[_StandIn]] = defaultdict(list)
-        self._made_in: defaultdict[int, list[_StandIn]] = defaultdict(list)  # the first stand-in of each tensor
+        self._here: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor, int]] = {}  # of the present segment
+        self._chains: dict[tuple[Any, int], _Boundary] = {}  # the last stand-in of each tensor
+        self._used_in: defaultdict[int, list[_Boundary]] = defaultdict(list)
+        self._made_in: defaultdict[int, list[_Boundary]] = defaultdict(list)  # the first stand-in of each tensor
         self._cuts: dict[Any, tuple[tuple[Any, int], int]] = {}  # nodes at which a graph ends, and for what each stands
         self._given_out: list[weakref.ref[torch.Tensor]] = []  # all that stand in
         self._copies: list[list[tuple[Any, list[Any]]]] = []  # of containers that visits under way were given
-        self._all: list[_StandIn] = []
+        self._all: list[_Boundary] = []
         self._loss: GradientEdge | None = None
         self._loss_gradient: torch.Tensor | None = None
 
@@ -173,19 +173,19 @@ class Stretches:
         stop = _functions.use(self)
         try:
             with _Between(self):
-                _watched.stretches = self
+                _watched.segments = self
                 yield
         finally:
-            _watched.stretches = None
+            _watched.segments = None
             stop()
 
     @property
     def number(self) -> int:
-        """Of the present stretch; 0: none has begun."""
+        """Of the present segment; 0: none has begun."""
         return len(self._begins) - 1
 
     def begin(self) -> int:
-        """A visit begins, and a stretch with it: its number. Raises CannotCutError."""
+        """A visit begins, and a segment with it: its number. Raises CannotCutError."""
         self._check()
         with torch.enable_grad():
             self._begins.append(sequence_number(self._carrier.view(()).grad_fn))
@@ -194,7 +194,7 @@ class Stretches:
         return self.number
 
     def taken(self, value: Any) -> Any:
-        """`value` with stand-ins for what earlier stretches have made."""
+        """`value` with stand-ins for what earlier segments have made."""
         return map_tensors(value, self._stand_in) if torch.is_grad_enabled() else value
 
     def enter_visit(self, inputs: Any, *, encloses: bool) -> Any:
@@ -224,7 +224,7 @@ class Stretches:
         if not tensor.requires_grad or isinstance(tensor, Home | Leaf):
             return tensor
         node = tensor.grad_fn
-        made_in = _USERS_LEAVES if node is None else self._stretch_of(node)
+        made_in = _USERS_LEAVES if node is None else self._segment_of(node)
         if made_in == self.number:
             return tensor
         key = (tensor, 0) if node is None else (node, tensor.output_nr)
@@ -232,7 +232,7 @@ class Stretches:
         if key not in self._here:
             earlier = self._chains.get(key)
             source = get_gradient_edge(tensor) if earlier is None or earlier.source is None else earlier.source
-            one = self._chains[key] = _StandIn(source)
+            one = self._chains[key] = _Boundary(source)
             self._all.append(one)
             if earlier is None:
                 self._made_in[made_in].append(one)
@@ -258,11 +258,11 @@ class Stretches:
         finally:
             self.in_visit -= 1
 
-    def _stretch_of(self, node: Any) -> int:
+    def _segment_of(self, node: Any) -> int:
         return bisect_right(self._begins, sequence_number(node)) - 1
 
     def _check(self) -> None:
-        """The present stretch is over: nothing may have been done to tensors that it took."""
+        """The present segment is over: nothing may have been done to tensors that it took."""
         here, self._here = self._here, {}
         for stand_in, source, version in here.values():
             if source._version != version:
@@ -271,14 +271,14 @@ class Stretches:
                 raise CannotCutError(_HOOKED)
 
     # between ----------------------------------------------------------------------------------------------------------
-    def leaves(self, stretch: int, owners: dict[Any, int], number: int) -> list[torch.Tensor]:
-        """Leaves to which the stretch's graph gives gradients. Raises CannotCutError where it goes on beyond it.
+    def leaves(self, segment: int, owners: dict[Any, int], number: int) -> list[torch.Tensor]:
+        """Leaves to which the segment's graph gives gradients. Raises CannotCutError where it goes on beyond it.
 
         `owners`: nodes, each with the micro-batch that it was found in; this is that `number`.
         """
         found: list[torch.Tensor] = []
-        begin, seen = self._begins[stretch], set()
-        rest = [root.node for root, _ in self._roots(stretch)]
+        begin, seen = self._begins[segment], set()
+        rest = [root.node for root, _ in self._roots(segment)]
         while rest:
             node: Any = rest.pop()
             if node is None or node in seen or node in self._cuts:
@@ -296,13 +296,13 @@ class Stretches:
         return found
 
     # backward ---------------------------------------------------------------------------------------------------------
-    def backward(self, stretch: int) -> None:
-        """That of one stretch, the last one first."""
-        found = [(root, gradient()) for root, gradient in self._roots(stretch)]
+    def backward(self, segment: int) -> None:
+        """That of one segment, the last one first."""
+        found = [(root, gradient()) for root, gradient in self._roots(segment)]
         roots = [(root, gradient) for root, gradient in found if gradient is not None]
-        self._made_in.pop(stretch, None)
-        self._used_in.pop(stretch, None)
-        if stretch == self.number:
+        self._made_in.pop(segment, None)
+        self._used_in.pop(segment, None)
+        if segment == self.number:
             self._loss = self._loss_gradient = None
         if roots:
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
@@ -316,14 +316,14 @@ class Stretches:
             held.clear()
         self._loss = self._loss_gradient = None
 
-    def _roots(self, stretch: int) -> Iterable[tuple[GradientEdge, Callable[[], torch.Tensor | None]]]:
-        """Where the stretch's backward begins, and with what, once later ones have been gone through."""
-        if stretch == self.number and self._loss is not None:
+    def _roots(self, segment: int) -> Iterable[tuple[GradientEdge, Callable[[], torch.Tensor | None]]]:
+        """Where the segment's backward begins, and with what, once later ones have been gone through."""
+        if segment == self.number and self._loss is not None:
             yield self._loss, lambda: self._loss_gradient
-        for one in self._made_in[stretch]:
+        for one in self._made_in[segment]:
             if one.source is not None:
                 yield one.source, one.take
-        for one in self._used_in[stretch]:
+        for one in self._used_in[segment]:
             if one.later is not None and one.edge is not None:
                 yield one.edge, one.later.take
 

@@ -3,83 +3,64 @@
 `Fused.apply(x, self.child.weight)` computes with a weight that no visit brought. While a visit is under way, a module
 that is asked for a parameter comes through here and gives the leaf, present until the call ends. Torch functions come
 here too, with homes that somebody kept before (in a list), and with leaves that somebody keeps while their block is
-away again; they are lent the leaves as long as they compute. While an optimizer updates homes beside the next pass
-they come through here as well, and wait.
+away again; they borrow likewise. While an optimizer updates homes beside the next pass they come through here as
+well, and wait.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable
-from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from headrace.errors import StateError
 from headrace.runtime.autograd import grad_of, tree_flatten, tree_map_only, without_overrides
+from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.compound import AwayCompound, compound_of
 from headrace.weights.model.home import GONE, AwayLeaf, Home, home_of, owner_of
+from headrace.weights.model.uses import Use, use_of
 
 __all__ = [
     "Lender",
     "TakingPart",
-    "Use",
-    "compound_lent_for_call",
-    "computes",
+    "borrow",
+    "borrow_compound",
     "homes_as_they_are",
     "is_lending",
     "lending_leaves",
-    "lent_for_call",
     "pass_begins",
     "stop_lending",
     "waiting_for_homes",
 ]
 
 
-class Use(Enum):
-    """What a torch function wants of a home."""
-
-    COMPUTE = auto()  # its values
-    WRITE = auto()  # to change it in place, with no other tensor taking part
-    LOOK = auto()  # where it computes, and in which dtype
-
-
 class Lender(Protocol):
-    """Has the leaves of homes, while a visit of its own is under way."""
+    """Has the leaves of homes, while a visit of its own is under way. Leaves that it lends stay until a call ends."""
 
-    def lend(self, owner: Any, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
-        """The leaf for a home; None: it is not the lender's, or to be used as it is. `beside`: where other tensors are
-        that take part.
+    def lend_to_function(self, owner: Any, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
+        """The leaf for a home that a torch function takes; None: it is not the lender's, or to be used as it is.
+
+        `beside`: where other tensors are that take part.
         """
 
-    def lend_for_call(self, owner: Any) -> torch.Tensor | None:
-        """The leaf for a home that a module is asked for, until the call ends; None: not the lender's, or not now."""
+    def lend_to_module(self, owner: Any) -> torch.Tensor | None:
+        """The leaf for a home that a module is asked for; None: not the lender's, or not now."""
 
     def begin_method(self) -> bool:
         """A module is asked for a buffer outside of any pass. Whether there is one now."""
 
-    def take_back(self, owner: Any, result: Any) -> None:
-        """What computed with a leaf that was lent is over, and gave `result`; None where it raised."""
-
 
 Wait = Callable[[Any], None]
+_Answer = TypeVar("_Answer")
 
-# What asks about a tensor, or hooks into it, and does not compute with its values.
+# What changes no tensor, and looks at no value before it computes.
 # fmt: off
-_ASKS = frozenset((
-    "data_ptr", "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
-    "is_contiguous", "untyped_storage", "is_floating_point", "is_complex", "is_pinned",
-    "is_shared", "type", "register_hook", "requires_grad_", "retain_grad",
-    "register_post_accumulate_grad_hook", "__repr__", "__hash__", "__deepcopy__", "__reduce_ex__", "__len__",
-    "__set__", "__delete__",
-))
-_GIVES_MEMORY = frozenset(("data_ptr", "untyped_storage", "storage"))  # to a kernel that PyTorch knows nothing of
-_IN_PLACE_OPERATORS = frozenset((
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__",
+_GO_BY_SHAPE = frozenset((
+    "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mul", "__mul__", "__rmul__",
+    "add", "__add__", "__radd__", "layer_norm", "rms_norm",
 ))
 # fmt: on
-_USE_OF_PROPERTY = dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Use.COMPUTE) | dict.fromkeys(
-    ("device", "dtype", "is_cuda", "is_cpu"), Use.LOOK
-)
+_GIVES_MEMORY = frozenset(("data_ptr", "untyped_storage", "storage"))  # to a kernel that PyTorch knows nothing of
 
 
 class _Lending(NamedTuple):
@@ -154,42 +135,37 @@ def waiting_for_homes(wait: Wait) -> TakingPart:
     return TakingPart(_waits, wait)
 
 
-def lent_for_call(home: Home) -> torch.Tensor:
+def borrow(home: Home) -> torch.Tensor:
     """What a module gives for a home that it is asked for: the leaf during a pass, otherwise the home."""
-    if not _lenders or _last_lender() is None:
+    if not _lenders:
         return home
     with without_overrides():
         owner = owner_of(home)
-        found = _first(lambda lender: lender.lend_for_call(owner))
-    return home if found is None else found[1]
+        leaf = _first(lambda lender: lender.lend_to_module(owner))
+    return home if leaf is None else leaf
 
 
-def compound_lent_for_call(weight: Any) -> Any:
-    """As `lent_for_call`, for a weight that is not one plain tensor; one that is no business of ours as it is."""
+def borrow_compound(weight: Any) -> Any:
+    """As `borrow`, for a weight that is not one plain tensor. Anything else is given as it is."""
     compound = compound_of(weight) if _lenders and _last_lender() is not None else None
     if compound is None or (weight is compound.leaf and not isinstance(weight, AwayCompound)):
         return weight
     owner = compound.owner
-    return compound.outer if _first(lambda lender: lender.lend_for_call(owner)) is None else compound.leaf
+    return compound.outer if _first(lambda lender: lender.lend_to_module(owner)) is None else compound.leaf
 
 
 def pass_begins() -> bool:
     """A module is asked for a buffer. Whether a pass has begun by that, which has put another in its place."""
-    if _last_lender() is None:
-        return False
-    return any(lender is not None and lender.begin_method() for lender in _innermost_first())
+    return _first(lambda lender: lender.begin_method() or None) is not None
 
 
-def _innermost_first() -> Iterable[Lender | None]:
-    return dict.fromkeys(one.lender for one in reversed(_lenders.copy()))
-
-
-def _first(lend: Callable[[Lender], torch.Tensor | None]) -> tuple[Lender, torch.Tensor] | None:
-    """The innermost lender that has a leaf, and that."""
-    for lender in _innermost_first():
-        leaf = None if lender is None else lend(lender)
-        if lender is not None and leaf is not None:
-            return lender, leaf
+def _first(ask: Callable[[Lender], _Answer | None]) -> _Answer | None:
+    """The answer of the innermost lender that has one; None where homes are left as they are on this thread."""
+    if _last_lender() is not None:
+        for lender in dict.fromkeys(one.lender for one in reversed(_lenders.copy())):
+            answer = None if lender is None else ask(lender)
+            if answer is not None:
+                return answer
     return None
 
 
@@ -231,38 +207,46 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
         use = _use_of(func, args, kwargs)
         if _waits and (use in (Use.COMPUTE, Use.WRITE) or func == grad_of.__get__):
             tree_map_only(Home, _waited_for, (args, kwargs))
-        if use is None or _last_lender() is None:
+        if use in (Use.ASK, Use.HOLD) or _last_lender() is None:
             return func(*args, **kwargs)
-        loans: list[tuple[Lender, Any]] = []
-        result = None
-        written = args[0] if _is_in_place(func) and args else None
-        try:
-            beside = _devices_beside(args, kwargs)
-            args, kwargs = tree_map_only(Home, lambda home: _lent(home, use, beside, loans), (args, kwargs))
-            result = func(*args, **kwargs)
-            if isinstance(written, Home) and result is args[0]:
-                result = written
-            return result
-        finally:
-            for lender, owner in loans:
-                lender.take_back(owner, result)
+        written = args[0] if args and use_of(func) is Use.WRITE else None
+        beside = _devices_beside(args, kwargs)
+        args, kwargs = tree_map_only(Home, lambda home: _lent(home, use, beside), (args, kwargs))
+        result = func(*args, **kwargs)
+        return written if isinstance(written, Home) and result is args[0] else result
 
 
 def _use_away_leaf(_cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    name = getattr(func, "__name__", "")
+    name, kwargs = getattr(func, "__name__", ""), kwargs or {}
     with without_overrides():
         if name == "__hash__":
             return func(*args)
+        if name in _GO_BY_SHAPE and (found := _of_no_elements(func, args, kwargs)) is not None:
+            return found
         stand_in = _brought_back if name in _GIVES_MEMORY else home_of
-        args, kwargs = tree_map_only(AwayLeaf, stand_in, (args, kwargs or {}))
+        args, kwargs = tree_map_only(AwayLeaf, stand_in, (args, kwargs))
     return _torch_function(Home, func, types, args, kwargs)
 
 
+def _of_no_elements(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a torch function gives, if that has no elements, and gives leaves no gradient; None otherwise."""
+    given = list(tensors_in((args, kwargs)))
+    trains = torch.is_grad_enabled() and any(isinstance(one, AwayLeaf) and one.requires_grad for one in given)
+    if trains or all(one.numel() for one in given):
+        return None
+    args, kwargs = tree_map_only(AwayLeaf, torch.Tensor.detach, (args, kwargs))
+    found = func(*args, **kwargs)
+    return None if any(one.numel() for one in tensors_in(found)) else found
+
+
 def _brought_back(leaf: AwayLeaf) -> torch.Tensor:
-    return lent_for_call(home_of(leaf))
+    """A leaf that is away, present during a pass, and otherwise its home."""
+    with without_overrides():
+        return _lent(home_of(leaf), Use.COMPUTE, {leaf.device})
 
 
 AwayLeaf.__torch_function__ = classmethod(_use_away_leaf)  # type: ignore[assignment]
+AwayLeaf.brought_back = staticmethod(_brought_back)  # type: ignore[method-assign]
 
 
 def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,58 +257,31 @@ def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: 
             return func(*args, **kwargs)
     away = {id(leaf): leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, AwayCompound)}
     beside = _devices_beside(args, kwargs)
-    loans: list[tuple[Lender, Any]] = []
-    result = None
 
     def lent(leaf: Any) -> Any:
         compound = compound_of(leaf)
         if compound is None:
             raise StateError(GONE)
         owner = compound.owner
-        found = _first(lambda lender: lender.lend(owner, Use.COMPUTE, beside))
-        if found is None:
-            return compound.stand_in(leaf)
-        loans.append((found[0], owner))
-        return leaf
+        found = _first(lambda lender: lender.lend_to_function(owner, Use.COMPUTE, beside))
+        return compound.stand_in(leaf) if found is None else leaf
 
-    try:
-        stand_ins = {key: lent(leaf) for key, leaf in away.items()}
-        args, kwargs = tree_map_only(AwayCompound, lambda leaf: stand_ins[id(leaf)], (args, kwargs))
-        result = func(*args, **kwargs)
-        return result
-    finally:
-        for lender, owner in loans:
-            lender.take_back(owner, result)
+    stand_ins = {key: lent(leaf) for key, leaf in away.items()}
+    args, kwargs = tree_map_only(AwayCompound, lambda leaf: stand_ins[id(leaf)], (args, kwargs))
+    return func(*args, **kwargs)
 
 
 AwayCompound.__torch_function__ = classmethod(_use_away_compound)  # type: ignore[attr-defined]
 
 
-def computes(func: Any) -> bool:
-    """Whether a torch function computes with the values of the tensors that it takes."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return _USE_OF_PROPERTY.get(getattr(getattr(func, "__self__", None), "__name__", "")) is Use.COMPUTE
-    return name != "get_device" and name not in _ASKS
-
-
-def _use_of(func: Any, args: Any, kwargs: Any) -> Use | None:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return _USE_OF_PROPERTY.get(getattr(getattr(func, "__self__", None), "__name__", ""))
-    if name == "get_device":
-        return Use.LOOK
-    if name in _ASKS:
-        return None
-    if _is_in_place(func) and args and isinstance(args[0], Home):
-        others = tree_flatten((args[1:], kwargs))[0]
-        return Use.COMPUTE if any(isinstance(other, torch.Tensor) for other in others) else Use.WRITE
-    return Use.COMPUTE
-
-
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+def _use_of(func: Any, args: Any, kwargs: Any) -> Use:
+    """As `use_of`; what is written with other tensors, or to another one, is computed with."""
+    use = use_of(func)
+    if use is not Use.WRITE:
+        return use
+    others = tree_flatten((args[1:], kwargs))[0]
+    alone = bool(args) and isinstance(args[0], Home) and not any(isinstance(one, torch.Tensor) for one in others)
+    return Use.WRITE if alone else Use.COMPUTE
 
 
 def _waited_for(home: Home) -> Home:
@@ -339,11 +296,8 @@ def _devices_beside(args: Any, kwargs: Any) -> set[torch.device]:
     return {one.device for one in others if isinstance(one, torch.Tensor) and not isinstance(one, Home | AwayCompound)}
 
 
-def _lent(home: Home, use: Use, beside: set[torch.device], loans: list[tuple[Lender, Any]]) -> torch.Tensor:
+def _lent(home: Home, use: Use, beside: Collection[torch.device]) -> torch.Tensor:
+    """What a torch function uses for a home."""
     owner = owner_of(home)
-    found = _first(lambda lender: lender.lend(owner, use, beside))
-    if found is None:
-        return home
-    if use is not Use.LOOK:
-        loans.append((found[0], owner))
-    return found[1]
+    leaf = _first(lambda lender: lender.lend_to_function(owner, use, beside))
+    return home if leaf is None else leaf

@@ -1,0 +1,141 @@
+"""Where do gradients lie on the host? In memory made before backward: locking its pages there would stall it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from headrace.memory.arena import aligned
+from headrace.memory.shared import Common, OwnView
+from headrace.weights.model.slot import Slot
+from headrace.weights.rest.placement import DiskGradients, GradientMemory
+
+__all__ = ["HostGradient", "NodeGradients", "elements_of", "flat", "laid_out", "offsets_of", "strides_of"]
+
+
+class HostGradient:
+    """The memory of one parameter's `home.grad`, used again after `zero_grad(set_to_none=True)`.
+
+    A user may keep a gradient beyond that (`saved = p.grad`). Then the memory is theirs, and new memory replaces it.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        dtype: torch.dtype,
+        memory: GradientMemory,
+        offset: int,
+        make: Callable[[int], GradientMemory],
+    ) -> None:
+        self.dtype = dtype
+        self.next: torch.Tensor | None = None  # what `fresh` gives, once `renew` has made it
+        self.disk: DiskGradients | None = None  # where on disk it rests; None: in host memory, or it has no bytes
+        self._nbytes = slot.home.numel() * dtype.itemsize
+        self._layout = slot.layout.shape, strides_of(slot)
+        self._make = make  # more, in whatever tier has room
+        self._lent: StorageWeakRef | None = None  # the storage of the tensor that was made last
+        # On disk, what the user had: extents are not freed, so they are used again.
+        self._others: list[tuple[GradientMemory, int, StorageWeakRef]] = []
+        self._lie_in(memory, offset)
+
+    def renew(self) -> None:
+        """Makes the tensor that `fresh` gives next, if there is none: elsewhere, where somebody has the last one.
+
+        Its storage is its own alone: whoever else refers to that is the user (see runtime/holders.py).
+        """
+        if self.next is not None:
+            return
+        if not self._nbytes:
+            self.next = torch.empty(self._layout[0], dtype=self.dtype, device="cpu")
+            return
+        if self._lent is not None and not self._lent.expired():
+            self._move(self._lent)
+        elements = self._memory.tensor(self._offset, self._nbytes, self.dtype)
+        self._lent = StorageWeakRef(elements.untyped_storage())
+        self.next = elements.as_strided_(*self._layout)
+
+    def fresh(self) -> torch.Tensor:
+        """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary."""
+        self.renew()
+        fresh, self.next = self.next, None
+        return fresh  # type: ignore[return-value]
+
+    def _move(self, lent: StorageWeakRef) -> None:
+        """The user has what was lent: to memory that nobody has."""
+        if self.disk is not None:
+            self._others.append((self._memory, self._offset, lent))
+        for number, (memory, offset, other) in enumerate(self._others):
+            if other.expired():
+                del self._others[number]
+                self._lie_in(memory, offset)
+                return
+        self._lie_in(self._make(self._nbytes), 0)
+
+    def _lie_in(self, memory: GradientMemory, offset: int) -> None:
+        self._memory, self._offset = memory, offset
+        self.disk = memory if isinstance(memory, DiskGradients) and self._nbytes else None
+
+
+@dataclass(eq=False)
+class NodeGradients:
+    """The node's memory for gradients of some parameters of one block, and this rank's view of it."""
+
+    arena: Common
+    view: OwnView
+    offsets: dict[Slot, int]
+    lent: dict[Slot, tuple[StorageWeakRef, int]] = field(default_factory=dict)  # storage and address
+
+    def common(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+        """The average as all ranks see it: shape (elements,)."""
+        return self.arena.tensor(self.offsets[slot], slot.home.numel() * dtype.itemsize, dtype)
+
+    def lend(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+        """The same as the user of this rank sees it, in the home's shape."""
+        lent = self.view.tensor(self.offsets[slot], slot.home.numel() * dtype.itemsize, dtype)
+        self.lent[slot] = StorageWeakRef(lent.untyped_storage()), lent.data_ptr()
+        return lent.as_strided_(slot.layout.shape, strides_of(slot))
+
+    def is_kept(self, slot: Slot) -> bool:
+        """Whether the user still refers to what was lent last."""
+        return slot in self.lent and not self.lent[slot][0].expired()
+
+    def has_lent(self, slot: Slot, gradient: torch.Tensor) -> bool:
+        """Whether `gradient` is what was lent last."""
+        return self.is_kept(slot) and gradient.data_ptr() == self.lent[slot][1]
+
+    def leave_to_user(self) -> None:
+        """Whatever was lent is the user's own from now on."""
+        self.view.keep()
+        self.view = self.arena.own_view()
+        self.lent.clear()
+
+
+def offsets_of(slots: Iterable[Slot], dtype_of: Callable[[Slot], torch.dtype]) -> list[int]:
+    """Where gradients of these lie one after the other, aligned, and the end."""
+    return [0, *accumulate(aligned(slot.home.numel() * dtype_of(slot).itemsize) for slot in slots)]
+
+
+def strides_of(slot: Slot) -> tuple[int, ...]:
+    """Those of gradients: the home's; for one with holes, a part of a shared storage, those of a contiguous tensor."""
+    home = torch.empty_strided(slot.layout.shape, slot.layout.stride, device="meta")
+    dense = torch.ops.aten.is_non_overlapping_and_dense(home)
+    return slot.layout.stride if dense else torch.empty(slot.layout.shape, device="meta").stride()
+
+
+def laid_out(gradient: torch.Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The gradient with these strides and dtype, so that the copy across the link is one run of bytes."""
+    if gradient.stride() == stride and gradient.dtype == dtype:
+        return gradient
+    return torch.empty_strided(gradient.shape, stride, dtype=dtype, device=gradient.device).copy_(gradient)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor, shape (elements,), in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def elements_of(gradient: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+    """Shape (elements,), in the order in which they lie in the memory that headrace gives."""
+    return flat(laid_out(gradient, strides_of(slot), dtype))

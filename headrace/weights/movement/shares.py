@@ -1,0 +1,56 @@
+"""How is the budget of one model shared out? Among blocks that travel whole, rows of tables, and experts.
+
+Experts are of two kinds: modules of their own, which are blocks that are called (called.py), and slices of stacked
+weights, which lie in banks (slices.py).
+"""
+
+from collections.abc import Callable, Sequence
+
+from headrace.weights.model.tables import FEWEST_ROWS
+from headrace.weights.movement.block import Block
+
+__all__ = ["Shares"]
+
+_FEWEST_CALLED = 2  # one comes while another computes
+
+
+class Shares:
+    """What each kind may take of the budget for what comes and goes, which `budget_bytes` gives. Asked between passes.
+
+    `banks_bytes`: what banks take, made or not; whoever makes them says so.
+    """
+
+    def __init__(self, blocks: Sequence[Block], budget_bytes: Callable[[], int]) -> None:
+        self._blocks = blocks
+        self.budget_bytes = budget_bytes
+        self.banks_bytes: Callable[[], int] = lambda: 0
+        self.rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in blocks), default=0)  # that plans leave free
+        called = [block.nbytes for block in blocks if block.called is not None]
+        self.largest_called_bytes, self._all_called_bytes = max(called, default=0), sum(called)
+        self.least_called_bytes = min(_FEWEST_CALLED * self.largest_called_bytes, self._all_called_bytes)
+        self.sort()
+
+    def sort(self) -> None:
+        """Once more, where a block travels otherwise from now on."""
+        self.whole_blocks = [block for block in self._blocks if not block.travels_in_parts]
+        self.in_parts = {block.index for block in self._blocks if block.travels_in_parts}
+        self._whole_bytes = sum(block.nbytes for block in self.whole_blocks if block.called is None)
+        self._has_tables = any(block.row_bytes for block in self._blocks)
+
+    def leave_for_rows(self, nbytes: int) -> None:
+        """A lookup needs rows of so many bytes: plans leave room for them from now on."""
+        if nbytes > self.rows_bytes:
+            self.rows_bytes = 1 << (nbytes - 1).bit_length()  # so that plans are made anew but a few times
+
+    @property
+    def beside_experts_bytes(self) -> int:
+        """What all other blocks take, and rows of tables."""
+        return self._whole_bytes + (self.rows_bytes if self._has_tables else 0)
+
+    @property
+    def called_bytes(self) -> int:
+        """What experts that are modules may take: all that others leave."""
+        if not self._all_called_bytes:
+            return 0
+        room_bytes = self.budget_bytes() - self.beside_experts_bytes
+        return min(max(room_bytes - self.banks_bytes(), self.least_called_bytes), self._all_called_bytes)

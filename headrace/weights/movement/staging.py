@@ -1,0 +1,214 @@
+"""What becomes of gradients that do not go straight into `home.grad`? They are copied to staging memory, page-locked,
+from where the host lane adds them to, or casts them into, what they are for.
+"""
+
+import mmap
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+
+from headrace.memory.arena import Arena, aligned, whole_pages
+from headrace.memory.disk import Request
+from headrace.memory.ledger import Ledger
+from headrace.weights.movement.flow import PURPOSE
+from headrace.weights.movement.host_gradients import flat, laid_out
+from headrace.weights.rest.placement import DiskGradients
+
+__all__ = ["Additions", "Remainder", "Staged", "Staging", "add_up", "rest_of"]
+
+_ANY_BYTES = 1 << 62  # no limit
+
+
+class Staged(NamedTuple):
+    """A gradient, or a part of one, on its way through staging memory."""
+
+    piece: torch.Tensor  # in staging memory
+    source: torch.Tensor  # on the device
+    target: torch.Tensor  # what becomes, or is, `home.grad`
+    adds: bool  # to what the target holds
+    disk: DiskGradients | None  # where the target rests, if not on the host
+    rows: torch.Tensor | None = None  # of the target that the piece is; None: it is as large as that
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the target becomes just what the piece is, byte for byte."""
+        same = self.piece.dtype == self.target.dtype and self.target.is_contiguous()
+        return same and not self.adds and self.rows is None
+
+    def perform(self) -> None:
+        """On the host lane: the target gets it."""
+        if self.rows is not None:
+            piece = self.target.index_select(0, self.rows).add_(self.piece) if self.adds else self.piece
+            self.target.index_copy_(0, self.rows, piece.to(self.target.dtype))
+        elif self.adds:
+            self.target.add_(self.piece)
+        else:
+            self.target.copy_(self.piece)
+
+
+class Remainder(NamedTuple):
+    """What a gradient of some rows leaves of the target: zero there, or added to what the target holds."""
+
+    target: torch.Tensor
+    rows: Sequence[int] | None  # that have no gradient; None: all are cleared, before those that have one come
+    adds: bool
+    disk: DiskGradients | None
+
+    def perform(self) -> None:
+        """On the host lane: the target gets the zeros."""
+        for part in [self.target] if self.rows is None else [self.target[row] for row in self.rows]:
+            if self.adds:
+                part.add_(0.0)
+            else:
+                part.zero_()
+
+
+def rest_of(
+    target: torch.Tensor, rows: torch.Tensor, disk: DiskGradients | None, *, adds: bool, large: bool
+) -> list[Remainder]:
+    """What is to be done beside these rows. `large`: each row is worth a call, so no row is written twice.
+
+    A zero that is added makes +0 of -0. Small rows, of tables, have none: their sums begin at +0.
+    """
+    if large:
+        return [Remainder(target, sorted(set(range(len(target))).difference(rows.tolist())), adds, disk)]
+    return [] if adds else [Remainder(target, None, adds, disk)]
+
+
+def add_up(staged: "list[Staged | Remainder]", under_way: list[Request]) -> list[Request]:
+    """On the host lane: staged gradients are added to, or cast into, their destinations.
+
+    Returns the writes to disk that this begins: they read the staging memory. `under_way`: all that may not have ended,
+    kept by this thread.
+    """
+    under_way[:] = [write for write in under_way if not write.query()]
+    writes: list[Request] = []
+    on_disk: Counter[DiskGradients] = Counter()
+    with torch.no_grad():
+        for one in staged:
+            if isinstance(one, Staged) and one.disk is not None and one.is_written:
+                writes.append(one.disk.write(one.target, one.piece))
+                under_way.append(writes[-1])
+                continue
+            if one.disk is not None:
+                for write in under_way:  # maybe of what is added to
+                    write.settle()
+                on_disk[one.disk] += one.target.nbytes
+            one.perform()
+    for disk, nbytes in on_disk.items():
+        disk.forget(nbytes)
+    staged.clear()  # who counts the users of a gradient after this has ended does not find this one
+    return writes
+
+
+class Additions:
+    """The end of what the host lane does with one half, and of the writes to disk that it submits for that."""
+
+    def __init__(self, job: "Future[list[Request]]") -> None:
+        self._job = job
+
+    def synchronize(self) -> None:
+        """The caller waits for both; raises what failed."""
+        writes = self._job.result()
+        for write in writes:
+            write.settle()
+        for write in writes:
+            write.synchronize()
+
+
+class Staging:
+    """Two halves of pinned memory that take turns: one receives copies while the host lane adds up the other.
+
+    A half is large enough for the gradients of a block, but no larger than `most_bytes`: then gradients are cut.
+    """
+
+    def __init__(self, device: torch.device, ledger: Ledger, most_bytes: int | None) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._most_bytes = _ANY_BYTES if most_bytes is None else most_bytes
+        self._wanted_bytes = 0
+        self._half_bytes = 0
+        self._halves: list[torch.Tensor] = []
+        self._under_way: deque[tuple[int, Additions]] = deque()  # in order, and the half that each reads; -1: neither
+        self._turn = 0
+        self._used = 0
+
+    def grow(self, half_bytes: int) -> None:
+        """A half must be able to hold `half_bytes`. The memory is made at first use: one micro-batch needs none."""
+        self._wanted_bytes = max(self._wanted_bytes, aligned(min(half_bytes, self._most_bytes)))
+
+    def limit(self, most_bytes: int) -> None:
+        """Gradients are cut to that from now on, where host memory is short."""
+        self._most_bytes = min(self._most_bytes, most_bytes)
+        self._wanted_bytes = min(self._wanted_bytes, self._most_bytes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """The most that both halves take when they are made, or made anew: a page more than wanted, see `carve`."""
+        return 2 * whole_pages(self._wanted_bytes + mmap.PAGESIZE) if self._wanted_bytes > self._half_bytes else 0
+
+    def parts(
+        self, gradients: Sequence[torch.Tensor], target: torch.Tensor, rows: torch.Tensor | None
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """What fits into a half at once, where it goes, and which rows of that it is; None: all of it."""
+        gradient = gradients[0]
+        if rows is not None:
+            count = max(1, self._wanted_bytes // max(1, gradient[0].nbytes))
+            sources = [source for gradient in gradients for source in gradient.contiguous().split(count)]
+            return zip(sources, repeat(target), rows.split([len(source) for source in sources]), strict=False)
+        if not torch.ops.aten.is_non_overlapping_and_dense(target):
+            return [(gradient.contiguous(), target, None)]  # strides of a gradient that the user made
+        # Less a page, whose first bytes may be left out.
+        count = max(1, (self._most_bytes - mmap.PAGESIZE) // gradient.element_size())
+        source = flat(laid_out(gradient, target.stride(), gradient.dtype))
+        return zip(source.split(count), flat(target).split(count), repeat(None), strict=False)
+
+    def fits(self, nbytes: int, page: int | None) -> bool:
+        """Whether the present half has room for so much; `page` as in `carve`."""
+        return self._used == 0 or self._place(page) + aligned(nbytes) <= self._half_bytes
+
+    def carve(self, gradient: torch.Tensor, page: int | None) -> torch.Tensor:
+        """Memory for a copy of contiguous `gradient`. The host waits until the half's last additions are done.
+
+        Where it goes to disk, at byte `page` of a file: it lies in its page as it does there, so that whole pages can
+        be written as they are.
+        """
+        nbytes = (page or 0) % mmap.PAGESIZE + aligned(gradient.nbytes)
+        if self._wanted_bytes > self._half_bytes or nbytes > self._half_bytes:
+            self._make(max(self._wanted_bytes, nbytes))
+        if self._used == 0:
+            while any(half == self._turn for half, _ in self._under_way):
+                self._under_way.popleft()[1].synchronize()
+        first = self._place(page)
+        memory = self._halves[self._turn][first : first + gradient.nbytes]
+        self._used = first + aligned(gradient.nbytes)
+        return memory.view(gradient.dtype).view(gradient.shape)
+
+    def _place(self, page: int | None) -> int:
+        """The first free byte that lies in its page as `page` does; None: the first free byte."""
+        return self._used if page is None else self._used + (page - self._used) % mmap.PAGESIZE
+
+    def turn(self, additions: Additions) -> None:
+        """The present half is full or sent: `additions` empties it, and the other one is next; unless it is empty."""
+        self._under_way.append((self._turn if self._used else -1, additions))
+        if self._used:
+            self._turn, self._used = 1 - self._turn, 0
+
+    def under_way(self) -> list[Additions]:
+        """Additions that were submitted and not waited for."""
+        return [additions for _, additions in self._under_way]
+
+    def wait(self) -> None:
+        """The host waits for all additions; raises what failed in one."""
+        self._used = 0
+        while self._under_way:
+            self._under_way.popleft()[1].synchronize()
+
+    def _make(self, half_bytes: int) -> None:
+        self.wait()
+        self._half_bytes = half_bytes
+        self._halves = [Arena(half_bytes, self._device, self._ledger, PURPOSE).tensor(0, half_bytes) for _ in range(2)]

@@ -1,0 +1,249 @@
+"""How are gradients of the ranks of a node added up? Round by round, on the host or by collectives of the devices.
+
+On the host each rank gives all of its own, and adds up its part of all: in the order of the ranks, each divided by
+their number, as one process would that takes their batches one after the other. Devices pack the gradients of a block
+into rows, one for each rank, which have an equal part of each parameter; a collective gives each the sum of its row,
+which alone leaves for the host. There a parameter that this rank has not used counts as zeros.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from headrace.memory.arena import aligned
+from headrace.memory.shared import SharedArena
+from headrace.runtime.device_group import DeviceGroup
+from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, Transfer
+from headrace.runtime.node import Node
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.flow import GradientFlow
+from headrace.weights.movement.host_gradients import elements_of, offsets_of
+
+__all__ = ["DeviceSums", "HostSums", "Round", "Sums"]
+
+
+@dataclass(eq=False)
+class Round:
+    """The gradients that this rank gives of one block, at once.
+
+    `half`: memory of the node for them, of which each rank has `region_bytes`.
+    """
+
+    block: Block
+    number: int
+    half: SharedArena
+    region_bytes: int
+    slots: list[Slot]
+    says: list[int]  # of each parameter
+    from_host: dict[Slot, torch.Tensor]  # added to what comes from the device
+    before: "Future[list[Slot]] | None"  # the sums of the round that had `half` last
+    heard: torch.Tensor = field(init=False)  # what all say, when they have met: shape (ranks, parameters)
+    left: Event | None = None  # when what leaves the device has; None: nothing does, or that is not submitted
+    landing: Any = None  # what the sums keep of the round
+    rows: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)  # packed on the device until they have left
+
+    def said(self, rank: int) -> torch.Tensor:
+        """What that rank says of each parameter."""
+        return self.half.tensor(rank * self.region_bytes, len(self.slots))
+
+    def given(self, rank: int, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """So many elements of what that rank gives, from byte `begin` on."""
+        first = rank * self.region_bytes + aligned(len(self.slots)) + begin
+        return self.half.tensor(first, count * dtype.itemsize, dtype)
+
+
+class Sums(ABC):
+    """Who adds up what ranks give. On two threads, so that one round's sums wait for no other's: one meets the other
+    ranks, round after round, the other one adds up what has come to the host.
+    """
+
+    on_host: ClassVar[bool]  # each rank reads what all give, and adds one after the other to what there is
+    in_flight: ClassVar[int]  # of so many rounds at most gradients are leaving the device
+
+    def __init__(self, node: Node, gradients: GradientFlow) -> None:
+        """To be made by all ranks."""
+        self._node, self._dtype_of = node, gradients.dtype
+        self._lanes, self._meter = gradients.lanes, gradients.meter
+
+    @abstractmethod
+    def close(self) -> None:
+        """No round follows, on this rank."""
+
+    @abstractmethod
+    def part(self, count: int) -> slice:
+        """Which of a parameter's elements this rank adds up."""
+
+    @abstractmethod
+    def given_bytes(self, slots: Sequence[Slot]) -> int:
+        """What a rank gives of a block at most."""
+
+    @abstractmethod
+    def give(self, given: Round, gradients: dict[Slot, torch.Tensor]) -> Transfer | None:
+        """This rank's gradients leave: returns the transfer; None where there is none, or `exchange` returns it."""
+
+    @abstractmethod
+    def land(self, given: Round) -> None:
+        """On the first thread: all that others need of this rank is there."""
+
+    @abstractmethod
+    def exchange(self, given: Round, gives: torch.Tensor) -> Transfer | None:
+        """On the first thread, when all ranks have come: returns the transfer, unless `give` did. `gives`: which rank
+        gives which parameter.
+        """
+
+    @abstractmethod
+    def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
+        """On the second thread: the average of this rank's part of a parameter, to be changed; None where nobody gives
+        it. `on_host` one rank after the other is added to `begin`.
+        """
+
+    def _given(self, slot: Slot) -> torch.dtype:
+        """In which dtype a gradient is given: nothing is rounded before it is added."""
+        return torch.promote_types(slot.layout.dtype, self._dtype_of(slot))
+
+    def _send(self, given: Round, copies: list[Copy], after: Event) -> Transfer:
+        transfer = self._lanes.copy(Lane.OFFLOAD, copies, after)
+        self._meter.offloaded(transfer, given.block.name)
+        given.left = transfer.done
+        return transfer
+
+
+class HostSums(Sums):
+    """Each rank gives all of its gradients, and reads those of all."""
+
+    on_host, in_flight = True, 1
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+    def part(self, count: int) -> slice:
+        return self._node.part(count)
+
+    def given_bytes(self, slots: Sequence[Slot]) -> int:
+        return offsets_of(slots, self._given)[-1]
+
+    def give(self, given: Round, gradients: dict[Slot, torch.Tensor]) -> Transfer | None:
+        given.landing = dict(zip(given.slots, offsets_of(given.slots, self._given), strict=False)), set(gradients)
+        if not gradients:
+            return None
+        copies: list[Copy] = []
+        for slot, gradient in gradients.items():
+            place = self._place(given, self._node.rank, slot)
+            copies.append((place, elements_of(gradient, slot, place.dtype)))
+        return self._send(given, copies, self._lanes.mark())
+
+    def land(self, given: Round) -> None:
+        """They have left, and those from the host are added."""
+        if given.left is not None:
+            given.left.synchronize()
+        _, transferred = given.landing
+        for slot, gradient in given.from_host.items():
+            place = self._place(given, self._node.rank, slot)
+            elements = elements_of(gradient, slot, gradient.dtype)
+            place.add_(elements) if slot in transferred else place.copy_(elements)
+
+    def exchange(self, given: Round, gives: torch.Tensor) -> None:
+        """Nothing: each reads what the others have given."""
+
+    def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
+        """In the order of the ranks."""
+        slot, total = given.slots[index], begin
+        for rank in range(self._node.size):
+            if gives[rank, index]:
+                whole = self._place(given, rank, slot)
+                one = whole[self.part(len(whole))] / self._node.world
+                total = one.to(self._dtype_of(slot)) if total is None else total.add_(one)
+        return total
+
+    def _place(self, given: Round, rank: int, slot: Slot) -> torch.Tensor:
+        """Where that rank gives a gradient: shape (elements,)."""
+        begins, _ = given.landing
+        return given.given(rank, begins[slot], slot.home.numel(), self._given(slot))
+
+
+class DeviceSums(Sums):
+    """Devices add up, and a part of the sums leaves each."""
+
+    on_host, in_flight = False, 2
+
+    def __init__(self, node: Node, gradients: GradientFlow) -> None:
+        super().__init__(node, gradients)
+        self._group = DeviceGroup(node, self._lanes.device)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def part(self, count: int) -> slice:
+        """As rows have it: each of the first ranks as many, and the last what is left."""
+        length = -(-count // self._node.size)
+        return slice(min(count, length * self._node.rank), min(count, length * (self._node.rank + 1)))
+
+    def given_bytes(self, slots: Sequence[Slot]) -> int:
+        """One row."""
+        return sum(aligned(length * dtype.itemsize) for dtype, length in self._lay_out(slots)[1].items())
+
+    def give(self, given: Round, gradients: dict[Slot, torch.Tensor]) -> None:
+        """They are packed, with those from the host, and each divided by the number of all ranks."""
+        size, device = self._node.size, self._lanes.device
+        places, lengths = self._lay_out(given.slots)
+        for dtype, length in lengths.items():
+            given.rows[dtype] = torch.zeros(size, length, dtype=dtype, device=device)
+        with torch.no_grad():
+            for slot in given.slots:
+                gradient, more = gradients.get(slot), given.from_host.get(slot)
+                if more is not None:
+                    gradient = more.to(device) if gradient is None else gradient + more.to(device)
+                if gradient is None:
+                    continue
+                dtype, place = self._given(slot), places[slot]
+                elements = elements_of(gradient, slot, dtype)
+                missing = size * (place.stop - place.start) - len(elements)
+                given.rows[dtype][:, place].copy_(torch.nn.functional.pad(elements, (0, missing)).view(size, -1))
+            for one in given.rows.values():
+                one /= self._node.world
+        given.landing = self._lanes.mark(), {}
+
+    def land(self, given: Round) -> None:
+        """Others need nothing of this rank but that it comes."""
+
+    def exchange(self, given: Round, gives: torch.Tensor) -> Transfer | None:
+        """The devices add up, and this rank's row of the sums leaves; nothing does where nobody gives anything."""
+        done, sums = given.landing
+        copies: list[Copy] = []
+        begin, name = 0, given.block.name
+        for dtype, rows in given.rows.items() if gives.any() else ():
+            reduce = partial(self._group.reduce, rows, f"its gradients of {name!r}")
+            moved = self._lanes.together(CollectiveLane.REDUCE, reduce, rows.nbytes, done)
+            self._meter.arrived(moved, name)
+            own = rows[self._node.rank]
+            sums[dtype] = given.given(self._node.rank, begin, len(own), dtype)
+            copies.append((sums[dtype], own))
+            begin, done = begin + aligned(own.nbytes), moved.done
+        if given.before is not None:
+            given.before.exception()  # only then its sums are not read any more from where these go
+        transfer = self._send(given, copies, done)
+        return Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done)  # as `rows` are kept
+
+    def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
+        """As it has come to the host."""
+        if not gives[:, index].any():
+            return None
+        slot = given.slots[index]
+        first, part = self._lay_out(given.slots)[0][slot].start, self.part(slot.home.numel())
+        sums: torch.Tensor = given.landing[1][self._given(slot)]
+        return sums[first : first + part.stop - part.start]
+
+    def _lay_out(self, slots: Sequence[Slot]) -> tuple[dict[Slot, slice], dict[torch.dtype, int]]:
+        """Where each parameter's part lies in a row, and how long the row of each dtype is."""
+        places, lengths = {}, dict.fromkeys(map(self._given, slots), 0)
+        for slot in slots:
+            dtype = self._given(slot)
+            begin, length = lengths[dtype], -(-slot.home.numel() // self._node.size)
+            places[slot], lengths[dtype] = slice(begin, begin + length), begin + length
+        return places, lengths

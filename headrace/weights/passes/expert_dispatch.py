@@ -1,0 +1,271 @@
+"""How does a module compute with some of its experts? Its `forward` is ours: those that are used come, and stand in for
+all.
+
+The host reads which ones are wanted: it waits once for what the device computes before. See docs/design/experts.md.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from headrace.errors import StateError
+from headrace.runtime.autograd import in_transform, overrides_are_on, without_overrides
+from headrace.weights.model.experts import ExpertAccess, access_of, is_marked, named_index_of, routing_of
+from headrace.weights.movement.banks import Bank
+from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.executor import Executor
+from headrace.weights.movement.slices import Slices
+from headrace.weights.passes.adapted_experts import AdaptedCall, AdaptedCalls, compute_adapted, wrappers_of
+from headrace.weights.passes.expert_gradients import ExpertGradients
+from headrace.weights.passes.expert_stand_ins import ExpertsOfCall, WeightOfExperts, standing_in
+from headrace.weights.passes.lending import Lending
+from headrace.weights.passes.site import Site
+
+__all__ = ["ExpertDispatch"]
+
+_NEEDS_ALL = object()  # instead of what a module gives
+
+
+class _Call(NamedTuple):
+    """A call of the `forward` of a module that picks experts."""
+
+    block: Block
+    module: nn.Module
+    names: list[str]  # the module's for the block's parameters, in order
+    own: Callable[..., Any]  # its own forward
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Routing(NamedTuple):
+    """What a module is called with: tokens, and the experts that each wants."""
+
+    hidden: torch.Tensor  # (tokens, features)
+    weights: torch.Tensor  # (tokens, experts for each)
+    where: torch.Tensor  # on the host, of that shape: which of those that are used
+    dtype: torch.dtype  # of the experts' numbers
+
+
+class ExpertDispatch:
+    """Calls of modules that pick experts, of one model. `call` is the engine's, for a visit to a whole block."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        executor: Executor,
+        lending: Lending,
+        gradients: ExpertGradients,
+        call: Callable[..., Any],
+    ) -> None:
+        self._device = device
+        self._executor = executor
+        self._lending = lending
+        self._gradients = gradients
+        self._call = call
+        self._adapted = AdaptedCalls()
+
+    @property
+    def _slices(self) -> Slices:
+        return self._executor.slices
+
+    def compute(
+        self, site: Site, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of the module's `forward`; `own` is its own, and `site` that of a call that needs all experts."""
+        block = site.blocks[-1]
+        adapted = self._adapted.of.get(module)
+        if adapted is not None:
+            return self._with_adapters(adapted, block, module, own, args, kwargs)
+        names = self._names(block, module)
+        found: Any = _NEEDS_ALL
+        if names is not None and not self._gradients.is_known_whole(block):
+            call = _Call(block, module, names, own, args, kwargs)
+            found = self._of_own_module(call) if is_marked(module) else self._of_transformers(call)
+        elif names is not None and not is_marked(module) and not self._gradients.trains(block):
+            with without_overrides():
+                self._executor.travels_whole(block)
+        if found is _NEEDS_ALL:
+            found = self._call(site, own, args, kwargs)
+            self._gradients.came_whole(block, found)
+        return found
+
+    def _of_own_module(self, call: _Call) -> Any:
+        """A call of a module of the user's own, which names the argument that says what it uses."""
+        index = named_index_of(call.module, call.own, call.args, call.kwargs)
+        if index is None or not self._goes_by_slices(call.block, ()):
+            return _NEEDS_ALL
+        used, _ = _unique(index)
+        if self._comes_whole(call.block, len(used)):
+            return _NEEDS_ALL
+        return self._by_number(call, used.tolist())
+
+    def _of_transformers(self, call: _Call) -> Any:
+        """A call of a module behind transformers' interface, unless somebody gave the instance another forward."""
+        routing, access = routing_of(call.module, call.args, call.kwargs), access_of(call.module)
+        is_of_class = getattr(call.own, "func", None) is type(call.module).forward
+        if not is_of_class or routing is None or access is None or not self._goes_by_slices(call.block, routing):
+            return _NEEDS_ALL
+        hidden, index, weights = routing
+        used, where = _unique(index)
+        if not _are_numbers_of(call.block, used) or self._comes_whole(call.block, len(used)):
+            return _NEEDS_ALL
+        if access is not ExpertAccess.ONE_BY_ONE:
+            with without_overrides():
+                bank = self._slices.bank_of(call.block, used.tolist())
+            if len(used) <= bank.slots:
+                return self._at_once(call, bank, _Routing(hidden, weights, where, index.dtype), used)
+            if access is ExpertAccess.GROUPED:
+                return self._in_rounds(call, bank, _Routing(hidden, weights, where, index.dtype), used)
+            del bank  # whose memory the block may need
+        return self._by_number(call, used.tolist(), gathers=access is ExpertAccess.GATHERED)
+
+    def _by_number(self, call: _Call, used: list[int], *, gathers: bool = False) -> Any:
+        """The module goes on counting experts as it does, and takes those that it uses by number."""
+        with without_overrides():
+            asked = ExpertsOfCall(self._slices, call.block, used, self._gradients, gathers=gathers)
+            stand_ins = [WeightOfExperts.of(asked, place, slot) for place, slot in enumerate(call.block.slots)]
+        try:
+            with standing_in(self._slices, call.module, call.names, stand_ins):
+                return call.own(*call.args, **call.kwargs)
+        finally:
+            with without_overrides():
+                asked.let_go()
+            if asked.whole:
+                self._gradients.note_whole(call.block)
+
+    def _at_once(self, call: _Call, bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
+        """They are counted by the slots that they are in: no result depends on which number an expert has."""
+        block, slices, trains = call.block, self._slices, self._gradients.trains(call.block)
+        with without_overrides():
+            # Gradients of tokens are added up in the order in which these are grouped by expert.
+            in_order = trains or (torch.is_grad_enabled() and access_of(call.module) is ExpertAccess.GROUPED)
+            # A gradient is as large as what it is of.
+            count = 0 if block.experts is None else block.experts.count
+            span = min(count, bank.slots) if trains else bank.slots
+            if in_order:
+                slots = slices.bring_in_order(block, bank, used.tolist(), span)
+            else:
+                slots = slices.bring(block, bank, used.tolist())
+            for slot in slots:
+                slices.arrive(bank, slot)
+            stand_ins = slices.views(block, bank, 0, span)
+            bank.called = block, tuple(slots)
+        for place, own_slot in enumerate(block.slots):
+            stand_ins[place] = self._gradients.bank(block, own_slot, used.tolist(), slots, stand_ins[place])
+        numbers = torch.tensor(slots, device="cpu")[routing.where].to(self._device, routing.dtype)
+        with standing_in(slices, call.module, call.names, stand_ins, span):
+            return call.own(routing.hidden, numbers, routing.weights)
+
+    def _in_rounds(self, call: _Call, bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
+        """As many experts at a time as the bank has room for: each round for the tokens that it is about, which want
+        one expert each there; then the sum for each token, as the module makes it.
+
+        All are needed where that would round in another way: what a round gives has the dtype of hidden states. And
+        with gradients, which would be added up in another order.
+        """
+        dtypes = {routing.hidden.dtype, routing.weights.dtype, *(slot.layout.dtype for slot in call.block.slots)}
+        if len(dtypes) > 1 or torch.is_grad_enabled():
+            return _NEEDS_ALL
+        flat, routed = routing.where.reshape(-1), routing.where.shape[-1]
+        found: torch.Tensor | None = None
+        for first in range(0, len(used), bank.slots):
+            here = ((flat >= first) & (flat < first + bank.slots)).nonzero().squeeze(1)
+            pairs = here.to(self._device)
+            part = _Routing(
+                routing.hidden[pairs // routed],
+                routing.weights.reshape(-1)[pairs][:, None],
+                flat[here][:, None] - first,
+                routing.dtype,
+            )
+            given = self._at_once(call, bank, part, used[first : first + bank.slots])
+            if found is None:
+                found = given.new_empty(len(flat), *given.shape[1:])
+            found.index_copy_(0, pairs, given)
+        if found is None:
+            return _NEEDS_ALL
+        return found.view(*routing.where.shape, -1).sum(dim=1).to(routing.hidden.dtype)
+
+    # adapters ---------------------------------------------------------------------------------------------------------
+    def adapt(
+        self,
+        block: Block,
+        wrapper: Any,
+        module: Any,
+        own: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A call of the `forward` of what adapts a weight of experts, those of `module`; `own` is its own, which needs
+        all of them.
+        """
+        if module in self._adapted.of:
+            return wrapper.base_layer(*args, **kwargs)
+        call = self._adapted_call(block, wrapper, module, args, kwargs)
+        if call is None:
+            return own(*args, **kwargs)
+        self._adapted.of[module] = call
+        try:
+            return wrapper.base_layer(*args, **kwargs)
+        finally:
+            del self._adapted.of[module]
+
+    def _adapted_call(
+        self, block: Block, wrapper: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AdaptedCall | None:
+        if is_marked(module) or "parametrizations" in module._modules:
+            return None
+        wrappers = wrappers_of(wrapper)
+        routing = routing_of(module, args, kwargs)
+        if wrappers is None or routing is None or access_of(module) is None or self._names(block, module) is None:
+            return None
+        if self._gradients.trains(block) or not self._goes_by_slices(block, routing):
+            return None
+        used, where = _unique(routing[1])
+        return AdaptedCall(wrappers, used, where) if _are_numbers_of(block, used) else None
+
+    def _with_adapters(
+        self, call: AdaptedCall, block: Block, module: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        names, routing = self._names(block, module), routing_of(module, args, kwargs)
+        if names is None or routing is None:
+            raise StateError(f"experts {block.name!r} were replaced within a call of what adapts them")
+        hidden, index, weights = routing
+        numbers = call.where.to(self._device, index.dtype)
+        return compute_adapted(self._slices, block, module, names, call, lambda: own(hidden, numbers, weights))
+
+    # which way --------------------------------------------------------------------------------------------------------
+    def _names(self, block: Block, module: nn.Module) -> list[str] | None:
+        """The module's names for the block's parameters, in order; None where they are not all there."""
+        if block.experts is None:
+            return None
+        names = {id(held): name for name, held in dict.items(module._parameters)}
+        found = [names.get(id(slot.home)) for slot in block.slots]
+        return None if None in found else [name for name in found if name is not None]
+
+    def _goes_by_slices(self, block: Block, routing: Iterable[torch.Tensor]) -> bool:
+        return (
+            (block.presence is Presence.ABSENT or self._gradients.trains(block))
+            and all(type(one) in (torch.Tensor, nn.Parameter) for one in routing)
+            and all(one.device == self._device for one in routing)
+            and self._lending.computes
+            and overrides_are_on()  # by which stand-ins notice how they are used
+            and not in_transform()
+        )
+
+    def _comes_whole(self, block: Block, used: int) -> bool:
+        """Whether a call that uses so many experts is better done with all, because their gradients are wanted."""
+        return self._gradients.trains(block) and self._gradients.comes_whole(block, used)
+
+
+def _unique(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of experts in `index`, ascending, and of each element which of those it is: both on the host."""
+    with without_overrides():
+        used, where = torch.unique(index.detach().to("cpu", torch.int64), return_inverse=True)
+        return used, where
+
+
+def _are_numbers_of(block: Block, used: torch.Tensor) -> bool:
+    """Whether the block has experts of all these numbers, ascending and at least one."""
+    return block.experts is not None and 0 <= int(used[0]) <= int(used[-1]) < block.experts.count

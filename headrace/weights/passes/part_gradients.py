@@ -1,0 +1,119 @@
+"""How does a weight of which parts came alone get a gradient? Each part has one, and what autograd makes of them all
+goes to the home: of rows of a table (lookup.py), of single experts (expert_dispatch.py).
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from headrace.errors import StateError
+from headrace.runtime.autograd import without_overrides
+from headrace.weights.model.slot import REMOVED, Slot
+from headrace.weights.passes.backward import Backward
+
+__all__ = ["PartGradients", "TakenPart"]
+
+
+class PartGradients:
+    """Where the gradients of parts of weights go, of one model."""
+
+    def __init__(self, backward: Backward, device: torch.device) -> None:
+        self._backward = backward
+        self._device = device
+        self._of: dict[Slot, _OfWeight] = {}
+
+    def part(
+        self,
+        slot: Slot,
+        values: Callable[[], torch.Tensor],
+        rows: torch.Tensor | Sequence[int],
+        alone: Callable[[], bool],
+        to_rows: Callable[..., torch.Tensor],
+        *saved: torch.Tensor,
+    ) -> torch.Tensor:
+        """What `values` gives, made of these rows of the slot's weight; they are on the host, and named once each.
+
+        `to_rows(gradient, *saved)`: the gradient of these rows, of that of the values. `alone`: whether nothing but
+        parts of the weight has gradients. Otherwise autograd gets those of parts as whole ones, and adds all up in its
+        own order.
+        """
+        if not (torch.is_grad_enabled() and slot.home.requires_grad):
+            return values()
+        slot.follow_requires_grad()
+        of = self._of.get(slot)
+        if of is None:
+            of = self._of[slot] = _OfWeight(self._backward, slot, self._device, alone)
+        apply: Any = TakenPart.apply
+        on_host = torch.as_tensor(rows, device="cpu")
+        found: torch.Tensor = apply(slot.leaf, of.sign, values, of, on_host, to_rows, *saved)
+        return found
+
+    def is_sign(self, leaf: torch.Tensor) -> bool:
+        """Whether it is no parameter, but tells of the gradients of parts."""
+        return any(of.sign is leaf for of in self._of.values())
+
+
+class _OfWeight:
+    """The gradients of parts of one weight. Autograd adds up what several parts give, and then gives it to a leaf: here
+    it is told so by a leaf of one element, `sign`, for which each part has a gradient as well.
+    """
+
+    def __init__(self, backward: Backward, slot: Slot, device: torch.device, alone: Callable[[], bool]) -> None:
+        self._backward = backward
+        self._slot = slot
+        self._alone = alone
+        self.sign = torch.zeros((), device=device, requires_grad=True)
+        own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
+        register: Any = self.sign.register_post_accumulate_grad_hook
+        register(lambda _: _complete(own()))
+
+    def take(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """What autograd itself adds up for the weight, in backward: nothing, unless other uses of the whole weight have
+        gradients, too.
+        """
+        if self._slot.on_gradient is None:
+            raise StateError(REMOVED)
+        with without_overrides():
+            if not self._slot.home.requires_grad:  # frozen since: autograd asks the same of its leaves
+                return None
+        if self._alone():
+            self._backward.rows_ready(self._slot, rows, gradient)
+            return None
+        whole = torch.zeros(self._slot.layout.shape, dtype=gradient.dtype, device=gradient.device)
+        return whole.index_copy(0, rows.to(gradient.device), gradient)
+
+    def complete(self) -> None:
+        """All parts have given their gradients in one backward. Called by the hook of `sign`."""
+        self.sign.grad = None
+        self._backward.rows_complete(self._slot)
+
+
+def _complete(gradients: _OfWeight | None) -> None:
+    if gradients is not None:
+        gradients.complete()
+
+
+class TakenPart(torch.autograd.Function):
+    """It saves what the operation saves that a plain run has in its place, and reads no weight in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _leaf: torch.Tensor,
+        _sign: torch.Tensor,
+        values: Callable[[], torch.Tensor],
+        gradients: _OfWeight,
+        rows: torch.Tensor,
+        to_rows: Callable[..., torch.Tensor],
+        *saved: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.gradients, ctx.rows, ctx.to_rows = gradients, rows, to_rows
+        return values()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        whole = ctx.gradients.take(ctx.rows, ctx.to_rows(gradient, *ctx.saved_tensors))
+        return whole, torch.zeros((), device=gradient.device), *(None for _ in ctx.needs_input_grad[2:])
