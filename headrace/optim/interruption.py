@@ -17,6 +17,11 @@ class Interruption:
     def __init__(self) -> None:
         self._reason: str | None = None
 
+    @property
+    def has_struck(self) -> bool:
+        """Whether `check` raises an error."""
+        return self._reason is not None
+
     def check(self) -> None:
         """Raises StateError when a step was cut short, and nothing was loaded since."""
         if self._reason is not None:

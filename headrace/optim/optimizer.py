@@ -149,6 +149,8 @@ class HostOptimizer(StateAtRest):
         refusals.check_one_model(places)
         if self.overlaps:
             refusals.check_overlap(places, self._options.overlap)
+        if self._interruption.has_struck:
+            self._updater.synchronize()  # which tells of it, if an update beside another pass was cut short, once
         self._interruption.check()
 
     def _begin(self) -> list[Member]:
