@@ -40,6 +40,10 @@ class Member:
     begun: bool = False  # whether it may have been written to, in a step that may be cut short
     updated: bool = False  # whether its update has been performed
 
+    def begins(self) -> None:
+        """From now on it may be half written."""
+        self.begun = True
+
     def piece(self, part: slice, weights: Weights, state: dict[str, Any]) -> "Member":
         """Some of its elements, in the order in which they lie in memory, as a member of its own."""
         place = in_memory_order(self.parameter, self.parameter)[part]

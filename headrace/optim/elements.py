@@ -69,8 +69,8 @@ class ElementOptimizer(HostOptimizer):
             updates.append(self._update_of(member, state, rules[key], fresh))
         if on_disk:  # first: a drive that fails at once has changed nothing
             self._perform_in_files(on_disk, updates[: len(on_disk)], scale)
-        for member in members[len(on_disk) :]:
-            member.begun = True
+        for member, item in zip(members[len(on_disk) :], updates[len(on_disk) :], strict=True):
+            item.begins = member.begins
         update.perform(updates[len(on_disk) :], scale)
         for member, item, state in zip(members, updates, states, strict=True):
             member.weights.performed(item.checksum)

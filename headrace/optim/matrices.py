@@ -57,7 +57,7 @@ class MatrixOptimizer(HostOptimizer):
         for member in members:
             if disk is not None:
                 self._fetch(disk, member)
-            member.begun = True
+            member.begun = self._disk is not None
             self._update_one(member, scale)
             if disk is not None:
                 self._spill(disk, member.parameter, member.weights, member.state)
@@ -78,6 +78,7 @@ class MatrixOptimizer(HostOptimizer):
         gradient = scaled(gradient, scale)
         # In the shape and layout of the parameter: rows and columns matter here.
         shaped = weights.shaped(exact)
+        member.begins()
         self._apply(member.group, state, shaped, gradient.to(exact.dtype))
         narrow.part(exact, stored, master, weights.form)
         weights.performed(kernel.checksum(stored) if weights.form is Master.SPLIT else None)

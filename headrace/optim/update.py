@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,7 @@ class Update:
     place: int = 0  # of the first element in the parameter, so that no division into runs changes them
     checksum: int | torch.Tensor = 0  # of what was written, in split form
     not_finite: bool | torch.Tensor = False  # whether a gradient was not
+    begins: Callable[[], None] = lambda: None  # called just before anything is written
 
 
 def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | None = None) -> None:
@@ -59,10 +60,14 @@ def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | 
         rules = {id(update.rule): update.rule for update in known}
         places = {key: index for index, key in enumerate(rules)}
         tasks = [_task(update, places[id(update.rule)]) for update in known]
+        for update in known:
+            update.begins()
         found = kernel.run(tasks, [rule.constants(gradient_scale) for rule in rules.values()])
         for update, (checksum, not_finite) in zip(known, found, strict=True):
             update.checksum, update.not_finite = checksum, not_finite
     if others:
+        for update in others:
+            update.begins()
         _perform_in_torch(others, gradient_scale)
 
 
