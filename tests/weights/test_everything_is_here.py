@@ -530,3 +530,66 @@ def test_a_step_before_a_backward_that_begins_within_a_layer(compute_device) -> 
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 one[1].kept.backward()
         assert_same_gradients(model, plain)
+
+
+class Head(nn.Module):
+    """Computes with weights of a layer that it does not call."""
+
+    def __init__(self, use: Callable[[nn.Sequential, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
+        self.use = use
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.use(self.layers[-1], self.layers[1](self.layers[0](hidden)))
+
+
+def a_view(layer: nn.Sequential, hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(hidden, layer[0].weight)
+
+
+def the_weight_itself(layer: nn.Sequential, hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.layer_norm(hidden, (8,), layer[1].weight)
+
+
+@pytest.mark.parametrize("change", ["by data", "of another parameter", "by data, and another pass"])
+@pytest.mark.parametrize("use", [a_view, the_weight_itself])
+def test_what_autograd_saved_of_a_layer_that_no_call_reaches(use, change, compute_device) -> None:
+    """Its backward sees what was written through `data`, and its block stays until then."""
+
+    def run(model: Head) -> list[torch.Tensor]:
+        hidden = torch.linspace(-1, 1, 16).view(2, 8).to(compute_device)
+        for _ in range(5):
+            model(hidden).square().sum().backward()
+        loss, last = model(hidden).square().sum(), model.layers[-1]
+        if change == "of another parameter":
+            last[0].bias.grad = torch.ones_like(last[0].bias)
+            torch.optim.SGD([last[0].bias], lr=0.1).step()
+        else:
+            for parameter in last.parameters():
+                parameter.data.mul_(3)
+        if change == "by data, and another pass":
+            with torch.no_grad():
+                model(hidden)
+        loss.backward()
+        return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+
+    assert_same(*both(Head, use, 100, compute_device, run))
+
+
+def test_gradients_of_layers_that_write_to_their_input_leave_block_by_block(compute_device) -> None:
+    """And hand it on: each layer's output is the same tensor."""
+
+    class Residual(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden += super().forward(hidden.clone())
+            return hidden
+
+    model = nn.Sequential(nn.Linear(128, 128), *(Residual(128, 128) for _ in range(11)))
+    layer_bytes = weight_bytes(model) // 12
+    with headrace.offload(model, device=compute_device, device_memory=AMPLE, blocks=list(model)) as handle:
+        for _ in range(6):
+            handle.reset_stats()
+            model(torch.ones(1, 128, device=compute_device)).sum().backward()
+        assert handle.stats().onload_bytes == 0
+        assert handle.stats().device_gradient_peak_bytes <= 3 * layer_bytes

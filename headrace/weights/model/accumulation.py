@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.runtime.autograd import runs_in_backward, without_overrides, without_transforms
+from headrace.runtime.autograd import runs_in_backward, tensor_use_count, without_overrides, without_transforms
 
-__all__ = ["accumulate", "accumulate_as_autograd", "is_accumulated_itself", "late_hooks", "node_is_kept"]
+__all__ = ["accumulate", "accumulate_as_autograd", "is_accumulated_itself", "is_saved", "late_hooks", "node_is_kept"]
 
 _MARK = "headrace"
 
@@ -66,6 +66,13 @@ def node_is_kept(parameter: nn.Parameter) -> bool:
     with torch.inference_mode(False), without_transforms(), without_overrides():
         _node_of(parameter).metadata[_MARK] = True
         return _MARK in _node_of(parameter).metadata
+
+
+def is_saved(parameter: nn.Parameter) -> bool:
+    """Whether autograd has saved a parameter, or a view of it, and still needs it for a backward."""
+    with torch.inference_mode(False), without_transforms(), without_overrides():
+        node = _node_of(parameter) if parameter.requires_grad else None  # of which there is one, and which has it
+        return tensor_use_count(parameter) > 1 + (node is not None)
 
 
 def is_accumulated_itself(parameter: nn.Parameter) -> bool:

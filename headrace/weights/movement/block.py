@@ -70,6 +70,7 @@ class Block:
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
         self.users = 0  # visits under way that have it bound
         self.lent = False  # one of them is a module that was only asked for a parameter: it can be taken back
+        self.may_be_saved = False  # autograd has saved leaves themselves, in a pass without visits
         self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
         self.common: object = None
@@ -462,14 +463,24 @@ class Block:
         return self.lent and self.users == 1
 
     @property
+    def is_in_graph(self) -> bool:
+        """Whether a backward has yet to use leaves that autograd has saved itself, in a pass without visits."""
+        if self.may_be_saved:
+            self.may_be_saved = self.buffer is not None and self.leaves.are_saved()
+        return self.may_be_saved
+
+    @property
     def is_free(self) -> bool:
-        """Whether nothing speaks against its eviction: no visit, nobody who keeps a leaf that was lent, and no view of
-        its buffer, whose memory would only be held on (by a node of backward that is just being computed).
+        """Whether nothing speaks against its eviction: no visit, nobody who keeps a leaf that was lent, no graph that
+        has saved one, and no view of its buffer, whose memory would only be held on (by a node of backward that is just
+        being computed).
         """
         if self.users and (not self.may_be_taken_back or self.leaves.are_kept(self.places.references)):
             return False
         if self.buffer is None:
             return True
+        if self.is_in_graph:
+            return False
         views = self.leaves.views
         for destination, _ in () if self.arrival is None else self.arrival.copies:
             views += destination is not self.buffer

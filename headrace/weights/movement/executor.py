@@ -94,9 +94,13 @@ class Executor:
             self.end_cycle()
 
     def begin_backward(self) -> None:
-        """A backward begins: a part of the cycle of its forward, unless another backward has ended that."""
+        """A backward begins: a part of the cycle of its forward, unless another backward has ended that.
+
+        What was written to homes whose leaves autograd has saved itself comes once more, whoever uses them.
+        """
         if self._entry is None:
             self._open(Entry("", Phase.BACKWARD, True))
+        self._bring_back([one for one in self._blocks if one.may_be_saved and not one.is_current and one.is_in_graph])
 
     def end_cycle(self) -> None:
         """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
@@ -250,8 +254,8 @@ class Executor:
                 return False
         return True
 
-    def _bring_back(self, blocks: tuple[Block, ...]) -> None:
-        """In such a cycle: what was written meanwhile comes once more."""
+    def _bring_back(self, blocks: Sequence[Block]) -> None:
+        """What was written meanwhile comes once more."""
         for block in blocks:
             self.bring(block, keep=blocks)
         for block in blocks:
@@ -398,6 +402,8 @@ class Executor:
             and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for all of it
+            for block in self.shares.whole_blocks if entry.gradients else ():
+                block.may_be_saved = True
             now, other_bytes = self._lanes.tick(), self._meter.lane_use.unplanned_bytes
             self._records.append(VisitRecord((), entry.phase, entry.site, now, now, other_bytes, self._meter.sample()))
 

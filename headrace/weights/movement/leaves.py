@@ -7,6 +7,7 @@ from operator import attrgetter
 import torch
 
 from headrace.runtime.autograd import data_of, without_overrides
+from headrace.weights.model.accumulation import is_saved
 from headrace.weights.model.compound import Compound
 from headrace.weights.model.home import AwayLeaf, Leaf
 from headrace.weights.model.slot import Layout, Slot
@@ -70,6 +71,10 @@ class Leaves:
         """Nobody has the `data` of one any more."""
         for leaf in self._leaves:
             leaf.handed_out = False
+
+    def are_saved(self) -> bool:
+        """Whether autograd has saved one itself, and still needs it."""
+        return any(map(is_saved, self._leaves))
 
     def are_kept(self, references: int) -> bool:
         """Whether somebody has one, beside this block and `references` of the model."""

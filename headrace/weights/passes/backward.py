@@ -15,7 +15,14 @@ import torch
 
 from headrace.errors import StateError
 from headrace.planning import Phase
-from headrace.runtime.autograd import EndOfBackward, backward_task, grad_of, unseen, without_overrides
+from headrace.runtime.autograd import (
+    EndOfBackward,
+    backward_task,
+    grad_of,
+    sequence_number,
+    unseen,
+    without_overrides,
+)
 from headrace.runtime.tensors import tensors_in
 from headrace.runtime.threads import on_own_thread
 from headrace.weights.model.home import Leaf
@@ -36,7 +43,7 @@ from headrace.weights.passes.updates import Updates
 
 __all__ = ["WATCHED", "Backward"]
 
-WATCHED = "_headrace_watched"  # attribute of tensors whose gradient announces the backward of a site
+WATCHED = "_headrace_watched"  # attribute of tensors whose gradient announces the backward of a site: of which node
 
 
 class Backward:
@@ -94,11 +101,15 @@ class Backward:
     def watch_output(self, site: Site, output: Any) -> None:
         """The gradient of an output comes before any unpack of the site: an early word that its backward begins.
 
-        Not the gradient of a tensor that another site made and this one hands on (T5's position bias).
+        Not the gradient of a tensor that another site made and this one hands on (T5's position bias), unless it has
+        written to it.
         """
         for tensor in tensors_in(output):
-            if tensor.grad_fn is not None and not hasattr(tensor, WATCHED):
-                setattr(tensor, WATCHED, True)
+            if tensor.grad_fn is None:
+                continue
+            node = sequence_number(tensor.grad_fn)
+            if getattr(tensor, WATCHED, None) != node:
+                setattr(tensor, WATCHED, node)
                 tensor.register_hook(functools.partial(_reach, self, site))
 
     def reach(self, site: Site) -> None:
@@ -177,7 +188,8 @@ class Backward:
         end.queue()
         self.present, self._ending = present, weakref.ref(end)
         self._progress.becomes(PassState.BACKWARD)
-        self._executor.begin_backward()
+        with without_overrides():
+            self._executor.begin_backward()
         self._bindings.begin()
         self._updates.changed()
         self._computing_again.enter_context(lending_leaves(self._lending))

@@ -243,7 +243,7 @@ class GraphSegments:
             with torch.enable_grad(), self._aside():
                 stand_in = cut(self._carrier, tensor.detach(), one)
             stand_in.__dict__.update(tensor.__dict__)
-            setattr(stand_in, WATCHED, True)
+            setattr(stand_in, WATCHED, sequence_number(stand_in.grad_fn))
             one.edge = get_gradient_edge(stand_in)
             self._cuts[stand_in.grad_fn] = key, made_in
             self._given_out.append(weakref.ref(stand_in))
