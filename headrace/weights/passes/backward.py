@@ -68,7 +68,7 @@ class Backward:
         self._recover = recover
         self.site: Site | None = None  # that it is at
         self._bound: tuple[Block, ...] = ()  # for it; none where all of the model is here, and stays
-        self.present: object | None = None  # the one under way
+        self._under_way: object | None = None  # stands for the outermost backward under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # functions may be called again in it
         self._within: dict[Slot, str] = {}  # that an autograd Function computes with now, and its name
@@ -84,12 +84,12 @@ class Backward:
     @property
     def is_under_way(self) -> bool:
         """Whether one has begun, and nobody has found that it is over."""
-        return self.present is not None
+        return self._under_way is not None
 
     @property
     def is_held(self) -> bool:
         """Whether autograd still has it."""
-        return self.present is not None and self._ending() is not None
+        return self._under_way is not None and self._ending() is not None
 
     def watch_output(self, site: Site, output: Any) -> None:
         """The gradient of an output comes before any unpack of the site: an early word that its backward begins.
@@ -121,8 +121,10 @@ class Backward:
                 self._bound = site.blocks
             self.site = site
 
-    def require(self, block: Block, slot: Slot) -> None:
-        """It needs the weight of a slot, whose block its site may not have brought."""
+    def require(self, block: Block) -> None:
+        """An unpack hook needs a weight of a block that the site may not have brought: the block comes, and compute
+        waits for it. Called by autograd, on the thread of the device.
+        """
         if block.presence in (Presence.ABSENT, Presence.RESERVED):
             with without_overrides():
                 self._executor.visit((block,), Phase.BACKWARD, block.name)
@@ -166,23 +168,23 @@ class Backward:
 
     def _begin(self) -> None:
         """Once for the outermost one: nested ones (reentrant checkpoints) end inside of it."""
-        if self.present is not None:
+        if self._under_way is not None:
             return
         self._gradients.abandon()  # what is left of a backward whose end was interrupted
         self.site, self._bound = None, ()
         self._within.clear()
         self._task = backward_task()
-        present = object()
-        end = EndOfBackward(functools.partial(self._ended, present))
+        one = object()
+        end = EndOfBackward(functools.partial(self._ended, one))
         end.queue()
-        self.present, self._ending = present, weakref.ref(end)
+        self._under_way, self._ending = one, weakref.ref(end)
         self._progress.becomes(PassState.BACKWARD)
         self._executor.begin_backward()
         self._bindings.begin()
         self._updates.changed()
         self._computing_again.enter_context(lending_leaves(self._lending))
 
-    def _ended(self, present: object, *, completed: bool) -> None:
+    def _ended(self, one: object, *, completed: bool) -> None:
         """It returned, or raised: homes are bound again; gradients are delivered, or dropped.
 
         Autograd may let go of a backward that raised on any thread. On one of ours, which what is done here waits for,
@@ -191,7 +193,7 @@ class Backward:
         if not completed and on_own_thread():
             return
         with self.settling:
-            if present is not self.present:
+            if one is not self._under_way:
                 return
             try:
                 self._finish(completed=completed)
@@ -205,7 +207,7 @@ class Backward:
     def _finish(self, *, completed: bool) -> None:
         self._computing_again.close()
         self._forget_nested()
-        self.present = None
+        self._under_way = None
         self.ended += 1
         bound, self._bound, self.site = self._bound, (), None
         release(bound)
@@ -237,8 +239,8 @@ class Backward:
         """Nothing of it is under way any more."""
         self.site, self._bound = None, ()
         self._forget_nested()
-        if self.present is not None:
-            self.present = None
+        if self._under_way is not None:
+            self._under_way = None
             self._executor.abandon_cycle()
         self.drop_gradients()
 
@@ -263,7 +265,7 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
     self, slot = backward(), leaf.owner()
     if self is None or slot is None or slot.on_gradient is None:  # the model was let go of
         return
-    if self.present is None:  # a block that saves nothing is never unpacked
+    if self._under_way is None:  # a block that saves nothing is never unpacked
         self._begin()
     if slot in self._within:
         raise StateError(

@@ -248,7 +248,7 @@ class Engine:
         """Passes of one model follow each other. Raises StateError where another thread's is under way."""
         this = own_thread()
         owner = self._claims.setdefault("pass", this)  # in one go, whatever other threads do
-        if owner == this and self.backward.present is not None and self.backward.is_held:
+        if owner == this and self.backward.is_held:
             owner = self.progress.thread
         if owner != this:
             if self._claims["pass"] == this:

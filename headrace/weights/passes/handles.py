@@ -199,7 +199,7 @@ class SavedTensors:
                 check_unchanged(slot, packed.token)
                 return packed.weight(self._slices)
             if packed.block.presence is not Presence.PRESENT:
-                backward.require(packed.block, slot)
+                backward.require(packed.block)
             if slot.leaf.requires_grad:
                 node = running_node()
                 if isinstance(node, FunctionNode):
