@@ -228,9 +228,9 @@ class Block:
         if others:
             with without_overrides():
                 torch.autograd.graph.increment_version([slot.leaf for slot in others])
-                self.leaves.writes_are_kept()  # it was none
+                self.leaves.note_writes_kept()  # it was none
             for slot in others:
-                slot.version_is_raised()
+                slot.note_version_raised()
 
     @property
     def memory_is_kept(self) -> bool:
@@ -331,7 +331,7 @@ class Block:
         """Homes in a checkpoint that were written to move to where that is kept; not if they were only handed out."""
         if self.look() != self._flushed and not self.rest.writable:
             if self.rest.is_as_in_files and all(slot.in_place for slot in self.slots):
-                self.is_flushed()
+                self.note_flushed()
             else:
                 self.make_writable()
 
@@ -353,7 +353,7 @@ class Block:
         if was_loaded and keeps:
             self.loaded = self.generation  # they hold what they held
         if rest.filled:
-            self.is_flushed()
+            self.note_flushed()
         if not memory_is_kept:
             before.forget_writes()
 
@@ -398,14 +398,14 @@ class Block:
     def updated_in_files(self) -> None:
         """That was done."""
         self.rest.was_written()
-        self.is_flushed()
+        self.note_flushed()
 
     @property
     def in_files(self) -> bool:
         """Whether the files have what the homes hold."""
         return self.rest.has_own_files and self._flushed == self.look() and self.rest.flushed
 
-    def is_flushed(self) -> None:
+    def note_flushed(self) -> None:
         """The files have what the homes hold, whoever has had a look at them."""
         self._flushed, self._flushed_ranges = self.look(), None
 
@@ -413,7 +413,7 @@ class Block:
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""
         if self.keep_leaf_writes():
-            self.leaves.are_no_longer_handed_out()
+            self.leaves.note_none_handed_out()
         self.places.unbind()
 
     def keep_leaf_writes(self) -> bool:
@@ -427,7 +427,7 @@ class Block:
                 for slot in self.slots:
                     if slot.keep_leaf_writes(self.buffer):
                         self._changed_alike(slot)
-            self.leaves.writes_are_kept()
+            self.leaves.note_writes_kept()
         return True
 
     def _changed_alike(self, slot: Slot) -> None:

@@ -92,7 +92,7 @@ class Attachment:
         self._leave_registrations = _registrations.hooks.use(self)
         self._leave_pipelines: Callable[[], None] | None = None
         self._link(self._inventory(model))
-        engine.buffers_are_budgeted()
+        engine.note_buffers_budgeted()
         engine.before_call = self.follow
 
     def modules(self) -> list[tuple[str, nn.Module]]:

@@ -122,7 +122,7 @@ class Engine:
         if largest is not None:
             self._residency.check_resident(what, nbytes, largest)
 
-    def buffers_are_budgeted(self) -> None:
+    def note_buffers_budgeted(self) -> None:
         """The budget for blocks is what buffers leave of it, as they are now."""
         self._buffer_bytes = self.buffers.nbytes
 
