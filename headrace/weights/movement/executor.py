@@ -103,7 +103,7 @@ class Executor:
         self._close()
         self._followed, self._follows = self._follows, False
         if self._followed:
-            self._take_part(to_the_end=True)
+            self._begin_gathers(to_the_end=True)
         if self._course is not None and not self._course.strayed:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
@@ -201,7 +201,7 @@ class Executor:
         if self._put_off:
             self._load_updated()
         if self._follows:
-            self._take_part()
+            self._begin_gathers()
         elif step is not None:
             for index in step.loads:
                 self.prefetch(self._blocks[index])
@@ -261,7 +261,7 @@ class Executor:
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
         if self._gathers is not None and self._reached < math.inf and self._gathers.is_due(block, self._reached):
-            self._take_part(until=block)
+            self._begin_gathers(until=block)
         if block.updates:
             block.wait_for_updates()
         self._put_off.pop(block, None)
@@ -300,7 +300,7 @@ class Executor:
             return self._course.position
         return math.inf
 
-    def _take_part(self, until: Block | None = None, *, to_the_end: bool = False) -> None:
+    def _begin_gathers(self, until: Block | None = None, *, to_the_end: bool = False) -> None:
         """Gathers that are due begin: up to the first whose home is being updated, or at least to a block; or all.
         A rank that has gone astray uses none: others may need its gradients before these are due.
         """
@@ -394,7 +394,7 @@ class Executor:
             and self._course is not None
             and self._course.trace.refined
             and self.shares.beside_experts_bytes + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
-            and self._are_here(self.shares.whole_blocks)
+            and self._all_are_current(self.shares.whole_blocks)
             and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for all of it
@@ -410,7 +410,7 @@ class Executor:
             self.plan = agreed.plan
             self._course = Course(self._book.of(entry, agreed.visits), agreed.plan, agreed.turn)
 
-    def _are_here(self, blocks: Sequence[Block]) -> bool:
+    def _all_are_current(self, blocks: Sequence[Block]) -> bool:
         for block in blocks:
             if block.presence is not Presence.PRESENT or block.updates or block.loaded != block.generation:
                 return False
@@ -435,14 +435,14 @@ class Executor:
                 return
             if not course.trace.refined and len(records) == len(course.trace.visits):
                 course.trace.compute_seconds = self._compute_seconds(records, end)
-                course.trace.other_bytes = self._others(records)
+                course.trace.other_bytes = self._other_bytes(records)
                 course.trace.refined = True
                 course.trace.plans.clear()
             return
         visits = [(record.blocks, record.phase) for record in records]
-        self._book.enter(entry, visits, self._compute_seconds(records, end), self._others(records))
+        self._book.enter(entry, visits, self._compute_seconds(records, end), self._other_bytes(records))
 
-    def _others(self, records: list[VisitRecord]) -> tuple[int, ...]:
+    def _other_bytes(self, records: list[VisitRecord]) -> tuple[int, ...]:
         """Bytes that each visit sent for besides blocks."""
         counts = [*(record.other_bytes for record in records), self._meter.lane_use.unplanned_bytes]
         return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()

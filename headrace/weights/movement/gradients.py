@@ -29,7 +29,7 @@ from headrace.weights.movement.arrivals import Arrivals, tell_of_failure, tell_w
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.flow import PURPOSE, GradientFlow, Leaving, Wanted
 from headrace.weights.movement.host_gradients import HostGradient, laid_out
-from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, rest_of
+from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, remainders_of
 from headrace.weights.rest.placement import GradientMemory, HostTiers
 
 __all__ = ["Gradients", "refuse_graph", "sum_of_rows"]
@@ -106,7 +106,7 @@ class Gradients(GradientFlow):
         self._staging.wait()
         target, adds, _ = self._destination(slot)
         disk = self._memory[slot].disk
-        rest = [] if rows is None else rest_of(target, rows, disk, adds=adds, large=_has_experts(slot))
+        rest = [] if rows is None else remainders_of(target, rows, disk, adds=adds, large=_has_experts(slot))
         add_up([*rest, Staged(gradient, gradient, target, adds, disk, rows)], self._writes)
 
     def watched(self, blocks: Iterable[Block]) -> str | None:
@@ -284,7 +284,7 @@ class Gradients(GradientFlow):
                 direct.append((target, gradient if same else laid_out(gradient, target.stride(), gradient.dtype)))
                 continue
             if rows is not None:
-                staged += rest_of(target, rows, disk, adds=adds, large=_has_experts(slot))
+                staged += remainders_of(target, rows, disk, adds=adds, large=_has_experts(slot))
                 if straight and _has_experts(slot):
                     each = (one for piece in gradients for one in piece.contiguous())
                     direct += [(target[row], one) for row, one in zip(rows.tolist(), each, strict=True)]

@@ -18,7 +18,7 @@ from headrace.weights.movement.flow import PURPOSE
 from headrace.weights.movement.host_gradients import flat, laid_out
 from headrace.weights.rest.placement import DiskGradients
 
-__all__ = ["Additions", "Remainder", "Staged", "Staging", "add_up", "rest_of"]
+__all__ = ["Additions", "Remainder", "Staged", "Staging", "add_up", "remainders_of"]
 
 _ANY_BYTES = 1 << 62  # no limit
 
@@ -67,7 +67,7 @@ class Remainder(NamedTuple):
                 part.zero_()
 
 
-def rest_of(
+def remainders_of(
     target: torch.Tensor, rows: torch.Tensor, disk: DiskGradients | None, *, adds: bool, large: bool
 ) -> list[Remainder]:
     """What is to be done beside these rows. `large`: each row is worth a call, so no row is written twice.

@@ -52,7 +52,7 @@ class Site:
         main: bool,
         encloses: bool,
         table: Block | None = None,
-        picks: "Site | None" = None,
+        all_experts: "Site | None" = None,
         adapts: bool = False,
     ) -> None:
         self._under_way = under_way
@@ -63,7 +63,7 @@ class Site:
         self.may_be_idle = len(blocks) == 1 and blocks[0].called is not None
         self.encloses = encloses
         self.table = table  # that the module looks rows up in, of which those alone travel
-        self.picks = picks  # the module picks experts, which alone travel; the site of a call that needs them all
+        self.all_experts = all_experts  # of a module of experts that travel one by one: of a call that needs all
         self.adapts = adapts  # weights of such a module, see passes/adapted_experts.py
         self.device = under_way.device
         self.companion: Companion | None = None  # of a whole model: what lives as long as it does
