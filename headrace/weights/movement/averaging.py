@@ -296,7 +296,7 @@ class AveragedGradients(GradientFlow):
             before = common if slot in self._averaged else _there_is(slot)[part] if adds[0, index] else None
             # As one process adds to what there is; of several nodes, what they have summed up is added to it.
             continued = before is not None and node.across is None and self._sums.on_host
-            total = self._sums.of(given, gives, index, before.clone() if before is not None and continued else None)
+            total = self._sums.average(given, gives, index, before.clone() if before is not None and continued else None)
             total = None if total is None else total.to(common.dtype)
             if anywhere[index] and node.across is not None:
                 total = torch.zeros_like(common) if total is None else total

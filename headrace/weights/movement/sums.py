@@ -98,7 +98,7 @@ class Sums(ABC):
         """
 
     @abstractmethod
-    def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
+    def average(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
         """On the second thread: the average of this rank's part of a parameter, to be changed; None where nobody gives
         it. `on_host` one rank after the other is added to `begin`.
         """
@@ -151,7 +151,7 @@ class HostSums(Sums):
     def exchange(self, given: Round, gives: torch.Tensor) -> None:
         """Nothing: each reads what the others have given."""
 
-    def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
+    def average(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
         """In the order of the ranks."""
         slot, total = given.slots[index], begin
         for rank in range(self._node.size):
@@ -230,7 +230,7 @@ class DeviceSums(Sums):
         transfer = self._send(given, copies, done)
         return Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done)  # as `rows` are kept
 
-    def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
+    def average(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
         """As it has come to the host."""
         if not gives[:, index].any():
             return None
