@@ -116,8 +116,8 @@ _watched = threading.local()  # `segments` of what this thread computes
 
 
 def _watch_functions() -> Callable[[], None]:
-    """Puts a detour into `autograd.Function.apply`, and returns what takes it out again: functions of the user's own and
-    reentrant checkpoints call no torch function.
+    """Puts a detour into `autograd.Function.apply`, and returns what takes it out again: functions of the user's own
+    and reentrant checkpoints call no torch function.
     """
     own = torch.autograd.Function.__dict__["apply"]
 
@@ -153,7 +153,7 @@ class GraphSegments:
         self.on_use = on_use
         self.in_visit = 0  # how many calls of visits are under way: their arguments are replaced, and nothing inside
         self.function = 0  # number of the last function between visits: visits without gradients are within it
-        self.of_nodes = 0  # the last segment that began with gradients on: it has the nodes of what is computed with gradients off
+        self.of_nodes = 0  # the last segment that began with gradients on: nodes made with gradients off are its
         self.checkpoints: list[int] = []  # the segments that have the nodes of reentrant checkpoints
         self._begins = [-1]  # of each segment: the first sequence number that autograd gives to its nodes
         self._carrier = torch.zeros((), requires_grad=True, device="cpu")

@@ -82,15 +82,15 @@ class _Wrapper(NamedTuple):
 
 
 class Reached(Protocol):
-    """The backward of the model. `site`: that it is at."""
+    """What unpack hooks ask of the backward of the model. `site`: the one that backward is at."""
 
     site: Site | None
 
     def reach(self, site: Site) -> None:
         """Something of the site's forward is needed: its blocks come."""
 
-    def require(self, block: Block, slot: Slot) -> None:
-        """It needs the weight of a slot, whose block its site may not have brought."""
+    def require(self, block: Block) -> None:
+        """A weight of a block is needed, which the site may not have brought: the block comes."""
 
     def note_function(self, slot: Slot, function: Any) -> None:
         """An autograd Function of the user's has a weight now that it has saved."""
