@@ -328,7 +328,7 @@ class Block:
         return self.slots[0].data
 
     def _leave_checkpoint(self) -> None:
-        """Homes in a checkpoint that were written to move to where changes are kept; not if they were only handed out."""
+        """Homes in a checkpoint move to where changes are kept if they were written to, and not just handed out."""
         if self.look() != self._flushed and not self.rest.writable:
             if self.rest.is_as_in_files and all(slot.in_place for slot in self.slots):
                 self.note_flushed()
@@ -448,7 +448,7 @@ class Block:
         before_write(slot.home for slot in self.slots)
 
     def _before_write(self) -> None:
-        """A home is about to be written to. One in a checkpoint moves first: its changed pages would take host memory."""
+        """A home is about to be written to. From a checkpoint it moves first: changed pages would take host memory."""
         if self.common is None and not self.rest.writable:
             self.make_writable()
 

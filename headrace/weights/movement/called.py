@@ -34,7 +34,7 @@ class CalledExperts:
         self._forward.clear()
 
     def note_use(self, block: Block) -> None:
-        """An expert is called. A call of its layer ends when an expert of it is called again, or one of another layer."""
+        """An expert is called. A call of its layer ends when one is called again, or one of another layer is."""
         key = block.called or (-1, -1)
         self._meter.experts_used(1)
         if key[0] != self._layer or key in self._layer_call:

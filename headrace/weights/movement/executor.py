@@ -180,7 +180,7 @@ class Executor:
 
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
-        """Makes the blocks present, and does what the plan has for this visit. Experts that are modules are in no plan."""
+        """Makes the blocks present, and does what the plan has for this visit: experts that are modules are in none."""
         if self._has_called and any(block.called for block in blocks):
             self._visit_called(blocks, phase, name)
             return
@@ -221,7 +221,7 @@ class Executor:
             self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.experts_bytes, held))
 
     def _visit_called(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
-        """A visit of experts that are modules: makes them present, and in backward loads the one that is needed next."""
+        """A visit of experts that are modules: makes them present, and in backward loads the next one."""
         self._clock += 1
         called = [block for block in blocks if block.called is not None]
         if len(called) < len(blocks):  # an expert shares weights with others
@@ -244,7 +244,7 @@ class Executor:
             self.evict(going)
 
     def are_here(self, blocks: Iterable[Block]) -> bool:
-        """Whether a visit of these blocks has nothing to do, because all of the model is on the device for this cycle."""
+        """Whether a visit of these blocks has nothing to do, as the whole model is on the device for this cycle."""
         if not self.everything_is_here:
             return False
         for block in blocks:  # noqa: SIM110  # asked at every visit

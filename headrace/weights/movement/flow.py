@@ -70,7 +70,7 @@ class GradientFlow(ABC):
 
     @abstractmethod
     def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Notes a gradient of some rows of a table, or of some experts, each of which is named once. Others may follow."""
+        """Notes a gradient of some rows of a table, or of some experts, each named once. Others may follow."""
 
     @abstractmethod
     def add_up_rows(self, slot: Slot) -> None:
@@ -105,7 +105,7 @@ class GradientFlow(ABC):
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
 
     def _let_go(self) -> None:
-        """Compute waits for the copies of the oldest gradients under way; then the device may use their memory again."""
+        """Compute waits for the copies of the oldest gradients under way; then the device may have their memory."""
         leaving = self._leaving.popleft()
         self.lanes.wait(leaving.transfer.done)
         leaving.rows.clear()

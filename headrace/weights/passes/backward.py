@@ -66,29 +66,29 @@ class Backward:
         self._updates = updates
         self._calls = calls
         self._recover = recover
-        self.site: Site | None = None  # that it is at
-        self._bound: tuple[Block, ...] = ()  # for it; none where all of the model is here, and stays
+        self.site: Site | None = None  # the one that backward is at
+        self._bound: tuple[Block, ...] = ()  # for that site; none where the whole model is on the device, and stays
         self._under_way: object | None = None  # stands for the outermost backward under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
-        self._computing_again = contextlib.ExitStack()  # functions may be called again in it
-        self._within: dict[Slot, str] = {}  # that an autograd Function computes with now, and its name
-        self._task = -1  # of autograd, the outermost one
-        self._given_within: list[Slot] = []  # parameters that nested ones had gradients for
-        self.settling = threading.RLock()  # one that raised may end on autograd's thread, during the next pass
+        self._computing_again = contextlib.ExitStack()  # lends leaves, until it ends, to what is recomputed
+        self._within: dict[Slot, str] = {}  # weights that a user's autograd Function computes with now, and its name
+        self._task = -1  # autograd's number of the outermost one
+        self._given_within: list[Slot] = []  # parameters that got gradients from nested backwards
+        self.settling = threading.RLock()  # one that raised may end on autograd's thread, in the next pass
         self.refused = False  # the model was let go of
-        self.ended = 0  # how many have
+        self.ended = 0  # how many backwards have ended
         self.batch_sums: BatchSums | None = None  # of several micro-batches, for the backward under way
         # The hook of all leaves. Weakly: a cycle through autograd's hooks is never collected.
         self.on_gradient = functools.partial(_take_gradient, weakref.ref(self))
 
     @property
     def is_under_way(self) -> bool:
-        """Whether one has begun, and nobody has found that it is over."""
+        """Whether a backward has begun, and nobody has found that it is over."""
         return self._under_way is not None
 
     @property
     def is_held(self) -> bool:
-        """Whether autograd still has it."""
+        """Whether a backward is under way that autograd has not let go of."""
         return self._under_way is not None and self._ending() is not None
 
     def watch_output(self, site: Site, output: Any) -> None:
@@ -147,7 +147,7 @@ class Backward:
         hook = function.register_hook(over)
 
     def begin(self) -> None:
-        """One begins that consists of several."""
+        """A backward begins that consists of several, of micro-batches that go through the model together."""
         self._begin()
 
     def rows_ready(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -167,7 +167,7 @@ class Backward:
                 self.batch_sums.take_rows(slot)
 
     def _begin(self) -> None:
-        """Once for the outermost one: nested ones (reentrant checkpoints) end inside of it."""
+        """The outermost backward begins. Nested ones (reentrant checkpoints) are a part of it, and end before it."""
         if self._under_way is not None:
             return
         self._gradients.abandon()  # what is left of a backward whose end was interrupted
@@ -185,10 +185,10 @@ class Backward:
         self._computing_again.enter_context(lending_leaves(self._lending))
 
     def _ended(self, one: object, *, completed: bool) -> None:
-        """It returned, or raised: homes are bound again; gradients are delivered, or dropped.
+        """A backward returned, or raised: homes are bound again; gradients are delivered, or dropped.
 
-        Autograd may let go of a backward that raised on any thread. On one of ours, which what is done here waits for,
-        nothing is done: the next look or pass finds that it is over.
+        Called by autograd, on the thread that ends the backward; of one that raised, on any thread. On one of ours, for
+        which this would wait, nothing is done: the next look or pass finds that the backward is over.
         """
         if not completed and on_own_thread():
             return
@@ -205,6 +205,7 @@ class Backward:
                 raise
 
     def _finish(self, *, completed: bool) -> None:
+        """Unbinds, ends the cycle, and delivers gradients or drops them, in that order."""
         self._computing_again.close()
         self._forget_nested()
         self._under_way = None
@@ -236,7 +237,7 @@ class Backward:
         self._given_within.clear()
 
     def undo(self) -> None:
-        """Nothing of it is under way any more."""
+        """Whatever is left of a backward is dropped: none is under way any more."""
         self.site, self._bound = None, ()
         self._forget_nested()
         if self._under_way is not None:

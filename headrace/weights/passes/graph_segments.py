@@ -223,7 +223,7 @@ class GraphSegments:
         self._loss, self._loss_gradient = get_gradient_edge(loss), torch.ones_like(loss)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the present segment uses for a tensor: the tensor itself, or the stand-in for one of an earlier segment."""
+        """What the present segment uses for a tensor: itself, or a stand-in if an earlier segment has made it."""
         if not tensor.requires_grad or isinstance(tensor, Home | Leaf):
             return tensor
         node = tensor.grad_fn
