@@ -56,8 +56,8 @@ class PartGradients:
 
 
 class _OfWeight:
-    """The gradients of parts of one weight. `sign` tells when autograd has all of them: it is a leaf of one element, for
-    which each part has a gradient as well, and its hook is called when none is missing.
+    """The gradients of parts of one weight. `sign` tells when autograd has all of them: it is a leaf of one element,
+    for which each part has a gradient as well, and its hook is called when none is missing.
     """
 
     def __init__(self, backward: Backward, slot: Slot, device: torch.device, alone: Callable[[], bool]) -> None:
