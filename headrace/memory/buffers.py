@@ -16,10 +16,10 @@ from headrace.runtime.device import is_accelerator
 __all__ = ["SAVED", "DeviceBuffers", "SavedView", "plain_tensors", "references_beside", "saved_view"]
 
 _PURPOSE = "weights"
-_VIEWS = "headrace_views"  # the attribute of a buffer that has its views, so that they live as long as it does
-SAVED = "headrace_saved"  # ... that has views which autograd has saved, for the same reason
-_MOST_SAVED = 64  # of one buffer: where slices differ in each pass there would be ever more
-_OWN = "headrace_own"  # ... and how many of these lie in it, as one without elements does not
+_VIEWS = "headrace_views"  # attribute of a buffer: its views, so that they live as long as it does
+SAVED = "headrace_saved"  # attribute of a buffer: views that autograd has saved, for the same reason
+_MOST_SAVED = 64  # of these are kept with one buffer: where slices differ in each pass there would be ever more
+_OWN = "headrace_own"  # attribute of a buffer: how many of its views refer to its memory (empty ones do not)
 
 SavedView = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # size, stride and offset in elements of the dtype
 
@@ -124,7 +124,7 @@ def saved_view(buffer: torch.Tensor, view: SavedView) -> torch.Tensor:
 
 
 def references_beside(buffer: torch.Tensor) -> int:
-    """How many tensors and storage objects share the memory of a buffer, but for views that are kept with it."""
+    """How many tensors and storage objects share the memory of a buffer, not counting views that are kept with it."""
     storage = buffer.untyped_storage()  # which counts as well: tensors in C++, and holders of its one Python object
     own: int = buffer.__dict__.get(_OWN, _looking)
     return storage_use_count(address_of(storage)) + sys.getrefcount(storage) - own

@@ -20,7 +20,6 @@ class Simulation:
     """What happened, cycle by cycle (tuples have one entry per cycle; seconds from the start of the run, and bytes)."""
 
     cycle_ends: tuple[float, ...]
-    visit_starts: tuple[tuple[float, ...], ...]
     stall_seconds: tuple[float, ...]
     onload_bytes: tuple[int, ...]
     onloads: tuple[int, ...]
@@ -48,11 +47,12 @@ def simulate(
     """
     start = problem.residents if present is None else present | (problem.residents - problem.changing)
     machine = _Machine(problem, start)
-    ends, starts, stalls, moved, loads, demands = [], [], [], [], [], []
+    ends, stalls, moved, loads, demands = [], [], [], [], []
     for cycle in range(cycles):
         plan = steps[cycle % len(steps)]
         before = (machine.onload_bytes, machine.onloads, machine.demand_onloads, machine.stall_seconds)
-        starts.append(tuple(machine.visit(index, plan[index]) for index in range(len(problem.visits))))
+        for index in range(len(problem.visits)):
+            machine.visit(index, plan[index])
         ends.append(machine.compute_end)
         stalls.append(machine.stall_seconds - before[3])
         machine.boundary(plan[len(problem.visits)])
@@ -61,7 +61,6 @@ def simulate(
         demands.append(machine.demand_onloads - before[2])
     return Simulation(
         cycle_ends=tuple(ends),
-        visit_starts=tuple(starts),
         stall_seconds=tuple(stalls),
         onload_bytes=tuple(moved),
         onloads=tuple(loads),
@@ -86,8 +85,8 @@ class _Machine:
         self.demand_onloads = 0
         self.stall_seconds = 0.0
 
-    def visit(self, index: int, step: Step) -> float:
-        """One visit; returns when its compute starts."""
+    def visit(self, index: int, step: Step) -> None:
+        """One visit."""
         visit = self.problem.visits[index]
         needed = visit.blocks
         ended = self.compute_end
@@ -107,7 +106,6 @@ class _Machine:
         if visit.other_load_seconds:
             self.lane_end = max(self.lane_end, start) + visit.other_load_seconds
         self.compute_end = start + visit.compute_seconds
-        return start
 
     def boundary(self, step: Step) -> None:
         """The end of a cycle: changing blocks expire, then the boundary's step."""

@@ -9,7 +9,7 @@ import torch
 from headrace.memory.disk import Request
 from headrace.memory.ledger import Ledger
 from headrace.weights.movement.gradients import sum_of_rows
-from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, rest_of
+from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, remainders_of
 from tests.support.compare import same
 
 ROWS, WIDTH = 5, 3
@@ -51,7 +51,7 @@ def test_backwards_one_after_the_other(rows: list[list[int]], seed: int) -> None
     for number, (own, gradient) in enumerate(parts):
         if number:
             wanted.add_(whole(own, gradient))
-        staged: list[Staged | Remainder] = [*rest_of(target, own, None, adds=number > 0, large=True)]
+        staged: list[Staged | Remainder] = [*remainders_of(target, own, None, adds=number > 0, large=True)]
         staged.append(Staged(gradient, gradient, target, number > 0, None, own))
         add_up(staged, [])
         assert same(target, wanted)

@@ -128,7 +128,7 @@ class Slot:
         """Whether the last device copy was made of other contents than the home has now, as far as autograd notices."""
         return self.loaded_token is not _NEVER and self.loaded_token != self.token
 
-    def version_is_raised(self) -> None:
+    def note_version_raised(self) -> None:
         """The leaf's version is one more now, and nobody has written to the leaf."""
         self._leaf_version += 1
 

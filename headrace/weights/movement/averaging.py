@@ -91,7 +91,7 @@ class AveragedGradients(GradientFlow):
         return [slot for slot in block.slots if slot.home.requires_grad and slot not in self._homes]
 
     def _make(self, wanted: list[Wanted]) -> None:
-        """And both halves of the memory through which gradients pass."""
+        """Makes also both halves of the memory through which gradients pass."""
         half_bytes = max(self._half_bytes, aligned(len(self._places)))
         for block in self._places:
             slots = [slot for slot in block.slots if slot.home.requires_grad or slot in self._homes]
@@ -252,8 +252,8 @@ class AveragedGradients(GradientFlow):
         self._last_of_half[self._rounds % 2] = number, job
 
     def _meet(self, given: Round) -> Any:
-        """On a thread: gives this rank's gradients, when all ranks do, and hears what each says of each parameter.
-        Returns what leaves the device only then.
+        """On the meeting thread: gives this rank's gradients, when all ranks do, and hears what each says of each
+        parameter. Returns the transfer of what leaves the device only then.
         """
         node = self._node
         with torch.no_grad(), without_overrides():
@@ -271,7 +271,7 @@ class AveragedGradients(GradientFlow):
             return self._sums.exchange(given, given.heard & _GIVES)
 
     def _sum(self, given: Round, met: Job[Any]) -> list[Slot]:
-        """On another thread: sums up this rank's part of what all have given. Returns what has an average."""
+        """On the summing thread: sums up this rank's part of what all have given. Returns what has an average."""
         met.result()
         if given.left is not None:
             given.left.synchronize()
@@ -296,7 +296,8 @@ class AveragedGradients(GradientFlow):
             before = common if slot in self._averaged else _there_is(slot)[part] if adds[0, index] else None
             # As one process adds to what there is; of several nodes, what they have summed up is added to it.
             continued = before is not None and node.across is None and self._sums.on_host
-            total = self._sums.of(given, gives, index, before.clone() if before is not None and continued else None)
+            begin = before.clone() if before is not None and continued else None
+            total = self._sums.average(given, gives, index, begin)
             total = None if total is None else total.to(common.dtype)
             if anywhere[index] and node.across is not None:
                 total = torch.zeros_like(common) if total is None else total
@@ -309,8 +310,8 @@ class AveragedGradients(GradientFlow):
         return averaged
 
     def _next_round(self, what: str) -> tuple[int, SharedArena, Job[list[Slot]] | None]:
-        """Its number; its half of the memory, which no rank reads on the host any more; and the job that summed up
-        there last.
+        """The next round's number; its half of the memory, which no rank reads on the host any more; and the job that
+        summed up there last.
         """
         self._rounds += 1
         number, turn = self._pass * _IN_A_PASS + self._rounds, self._rounds % 2

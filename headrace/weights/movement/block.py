@@ -73,7 +73,7 @@ class Block:
         self.may_be_saved = False  # autograd has saved leaves themselves, in a pass without visits
         self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
-        self.common: object = None
+        self.common: object = None  # the `CommonHomes` of a node whose ranks have one copy of the homes
         self.agreed = -1  # the generation of which this rank knows whether it is its own alone
         self.order = -1  # its place among those that a forward needs first
         self.presence = Presence.ABSENT  # changes by `becomes` alone
@@ -229,13 +229,13 @@ class Block:
         if others:
             with without_overrides():
                 torch.autograd.graph.increment_version([slot.leaf for slot in others])
-                self.leaves.writes_are_kept()  # it was none
+                self.leaves.note_writes_kept()  # it was none
             for slot in others:
-                slot.version_is_raised()
+                slot.note_version_raised()
 
     @property
     def memory_is_kept(self) -> bool:
-        """Whether somebody refers to the memory in which homes lie (`kept = p.data`), which moving would not free."""
+        """Whether somebody refers to the memory in which homes lie (`kept = p.data`): moving them would not free it."""
         pairs = zip(self.slots, self._references(), self._own_references, strict=True)
         return any(slot.in_place and now > own for slot, now, own in pairs)
 
@@ -289,7 +289,7 @@ class Block:
             self.updates = [update for update in self.updates if not update.done()]
 
     def wait_until_free(self) -> None:
-        """The host may read and write the homes: nobody else does."""
+        """The host waits until it may read and write the homes, because nobody else does."""
         self.wait_for_updates()
         self.wait_for_reads()
 
@@ -329,10 +329,10 @@ class Block:
         return self.slots[0].data
 
     def _leave_checkpoint(self) -> None:
-        """Homes in a checkpoint that were written to move to where that is kept; not if they were only handed out."""
+        """Homes in a checkpoint move to where changes are kept if they were written to, and not just handed out."""
         if self.look() != self._flushed and not self.rest.writable:
             if self.rest.is_as_in_files and all(slot.in_place for slot in self.slots):
-                self.is_flushed()
+                self.note_flushed()
             else:
                 self.make_writable()
 
@@ -354,7 +354,7 @@ class Block:
         if was_loaded and keeps:
             self.loaded = self.generation  # they hold what they held
         if rest.filled:
-            self.is_flushed()
+            self.note_flushed()
         if not memory_is_kept:
             before.forget_writes()
 
@@ -376,7 +376,9 @@ class Block:
             self._flushed, self._flushed_ranges = generation, ranges
 
     def move_written(self) -> bool:
-        """What may have been written to a checkpoint in place moves, unless somebody has it; whether nobody has."""
+        """Homes that were written to in a checkpoint move to where changes are kept. False: somebody refers to their
+        memory, and so they stay.
+        """
         if self.memory_is_kept:
             return False
         if self.rest.is_written and self.common is None:
@@ -397,24 +399,24 @@ class Block:
         return self.in_files
 
     def updated_in_files(self) -> None:
-        """That was done."""
+        """An update of all homes was written to the files in their place."""
         self.rest.was_written()
-        self.is_flushed()
+        self.note_flushed()
 
     @property
     def in_files(self) -> bool:
         """Whether the files have what the homes hold."""
         return self.rest.has_own_files and self._flushed == self.look() and self.rest.flushed
 
-    def is_flushed(self) -> None:
-        """The files have what the homes hold, whoever has had a look at them."""
+    def note_flushed(self) -> None:
+        """The files have what the homes hold, although nothing was flushed."""
         self._flushed, self._flushed_ranges = self.look(), None
 
     # binding ----------------------------------------------------------------------------------------------------------
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""
         if self.keep_leaf_writes():
-            self.leaves.are_no_longer_handed_out()
+            self.leaves.note_none_handed_out()
         self.places.unbind()
 
     def keep_leaf_writes(self) -> bool:
@@ -428,11 +430,11 @@ class Block:
                 for slot in self.slots:
                     if slot.keep_leaf_writes(self.buffer):
                         self._changed_alike(slot)
-            self.leaves.writes_are_kept()
+            self.leaves.note_writes_kept()
         return True
 
     def _changed_alike(self, slot: Slot) -> None:
-        """Of the device copy, the home has now what the leaf has: they are no more different than they were."""
+        """What the model wrote to a leaf is in its home now: the device copy is as current as it was before."""
         was_current = self.loaded == self.generation
         self.generation += 1
         slot.generation = self.generation
@@ -440,18 +442,19 @@ class Block:
             self.loaded = self.generation
 
     def _before_touch(self) -> None:
+        """The user is about to get the memory of a home, and may write to it. The host waits until nobody else does."""
         self._tiers.in_place.handed_out(self)
         self.keep_leaf_writes()
         self.wait_until_free()
         before_write(slot.home for slot in self.slots)
 
     def _before_write(self) -> None:
-        """What is read from a checkpoint in place moves before it would take host memory."""
+        """A home is about to be written to. From a checkpoint it moves first: changed pages would take host memory."""
         if self.common is None and not self.rest.writable:
             self.make_writable()
 
     def take_back(self) -> None:
-        """It is lent no more. Whoever keeps a leaf has it brought again when it is used."""
+        """The block is not lent any more. Whoever keeps a leaf has the block brought again by using it."""
         if self.lent:
             if self.users == 1:
                 self.unbind()
@@ -495,7 +498,7 @@ class Block:
 
 
 def _flush(block: "weakref.ref[Block]", generation: int, ranges: Sequence[Range] | None) -> None:
-    """For a thread, which does not keep a model alive that nobody else does."""
+    """As the method, for a thread that reads a fetch: it does not keep alive a model that nobody else does."""
     present = block()
     if present is not None:
         present._flush(generation, ranges)

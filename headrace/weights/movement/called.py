@@ -16,7 +16,7 @@ __all__ = ["CalledExperts"]
 
 
 class CalledExperts:
-    """Which of the blocks of one model that come when they are called were called, and which make room for others."""
+    """Experts of one model that are modules: which ones were called, and which make room for others."""
 
     def __init__(self, blocks: Sequence[Block], shares: Shares, residency: Residency, meter: Meter) -> None:
         self._shares = shares
@@ -24,17 +24,17 @@ class CalledExperts:
         self._meter = meter
         self._layers = len({block.called[0] for block in blocks if block.called is not None})
         self._keeping: Keeping | None = None
-        self._room = 0  # that it was made for
-        self._layer = -1  # that is being called
-        self._layer_call: set[Key] = set()  # those that this call has used
-        self._forward: list[Block] = []  # as a forward has called them, and its backward has not come back to
+        self._room = 0  # how many experts `_keeping` was made for
+        self._layer = -1  # whose experts are being called
+        self._layer_call: set[Key] = set()  # experts that this call of the layer has used
+        self._forward: list[Block] = []  # in the order of forward's calls: those that backward has not come back to
 
     def begin_cycle(self) -> None:
-        """A forward begins, or a backward that is not its forward's."""
+        """A cycle begins: what an earlier forward called is forgotten."""
         self._forward.clear()
 
     def note_use(self, block: Block) -> None:
-        """One call of a layer is all that is called of it until one is called again, or another layer's."""
+        """An expert is called. A call of its layer ends when one is called again, or one of another layer is."""
         key = block.called or (-1, -1)
         self._meter.experts_used(1)
         if key[0] != self._layer or key in self._layer_call:
@@ -43,8 +43,8 @@ class CalledExperts:
         self._layer_call.add(key)
 
     def follow(self, called: Sequence[Block], phase: Phase, *, gradients_follow: bool) -> Block | None:
-        """These are visited. In a backward: the one that forward has called before them, which comes next unless
-        nothing is computed with what it gave.
+        """The experts `called` are visited. In backward, returns the one that forward called before them: it is needed
+        next, unless nothing was computed with its output. None: there is none, or this is a forward.
         """
         if phase is Phase.FORWARD and gradients_follow:
             self._forward += called
@@ -54,8 +54,8 @@ class CalledExperts:
         return None
 
     def going(self, block: Block, keep: Sequence[Block]) -> Iterator[Block]:
-        """Of those that are there, which are to make room for another one: as many as it takes, while the caller evicts
-        each that is not in use.
+        """Experts that are to make room for `block`, as many as it takes. The caller evicts each before it asks for the
+        next; one that is in use, and so stays, does not count.
         """
         held = {one.called: one for one in self._residency.present() if one.called is not None}
         held_bytes = sum(one.nbytes for one in held.values())
@@ -72,7 +72,7 @@ class CalledExperts:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """What is loaded inside is an expert."""
+        """What is loaded inside counts as an expert in the report."""
         before = self._meter.onload_bytes
         yield
         self._meter.expert_bytes += self._meter.onload_bytes - before
@@ -80,6 +80,7 @@ class CalledExperts:
 
     @property
     def _keeps(self) -> Keeping:
+        """Which experts stay, made anew when the room for them has changed."""
         room = max(1, self._shares.called_bytes // max(1, self._shares.largest_called_bytes))
         if self._keeping is None or room != self._room:
             self._keeping, self._room = Keeping(room, self._layers), room

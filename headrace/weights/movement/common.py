@@ -236,7 +236,7 @@ class CommonHomes:
         """These have other contents only as somebody says that an optimizer has stepped."""
         for block in blocks:
             if isinstance(block.rest, CheckpointRest):
-                block.is_flushed()
+                block.note_flushed()
             self._accept(block)
 
     def discard(self, parameters: Iterable[Any]) -> None:
@@ -284,7 +284,7 @@ class CommonHomes:
         if not written and isinstance(block.rest, SharedRest):
             block.rest.drop()  # pages that were written with what they held would not follow what others write
         elif not written:
-            block.is_flushed()
+            block.note_flushed()
         return written
 
 

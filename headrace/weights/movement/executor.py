@@ -67,7 +67,7 @@ class Executor:
         self.rows = Rows(self._blocks, self.shares, residency, lanes, meter)
         self._called = CalledExperts(self._blocks, self.shares, residency, meter)
         self.slices = Slices(self._blocks, self.shares, residency, lanes, meter)
-        self.everything_is_here = False  # with what the homes hold, and nothing has to go: a cycle without visits
+        self.everything_is_here = False  # all blocks are current, and none has to go: calls in this cycle are no visits
 
     # cycles -----------------------------------------------------------------------------------------------------------
     def begin_pass(self, name: str) -> None:
@@ -107,7 +107,7 @@ class Executor:
         self._close()
         self._followed, self._follows = self._follows, False
         if self._followed:
-            self._take_part(to_the_end=True)
+            self._begin_gathers(to_the_end=True)
         if self._course is not None and not self._course.strayed:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
@@ -167,7 +167,9 @@ class Executor:
         self._pauses += 1
 
     def resume(self, *, loads: bool) -> None:
-        """The inverse. With `loads`, those that were put off go at the next visit; now, if no cycle is under way."""
+        """The inverse of `pause`. With `loads`, those that were put off are submitted now if no cycle is under way;
+        within a cycle, the next visit submits them.
+        """
         self._pauses -= 1
         if loads and not self._pauses and self._entry is None:
             self._note_changes()
@@ -175,14 +177,14 @@ class Executor:
             self._load_updated()
 
     def travels_whole(self, block: Block) -> None:
-        """More than parts of it was needed: it travels as other blocks do from now on."""
+        """More than parts of the block was needed: it travels as other blocks do from now on."""
         block.row_bytes, block.experts = 0, None
         self.shares.sort()
         self.replan()
 
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
-        """Makes the blocks present, and does what the plan has for this visit; experts that are called are in none."""
+        """Makes the blocks present, and does what the plan has for this visit: experts that are modules are in none."""
         if self._has_called and any(block.called for block in blocks):
             self._visit_called(blocks, phase, name)
             return
@@ -205,7 +207,7 @@ class Executor:
         if self._put_off:
             self._load_updated()
         if self._follows:
-            self._take_part()
+            self._begin_gathers()
         elif step is not None:
             for index in step.loads:
                 self.prefetch(self._blocks[index])
@@ -223,10 +225,10 @@ class Executor:
             self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.experts_bytes, held))
 
     def _visit_called(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
-        """Of experts that are modules of their own: makes them present, and in backward the one that is needed next."""
+        """A visit of experts that are modules: makes them present, and in backward loads the next one."""
         self._clock += 1
         called = [block for block in blocks if block.called is not None]
-        if len(called) < len(blocks):  # it shares weights
+        if len(called) < len(blocks):  # an expert shares weights with others
             self.visit(tuple(block for block in blocks if block.called is None), phase, name)
         for block in called:
             self._called.note_use(block)
@@ -246,7 +248,7 @@ class Executor:
             self.evict(going)
 
     def are_here(self, blocks: Iterable[Block]) -> bool:
-        """Whether a visit of these has nothing to do: in a cycle in which all of the model is here, and stays."""
+        """Whether a visit of these blocks has nothing to do, as the whole model is on the device for this cycle."""
         if not self.everything_is_here:
             return False
         for block in blocks:  # noqa: SIM110  # asked at every visit
@@ -255,7 +257,7 @@ class Executor:
         return True
 
     def _bring_back(self, blocks: Sequence[Block]) -> None:
-        """What was written meanwhile comes once more."""
+        """Homes that were written to since are loaded once more, and compute waits for them."""
         for block in blocks:
             self.bring(block, keep=blocks)
         for block in blocks:
@@ -265,7 +267,7 @@ class Executor:
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
         if self._gathers is not None and self._reached < math.inf and self._gathers.is_due(block, self._reached):
-            self._take_part(until=block)
+            self._begin_gathers(until=block)
         if block.updates:
             block.wait_for_updates()
         self._put_off.pop(block, None)
@@ -299,14 +301,17 @@ class Executor:
 
     @property
     def _reached(self) -> float:
-        """The visit that the pass has come to; beyond all, where it does not go as agreed: others wait for gathers."""
+        """The position of the visit that the pass has come to; infinite where this rank has left the agreed course, as
+        others wait for its gathers.
+        """
         if self._follows and self._course is not None and not self._course.strayed:
             return self._course.position
         return math.inf
 
-    def _take_part(self, until: Block | None = None, *, to_the_end: bool = False) -> None:
-        """Gathers that are due begin: up to the first whose home is being updated, or at least to a block; or all.
-        A rank that has gone astray uses none: others may need its gradients before these are due.
+    def _begin_gathers(self, until: Block | None = None, *, to_the_end: bool = False) -> None:
+        """Begins the gathers that are due: as far as the first block whose homes are being updated, or at least as far
+        as the block `until`, or all. A rank that has left the agreed course begins them for the other ranks alone, and
+        uses none: others may need its gradients before these are due.
         """
         gathers, reached = self._gathers, math.inf if to_the_end else self._reached
         while gathers is not None and (block := gathers.due(reached)) is not None:
@@ -340,10 +345,11 @@ class Executor:
                 return
 
     def _let_go(self, indexes: Iterable[int], but_not: Sequence[int] = ()) -> None:
-        """The plan has no use for these any more, `but_not` in this visit.
+        """The plan has no use for these blocks any more. They are evicted, unless they are in `but_not`.
 
-        Of a block whose homes it expects to change before the next cycle it has none as the copy will be old. A further
-        micro-batch finds it as it is, so that goes when others need the room, or when the homes have changed.
+        Where it expects the homes to change before the next cycle, it lets go of a block because the copy will be old
+        by then. A further micro-batch would still find the copy current: so it stays until others need the room, or
+        until the homes have changed.
         """
         for index in indexes:
             block = self._blocks[index]
@@ -359,7 +365,7 @@ class Executor:
         return self._residency.fits(block)
 
     def evict(self, block: Block) -> None:
-        """The block goes, unless it is in use."""
+        """The block leaves the device, unless it is in use."""
         if block.is_free:
             self._put_off.pop(block, None)
             self._residency.evict(block)
@@ -398,7 +404,7 @@ class Executor:
             and self._course is not None
             and self._course.trace.refined
             and self.shares.beside_experts_bytes + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
-            and self._are_here(self.shares.whole_blocks)
+            and self._all_are_current(self.shares.whole_blocks)
             and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for all of it
@@ -416,14 +422,17 @@ class Executor:
             self.plan = agreed.plan
             self._course = Course(self._book.of(entry, agreed.visits), agreed.plan, agreed.turn)
 
-    def _are_here(self, blocks: Sequence[Block]) -> bool:
+    def _all_are_current(self, blocks: Sequence[Block]) -> bool:
+        """Whether these blocks are on the device with what their homes hold, as of the last look, and not being
+        updated.
+        """
         for block in blocks:
             if block.presence is not Presence.PRESENT or block.updates or block.loaded != block.generation:
                 return False
         return True
 
     def _needs_whole(self, trace: Trace) -> bool:
-        """Whether it needs all of a block that travels in parts."""
+        """Whether a visit of the trace needs all of a block that travels in parts."""
         in_parts = self.shares.in_parts
         return bool(in_parts) and any(not in_parts.isdisjoint(blocks) for blocks, _ in trace.visits)
 
@@ -441,15 +450,15 @@ class Executor:
                 return
             if not course.trace.refined and len(records) == len(course.trace.visits):
                 course.trace.compute_seconds = self._compute_seconds(records, end)
-                course.trace.other_bytes = self._others(records)
+                course.trace.other_bytes = self._other_bytes(records)
                 course.trace.refined = True
                 course.trace.plans.clear()
             return
         visits = [(record.blocks, record.phase) for record in records]
-        self._book.enter(entry, visits, self._compute_seconds(records, end), self._others(records))
+        self._book.enter(entry, visits, self._compute_seconds(records, end), self._other_bytes(records))
 
-    def _others(self, records: list[VisitRecord]) -> tuple[int, ...]:
-        """Bytes that each visit sent for besides blocks."""
+    def _other_bytes(self, records: list[VisitRecord]) -> tuple[int, ...]:
+        """Bytes that were copied during each visit besides blocks (activations, experts); empty if there were none."""
         counts = [*(record.other_bytes for record in records), self._meter.lane_use.unplanned_bytes]
         return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()
 

@@ -32,7 +32,7 @@ class Leaving(NamedTuple):
 
     number: int
     transfer: Transfer | LateTransfer
-    rows: dict[torch.dtype, torch.Tensor]  # beside what the transfer holds
+    rows: dict[torch.dtype, torch.Tensor]  # memory that the copies read and that `transfer` does not hold
 
 
 class GradientFlow(ABC):
@@ -59,7 +59,7 @@ class GradientFlow(ABC):
 
     @abstractmethod
     def _make(self, wanted: list[Wanted]) -> None:
-        """Makes their memory. Raises BudgetError where there is no room."""
+        """Makes the memory of these gradients. Raises BudgetError where there is no room."""
 
     @abstractmethod
     def take(self, slot: Slot, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
@@ -70,11 +70,11 @@ class GradientFlow(ABC):
 
     @abstractmethod
     def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """A gradient of some rows of a table, or of some experts, which are named once each; others may follow."""
+        """Notes a gradient of some rows of a table, or of some experts, each named once. Others may follow."""
 
     @abstractmethod
     def add_up_rows(self, slot: Slot) -> None:
-        """No others follow: they are one gradient, as if they had been added up as tables."""
+        """No others follow: those of `take_rows` become one gradient, as if whole tables had been added up."""
 
     @abstractmethod
     def leave_block(self) -> None:
@@ -101,11 +101,11 @@ class GradientFlow(ABC):
         """The model is let go of: threads end."""
 
     def dtype(self, slot: Slot) -> torch.dtype:
-        """Of the gradient in the home."""
+        """The dtype of the gradient in the home."""
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
 
     def _let_go(self) -> None:
-        """Compute waits for what left first: then the device may have its memory."""
+        """Compute waits for the copies of the oldest gradients under way; then the device may have their memory."""
         leaving = self._leaving.popleft()
         self.lanes.wait(leaving.transfer.done)
         leaving.rows.clear()

@@ -29,7 +29,7 @@ from headrace.weights.movement.arrivals import Arrivals, tell_of_failure, tell_w
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.flow import PURPOSE, GradientFlow, Leaving, Wanted
 from headrace.weights.movement.host_gradients import HostGradient, laid_out
-from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, rest_of
+from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, remainders_of
 from headrace.weights.rest.placement import GradientMemory, HostTiers
 
 __all__ = ["Gradients", "refuse_graph", "sum_of_rows"]
@@ -50,7 +50,7 @@ class Gradients(GradientFlow):
         # Complete on the device, not submitted yet; of a table, the gradient may be that of some rows.
         self._ready: list[tuple[Slot, Sequence[torch.Tensor], torch.Tensor | None]] = []
         self._ready_bytes = 0
-        # Not complete yet, of each backward: a nested one adds up its own.
+        # Gradients of rows that are not complete yet, by backward: a nested one adds up its own.
         self._of_rows: dict[tuple[Slot, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._sending: list[Copy] = []  # being submitted: alive even if that is interrupted
         self._last_sent: Event | None = None  # of the last copy; compute may have waited for it, the host has not
@@ -64,8 +64,8 @@ class Gradients(GradientFlow):
         self._announced: set[Slot] = set()  # complete in this backward, as watchers were told
 
     def _lacking(self, block: Block) -> list[Slot]:
-        """Also looks who watches gradients. And where those of the block come next lies beside what was there, if
-        somebody has that: memory that an update still reads is free in time.
+        """Also looks who watches gradients; and where the next gradients go, other memory is made ready if somebody
+        keeps the last ones. Not while an update reads those: it will be done with them in time.
         """
         missing: list[Slot] = []
         being_updated = bool(block.updates) and block.being_updated
@@ -98,7 +98,7 @@ class Gradients(GradientFlow):
             self._tiers.make_room(self._staging.missing_bytes)
 
     def add_on_host(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """As `take`, at once, of what is in host memory already."""
+        """As `take`, for a gradient that is in host memory already; the caller's thread adds it at once."""
         if gradient.layout != torch.strided:
             self.take(slot, gradient)
             return
@@ -106,7 +106,7 @@ class Gradients(GradientFlow):
         self._staging.wait()
         target, adds, _ = self._destination(slot)
         disk = self._memory[slot].disk
-        rest = [] if rows is None else rest_of(target, rows, disk, adds=adds, large=_has_experts(slot))
+        rest = [] if rows is None else remainders_of(target, rows, disk, adds=adds, large=_has_experts(slot))
         add_up([*rest, Staged(gradient, gradient, target, adds, disk, rows)], self._writes)
 
     def watched(self, blocks: Iterable[Block]) -> str | None:
@@ -128,12 +128,12 @@ class Gradients(GradientFlow):
             self.take(slot, *gradients, rows=rows)
 
     def rows_of(self, slot: Slot) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What `take_rows` was given, for who adds it up itself."""
+        """What `take_rows` was given in this backward, for a caller that adds it up itself."""
         return self._of_rows.pop((slot, backward_task()), [])
 
     def continued(self, slot: Slot) -> torch.Tensor | None:
-        """A copy on the device of the gradient that the home has already, to which `take` is given the sum: that takes
-        its place. None: there is none that could be added to.
+        """A copy on the device of the gradient that the home has already. The caller adds to it and gives the sum to
+        `take`, which puts it in that gradient's place. None: there is no gradient that could be added to.
         """
         there = slot.home.grad
         if there is None or not self._is_added_in_place(slot) or slot in self._arriving:
@@ -242,7 +242,7 @@ class Gradients(GradientFlow):
         super().abandon()
 
     def close(self) -> None:
-        """It has none."""
+        """There are no threads to end."""
 
     def _wait_for_sent(self) -> None:
         """The host waits for every copy: of those on one lane, the last one ends last."""
@@ -252,6 +252,7 @@ class Gradients(GradientFlow):
         self._staging.wait()
 
     def _forget(self) -> None:
+        """The backward is over: nothing is left of what it noted."""
         while self._leaving:
             self._let_go()
         self._arriving, self._added, self._replaced, self._announced = {}, {}, set(), set()
@@ -284,7 +285,7 @@ class Gradients(GradientFlow):
                 direct.append((target, gradient if same else laid_out(gradient, target.stride(), gradient.dtype)))
                 continue
             if rows is not None:
-                staged += rest_of(target, rows, disk, adds=adds, large=_has_experts(slot))
+                staged += remainders_of(target, rows, disk, adds=adds, large=_has_experts(slot))
                 if straight and _has_experts(slot):
                     each = (one for piece in gradients for one in piece.contiguous())
                     direct += [(target[row], one) for row, one in zip(rows.tolist(), each, strict=True)]
@@ -298,6 +299,7 @@ class Gradients(GradientFlow):
         self._send(direct, staged, what)
 
     def _send(self, direct: list[Copy], staged: list[Staged | Remainder], what: str) -> None:
+        """Submits one transfer, and what the host lane does with the gradients in staging memory after it."""
         copies = direct + [(one.piece, one.source) for one in staged if isinstance(one, Staged)]
         if not copies:
             return
@@ -345,6 +347,7 @@ def _has_experts(slot: Slot) -> bool:
 
 
 def refuse_graph(slot: Slot, gradient: torch.Tensor) -> None:
+    """Raises StateError for a gradient that has a graph of its own, which it would lose."""
     if gradient.requires_grad:
         raise StateError(
             f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses"
@@ -353,7 +356,7 @@ def refuse_graph(slot: Slot, gradient: torch.Tensor) -> None:
 
 
 def _more_memory(tiers: HostTiers, staging: Staging, name: str, nbytes: int) -> GradientMemory:
-    """For a gradient beside others; a function, as a method would tie the memory to what has it."""
+    """More memory for a gradient. It is no method, as that would tie the memory to the object that has it."""
     return tiers.gradient_memory(name, nbytes, missing_bytes=staging.missing_bytes)
 
 

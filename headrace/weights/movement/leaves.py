@@ -27,7 +27,7 @@ class Leaves:
         self._absent = [slot.absent for slot in slots]
         self._with_bytes = sum(slot.layout.nbytes > 0 for slot in slots)
         with without_overrides():
-            self.writes_are_kept()
+            self.note_writes_kept()
         by_home = {id(slot.home): slot.leaf for slot in slots}
         for compound in compounds:
             compound.make_leaf({path: by_home[id(part)] for path, part in compound.parts.items()})
@@ -60,14 +60,14 @@ class Leaves:
         return own + self._with_bytes
 
     def may_be_written(self) -> bool:
-        """Whether the model may have written to one since `writes_are_kept`. Where torch functions are off."""
+        """Whether the model may have written to one since `note_writes_kept`. Where torch functions are off."""
         return list(map(_VERSION_OF, self._leaves)) != self._kept_versions or True in map(_HANDED_OUT, self._leaves)
 
-    def writes_are_kept(self) -> None:
+    def note_writes_kept(self) -> None:
         """What was written to them until now is the homes', too."""
         self._kept_versions = list(map(_VERSION_OF, self._leaves))
 
-    def are_no_longer_handed_out(self) -> None:
+    def note_none_handed_out(self) -> None:
         """Nobody has the `data` of one any more."""
         for leaf in self._leaves:
             leaf.handed_out = False

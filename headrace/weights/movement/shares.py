@@ -17,7 +17,7 @@ _FEWEST_CALLED = 2  # one comes while another computes
 class Shares:
     """What each kind may take of the budget for what comes and goes, which `budget_bytes` gives. Asked between passes.
 
-    `banks_bytes`: what banks take, made or not; whoever makes them says so.
+    `banks_bytes`: gives what banks of experts take, made or not; `Slices`, which makes them, sets it.
     """
 
     def __init__(self, blocks: Sequence[Block], budget_bytes: Callable[[], int]) -> None:
@@ -31,7 +31,7 @@ class Shares:
         self.sort()
 
     def sort(self) -> None:
-        """Once more, where a block travels otherwise from now on."""
+        """Sorts the blocks by how they travel: once more when one travels in another way from now on."""
         self.whole_blocks = [block for block in self._blocks if not block.travels_in_parts]
         self.in_parts = {block.index for block in self._blocks if block.travels_in_parts}
         self._whole_bytes = sum(block.nbytes for block in self.whole_blocks if block.called is None)
@@ -44,12 +44,12 @@ class Shares:
 
     @property
     def beside_experts_bytes(self) -> int:
-        """What all other blocks take, and rows of tables."""
+        """Bytes of all blocks but experts, and of the rows of tables that plans leave room for."""
         return self._whole_bytes + (self.rows_bytes if self._has_tables else 0)
 
     @property
     def called_bytes(self) -> int:
-        """What experts that are modules may take: all that others leave."""
+        """Bytes that experts which are modules may take: all that other blocks, rows and banks leave."""
         if not self._all_called_bytes:
             return 0
         room_bytes = self.budget_bytes() - self.beside_experts_bytes

@@ -18,7 +18,7 @@ from headrace.weights.movement.flow import PURPOSE
 from headrace.weights.movement.host_gradients import flat, laid_out
 from headrace.weights.rest.placement import DiskGradients
 
-__all__ = ["Additions", "Remainder", "Staged", "Staging", "add_up", "rest_of"]
+__all__ = ["Additions", "Remainder", "Staged", "Staging", "add_up", "remainders_of"]
 
 _ANY_BYTES = 1 << 62  # no limit
 
@@ -40,7 +40,7 @@ class Staged(NamedTuple):
         return same and not self.adds and self.rows is None
 
     def perform(self) -> None:
-        """On the host lane: the target gets it."""
+        """On the host lane: the target gets the gradient."""
         if self.rows is not None:
             piece = self.target.index_select(0, self.rows).add_(self.piece) if self.adds else self.piece
             self.target.index_copy_(0, self.rows, piece.to(self.target.dtype))
@@ -67,12 +67,13 @@ class Remainder(NamedTuple):
                 part.zero_()
 
 
-def rest_of(
+def remainders_of(
     target: torch.Tensor, rows: torch.Tensor, disk: DiskGradients | None, *, adds: bool, large: bool
 ) -> list[Remainder]:
-    """What is to be done beside these rows. `large`: each row is worth a call, so no row is written twice.
+    """What is to be done to the rows of `target` that are not in `rows`. `large`: each row is worth a call of its own
+    (an expert), so no row is written twice.
 
-    A zero that is added makes +0 of -0. Small rows, of tables, have none: their sums begin at +0.
+    A zero that is added makes +0 of -0. In small rows, of tables, nothing is -0: their sums begin at +0.
     """
     if large:
         return [Remainder(target, sorted(set(range(len(target))).difference(rows.tolist())), adds, disk)]
@@ -101,7 +102,7 @@ def add_up(staged: "list[Staged | Remainder]", under_way: list[Request]) -> list
             one.perform()
     for disk, nbytes in on_disk.items():
         disk.forget(nbytes)
-    staged.clear()  # who counts the users of a gradient after this has ended does not find this one
+    staged.clear()  # whoever counts the references to a gradient from now on finds none of ours
     return writes
 
 
@@ -154,7 +155,7 @@ class Staging:
     def parts(
         self, gradients: Sequence[torch.Tensor], target: torch.Tensor, rows: torch.Tensor | None
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """What fits into a half at once, where it goes, and which rows of that it is; None: all of it."""
+        """The gradient in parts that fit into a half: each part, the target of it, and its rows there (None: all)."""
         gradient = gradients[0]
         if rows is not None:
             count = max(1, self._wanted_bytes // max(1, gradient[0].nbytes))

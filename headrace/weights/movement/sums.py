@@ -30,9 +30,9 @@ __all__ = ["DeviceSums", "HostSums", "Round", "Sums"]
 
 @dataclass(eq=False)
 class Round:
-    """The gradients that this rank gives of one block, at once.
+    """The gradients of one block that this rank gives, and all ranks' at the same time.
 
-    `half`: memory of the node for them, of which each rank has `region_bytes`.
+    `half`: memory for them that all ranks of the node see, of which each rank has `region_bytes`.
     """
 
     block: Block
@@ -44,8 +44,8 @@ class Round:
     from_host: dict[Slot, torch.Tensor]  # added to what comes from the device
     before: "Future[list[Slot]] | None"  # the sums of the round that had `half` last
     heard: torch.Tensor = field(init=False)  # what all say, when they have met: shape (ranks, parameters)
-    left: Event | None = None  # when what leaves the device has; None: nothing does, or that is not submitted
-    landing: Any = None  # what the sums keep of the round
+    left: Event | None = None  # when what leaves the device has left; None: nothing does, or it is not submitted yet
+    landing: Any = None  # what the `Sums` that it goes through note of it between their calls
     rows: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)  # packed on the device until they have left
 
     def said(self, rank: int) -> torch.Tensor:
@@ -59,12 +59,13 @@ class Round:
 
 
 class Sums(ABC):
-    """Who adds up what ranks give. On two threads, so that one round's sums wait for no other's: one meets the other
-    ranks, round after round, the other one adds up what has come to the host.
+    """Adds up what ranks give, for `AveragedGradients`. It is called on three threads: backward's begins rounds; the
+    meeting thread waits for the other ranks, round after round; the summing thread adds up what has come to the host,
+    so that its sums hold up no meeting.
     """
 
-    on_host: ClassVar[bool]  # each rank reads what all give, and adds one after the other to what there is
-    in_flight: ClassVar[int]  # of so many rounds at most gradients are leaving the device
+    on_host: ClassVar[bool]  # whether each rank reads what all give, and adds it up itself, rank by rank
+    in_flight: ClassVar[int]  # of how many rounds, at most, gradients are leaving the device
 
     def __init__(self, node: Node, gradients: GradientFlow) -> None:
         """To be made by all ranks."""
@@ -73,7 +74,7 @@ class Sums(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """No round follows, on this rank."""
+        """No round follows on this rank: what the sums have made goes."""
 
     @abstractmethod
     def part(self, count: int) -> slice:
@@ -85,22 +86,25 @@ class Sums(ABC):
 
     @abstractmethod
     def give(self, given: Round, gradients: dict[Slot, torch.Tensor]) -> Transfer | None:
-        """This rank's gradients leave: returns the transfer; None where there is none, or `exchange` returns it."""
-
-    @abstractmethod
-    def land(self, given: Round) -> None:
-        """On the first thread: all that others need of this rank is there."""
-
-    @abstractmethod
-    def exchange(self, given: Round, gives: torch.Tensor) -> Transfer | None:
-        """On the first thread, when all ranks have come: returns the transfer, unless `give` did. `gives`: which rank
-        gives which parameter.
+        """On backward's thread: this rank's gradients leave the device. Returns the transfer; None where there is none,
+        or where `exchange` returns it.
         """
 
     @abstractmethod
-    def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
-        """On the second thread: the average of this rank's part of a parameter, to be changed; None where nobody gives
-        it. `on_host` one rank after the other is added to `begin`.
+    def land(self, given: Round) -> None:
+        """On the meeting thread: waits until all that other ranks read of this one is there."""
+
+    @abstractmethod
+    def exchange(self, given: Round, gives: torch.Tensor) -> Transfer | None:
+        """On the meeting thread, when all ranks have come to the round: returns the transfer, unless `give` did.
+
+        `gives`: which rank gives which parameter, shape (ranks, parameters).
+        """
+
+    @abstractmethod
+    def average(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
+        """On the summing thread: the average of this rank's part of a parameter, which the caller may change; None
+        where no rank gives it. With `on_host`, one rank's gradient after the other is added to `begin`.
         """
 
     def _given(self, slot: Slot) -> torch.dtype:
@@ -139,7 +143,7 @@ class HostSums(Sums):
         return self._send(given, copies, self._lanes.mark())
 
     def land(self, given: Round) -> None:
-        """They have left, and those from the host are added."""
+        """Waits until this rank's gradients have left the device, and adds those that were on the host."""
         if given.left is not None:
             given.left.synchronize()
         _, transferred = given.landing
@@ -151,8 +155,8 @@ class HostSums(Sums):
     def exchange(self, given: Round, gives: torch.Tensor) -> None:
         """Nothing: each reads what the others have given."""
 
-    def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
-        """In the order of the ranks."""
+    def average(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
+        """Adds up in the order of the ranks."""
         slot, total = given.slots[index], begin
         for rank in range(self._node.size):
             if gives[rank, index]:
@@ -168,7 +172,7 @@ class HostSums(Sums):
 
 
 class DeviceSums(Sums):
-    """Devices add up, and a part of the sums leaves each."""
+    """The devices add up, by a collective; a part of the sums leaves each device."""
 
     on_host, in_flight = False, 2
 
@@ -180,16 +184,16 @@ class DeviceSums(Sums):
         self._group.close()
 
     def part(self, count: int) -> slice:
-        """As rows have it: each of the first ranks as many, and the last what is left."""
+        """Parts are those of the rows: as many elements for each of the first ranks, and what is left for the last."""
         length = -(-count // self._node.size)
         return slice(min(count, length * self._node.rank), min(count, length * (self._node.rank + 1)))
 
     def given_bytes(self, slots: Sequence[Slot]) -> int:
-        """One row."""
+        """The bytes of one row."""
         return sum(aligned(length * dtype.itemsize) for dtype, length in self._lay_out(slots)[1].items())
 
     def give(self, given: Round, gradients: dict[Slot, torch.Tensor]) -> None:
-        """They are packed, with those from the host, and each divided by the number of all ranks."""
+        """Packs gradients into rows, those from the host too, each divided by the number of all ranks."""
         size, device = self._node.size, self._lanes.device
         places, lengths = self._lay_out(given.slots)
         for dtype, length in lengths.items():
@@ -210,7 +214,7 @@ class DeviceSums(Sums):
         given.landing = self._lanes.mark(), {}
 
     def land(self, given: Round) -> None:
-        """Others need nothing of this rank but that it comes."""
+        """Waits for nothing: other ranks read nothing of this one on the host."""
 
     def exchange(self, given: Round, gives: torch.Tensor) -> Transfer | None:
         """The devices add up, and this rank's row of the sums leaves; nothing does where nobody gives anything."""
@@ -230,8 +234,8 @@ class DeviceSums(Sums):
         transfer = self._send(given, copies, done)
         return Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done)  # as `rows` are kept
 
-    def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
-        """As it has come to the host."""
+    def average(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
+        """The sum that has come to the host."""
         if not gives[:, index].any():
             return None
         slot = given.slots[index]

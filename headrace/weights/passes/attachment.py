@@ -92,7 +92,7 @@ class Attachment:
         self._leave_registrations = _registrations.hooks.use(self)
         self._leave_pipelines: Callable[[], None] | None = None
         self._link(self._inventory(model))
-        engine.buffers_are_budgeted()
+        engine.note_buffers_budgeted()
         engine.before_call = self.follow
 
     def modules(self) -> list[tuple[str, nn.Module]]:
@@ -197,16 +197,16 @@ class Attachment:
         needed = list(dict.fromkeys((*(mains or ()), *own)))
         streamed = [block for block in needed if block.index >= 0 and not block.travels_in_parts]
         table = needed[0] if [bool(block.row_bytes) for block in needed] == [True] and looks_rows_up(module) else None
-        picks = self._site_of_all(module, name, needed[0], inventory) if len(needed) == 1 else None
+        all_experts = self._site_of_all(module, name, needed[0], inventory) if len(needed) == 1 else None
         encloses = any(inner in self._mains for inner in module.modules() if inner is not module)
         return Site(
             self._engine,
             name or type(module).__name__,
             tuple(streamed),
-            main=mains is not None and table is None and picks is None,
+            main=mains is not None and table is None and all_experts is None,
             encloses=encloses,
             table=table,
-            picks=picks,
+            all_experts=all_experts,
             adapts=adapts_experts(module),
         )
 

@@ -73,30 +73,30 @@ class Backward:
         self._updates = updates
         self._calls = calls
         self._recover = recover
-        self.site: Site | None = None  # that it is at
-        self._bound: tuple[Block, ...] = ()  # for it; none where all of the model is here, and stays
-        self.present: object | None = None  # the one under way
+        self.site: Site | None = None  # the one that backward is at
+        self._bound: tuple[Block, ...] = ()  # for that site; none where the whole model is on the device, and stays
+        self._under_way: object | None = None  # stands for the outermost backward under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
-        self._computing_again = contextlib.ExitStack()  # functions may be called again in it
-        self._within: dict[Slot, str] = {}  # that an autograd Function computes with now, and its name
-        self._task = -1  # of autograd, the outermost one
-        self._given_within: list[Slot] = []  # parameters that nested ones had gradients for
-        self.settling = threading.RLock()  # one that raised may end on autograd's thread, during the next pass
+        self._computing_again = contextlib.ExitStack()  # lends leaves, until it ends, to what is recomputed
+        self._within: dict[Slot, str] = {}  # weights that a user's autograd Function computes with now, and its name
+        self._task = -1  # autograd's number of the outermost one
+        self._given_within: list[Slot] = []  # parameters that got gradients from nested backwards
+        self.settling = threading.RLock()  # one that raised may end on autograd's thread, in the next pass
         self.refused = False  # the model was let go of
-        self.ended = 0  # how many have
+        self.ended = 0  # how many backwards have ended
         self.batch_sums: BatchSums | None = None  # of several micro-batches, for the backward under way
         # The hook of all leaves. Weakly: a cycle through autograd's hooks is never collected.
         self.on_gradient = functools.partial(_take_gradient, weakref.ref(self))
 
     @property
     def is_under_way(self) -> bool:
-        """Whether one has begun, and nobody has found that it is over."""
-        return self.present is not None
+        """Whether a backward has begun, and nobody has found that it is over."""
+        return self._under_way is not None
 
     @property
     def is_held(self) -> bool:
-        """Whether autograd still has it."""
-        return self.present is not None and self._ending() is not None
+        """Whether a backward is under way that autograd has not let go of."""
+        return self._under_way is not None and self._ending() is not None
 
     def watch_output(self, site: Site, output: Any) -> None:
         """The gradient of an output comes before any unpack of the site: an early word that its backward begins.
@@ -132,8 +132,10 @@ class Backward:
                 self._bound = site.blocks
             self.site = site
 
-    def require(self, block: Block, slot: Slot) -> None:
-        """It needs the weight of a slot, whose block its site may not have brought."""
+    def require(self, block: Block) -> None:
+        """An unpack hook needs a weight of a block that the site may not have brought: the block comes, and compute
+        waits for it. Called by autograd, on the thread of the device.
+        """
         if block.presence in (Presence.ABSENT, Presence.RESERVED):
             with without_overrides():
                 self._executor.visit((block,), Phase.BACKWARD, block.name)
@@ -156,7 +158,7 @@ class Backward:
         hook = function.register_hook(over)
 
     def begin(self) -> None:
-        """One begins that consists of several."""
+        """A backward begins that consists of several, of micro-batches that go through the model together."""
         self._begin()
 
     def rows_ready(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -176,17 +178,17 @@ class Backward:
                 self.batch_sums.take_rows(slot)
 
     def _begin(self) -> None:
-        """Once for the outermost one: nested ones (reentrant checkpoints) end inside of it."""
-        if self.present is not None:
+        """The outermost backward begins. Nested ones (reentrant checkpoints) are a part of it, and end before it."""
+        if self._under_way is not None:
             return
         self._gradients.abandon()  # what is left of a backward whose end was interrupted
         self.site, self._bound = None, ()
         self._within.clear()
         self._task = backward_task()
-        present = object()
-        end = EndOfBackward(functools.partial(self._ended, present))
+        one = object()
+        end = EndOfBackward(functools.partial(self._ended, one))
         end.queue()
-        self.present, self._ending = present, weakref.ref(end)
+        self._under_way, self._ending = one, weakref.ref(end)
         self._progress.becomes(PassState.BACKWARD)
         with without_overrides():
             self._executor.begin_backward()
@@ -194,16 +196,16 @@ class Backward:
         self._updates.changed()
         self._computing_again.enter_context(lending_leaves(self._lending))
 
-    def _ended(self, present: object, *, completed: bool) -> None:
-        """It returned, or raised: homes are bound again; gradients are delivered, or dropped.
+    def _ended(self, one: object, *, completed: bool) -> None:
+        """A backward returned, or raised: homes are bound again; gradients are delivered, or dropped.
 
-        Autograd may let go of a backward that raised on any thread. On one of ours, which what is done here waits for,
-        nothing is done: the next look or pass finds that it is over.
+        Called by autograd, on the thread that ends the backward; of one that raised, on any thread. On one of ours, for
+        which this would wait, nothing is done: the next look or pass finds that the backward is over.
         """
         if not completed and on_own_thread():
             return
         with self.settling:
-            if present is not self.present:
+            if one is not self._under_way:
                 return
             try:
                 self._finish(completed=completed)
@@ -215,9 +217,10 @@ class Backward:
                 raise
 
     def _finish(self, *, completed: bool) -> None:
+        """Unbinds, ends the cycle, and delivers gradients or drops them, in that order."""
         self._computing_again.close()
         self._forget_nested()
-        self.present = None
+        self._under_way = None
         self.ended += 1
         bound, self._bound, self.site = self._bound, (), None
         release(bound)
@@ -246,11 +249,11 @@ class Backward:
         self._given_within.clear()
 
     def undo(self) -> None:
-        """Nothing of it is under way any more."""
+        """Whatever is left of a backward is dropped: none is under way any more."""
         self.site, self._bound = None, ()
         self._forget_nested()
-        if self.present is not None:
-            self.present = None
+        if self._under_way is not None:
+            self._under_way = None
             self._executor.abandon_cycle()
         self.drop_gradients()
 
@@ -275,7 +278,7 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
     self, slot = backward(), leaf.owner()
     if self is None or slot is None or slot.on_gradient is None:  # the model was let go of
         return
-    if self.present is None:  # a block that saves nothing is never unpacked
+    if self._under_way is None:  # a block that saves nothing is never unpacked
         self._begin()
     if slot in self._within:
         raise StateError(

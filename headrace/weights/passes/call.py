@@ -17,7 +17,7 @@ __all__ = ["Call", "MethodCall", "Passes"]
 
 
 class Passes(UnderWay, Protocol):
-    """Begins and ends what calls are a part of; the engine is it."""
+    """What a call asks of the engine: to begin and end the pass and the visit that it is a part of."""
 
     def begin_pass(
         self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -52,7 +52,7 @@ class Call:
         self._ends: list[Callable[[], object]] = []  # of what was begun, in that order
 
     def begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """It is the outermost call."""
+        """The call is the outermost one. Returns its arguments, on the device."""
         engine = self._engine
         args, kwargs = engine.begin_pass(self.site, args, kwargs)
         self._ends.append(engine.end_pass)
@@ -69,7 +69,7 @@ class Call:
         self._take_part(with_gradients=with_gradients)
 
     def _take_part(self, *, with_gradients: bool, in_method: bool = False) -> None:
-        """From here to its end, in what is computed with weights."""
+        """From here to its end the call computes with weights: homes are lent, and autograd saves handles."""
         engine = self._engine
         if not is_lending(engine.lending):
             lending = lending_leaves(engine.lending)
@@ -84,7 +84,7 @@ class Call:
             self._ends.append(pop_hooks)
 
     def at_its_end(self, end: Callable[[], object]) -> None:
-        """Something else has begun that ends with it."""
+        """Something else has begun that ends with the call."""
         self._ends.append(end)
 
     def end(self, but: int = 0) -> None:
@@ -109,7 +109,7 @@ class MethodCall(Call):
         self.name = f"{site.name}.{name}"
         self.used = False  # whether it has been a pass
         self.begun = False  # ... and is one now
-        self._open = 0  # of `_ends`, those that are not the pass's
+        self._open = 0  # how many of `_ends` come before those of the pass
 
     def open(self) -> None:
         """The method is about to run. What nests with what it may open itself begins here."""
@@ -117,24 +117,24 @@ class MethodCall(Call):
         self._open = len(self._ends)
 
     def begin(self) -> None:
-        """It needs a weight or a buffer."""
+        """The method needs a weight or a buffer: a pass begins, unless one is under way."""
         if not self.begun:
             self._engine.begin_method(self)
 
     def begin_visit(self) -> None:
-        """The pass has begun."""
+        """The visit of the pass that has just begun, which ends with it."""
         self.used = self.begun = True
         self._ends.append(self._engine.end_pass)
         self._engine.visit(self)
         self._ends.append(self._engine.leave)
 
     def pause(self) -> None:
-        """What comes next is outside of its pass."""
+        """Ends the pass, if one is under way: what the method calls next is no part of it."""
         if self.begun:
             self.begun = False
             self.end(self._open)
 
     def break_off(self) -> None:
-        """Nothing of its pass is left."""
+        """Forgets the pass without ending it: the engine has undone it, after an exception."""
         self.begun = False
         del self._ends[self._open :]

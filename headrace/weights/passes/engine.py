@@ -51,7 +51,7 @@ class Together(Protocol):
         """The micro-batch that computes calls a site with blocks, and waits there for its turn. Its arguments then."""
 
     def note_use(self, *blocks: Block) -> None:
-        """It uses parts of these."""
+        """The micro-batch that computes uses parts of these blocks."""
 
 
 class Engine:
@@ -72,7 +72,7 @@ class Engine:
         self.blocks = list(blocks)
         self.residents = list(residents)
         self.buffers = buffers
-        self._buffer_bytes = 0  # of those: taken off the budget for blocks already
+        self._buffer_bytes = 0  # what `buffers` take that has been taken off the budget for blocks
         self.before_call: Callable[[], None] = lambda: None  # the outermost call is about to begin
         self._residency = residency
         self._executor = executor
@@ -108,7 +108,7 @@ class Engine:
             self._adopt(block)
 
     def _adopt(self, block: Block) -> None:
-        """The gradients of a block come here."""
+        """From now on the gradients of a block's leaves come here, and its leaves are lent."""
         with without_overrides():  # a leaf that is away
             for slot in block.slots:
                 slot.on_gradient = self.backward.on_gradient
@@ -122,8 +122,8 @@ class Engine:
         if largest is not None:
             self._residency.check_resident(what, nbytes, largest)
 
-    def buffers_are_budgeted(self) -> None:
-        """The budget for blocks is what buffers leave of it, as they are now."""
+    def note_buffers_budgeted(self) -> None:
+        """Notes how many bytes buffers of modules take: whoever made the budget for blocks has left them out."""
         self._buffer_bytes = self.buffers.nbytes
 
     def _follow_buffers(self) -> None:
@@ -248,7 +248,7 @@ class Engine:
         """Passes of one model follow each other. Raises StateError where another thread's is under way."""
         this = own_thread()
         owner = self._claims.setdefault("pass", this)  # in one go, whatever other threads do
-        if owner == this and self.backward.present is not None and self.backward.is_held:
+        if owner == this and self.backward.is_held:
             owner = self.progress.thread
         if owner != this:
             if self._claims["pass"] == this:
@@ -363,7 +363,7 @@ class Engine:
             self.backward.batch_sums = None
 
     def discard(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gradients of these are discarded, those that wait to be averaged over ranks, too."""
+        """Gradients of these parameters are discarded, those that wait to be averaged over ranks, too."""
         if self._common is not None:
             self._common.discard(parameters)
 

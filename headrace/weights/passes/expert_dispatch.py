@@ -1,5 +1,5 @@
-"""How does a module compute with some of its experts? Its `forward` is ours: those that are used come, and stand in for
-all.
+"""How does a module compute with some of its experts? Its `forward` is ours: those that are used come, and stand in
+for all.
 
 The host reads which ones are wanted: it waits once for what the device computes before. See docs/design/experts.md.
 """
@@ -29,7 +29,7 @@ _NEEDS_ALL = object()  # instead of what a module gives
 
 
 class _Call(NamedTuple):
-    """A call of the `forward` of a module that picks experts."""
+    """A call of the `forward` of a module whose experts travel one by one."""
 
     block: Block
     module: nn.Module
@@ -40,16 +40,16 @@ class _Call(NamedTuple):
 
 
 class _Routing(NamedTuple):
-    """What a module is called with: tokens, and the experts that each wants."""
+    """What a module of transformers' is called with: tokens, and the experts that each wants."""
 
     hidden: torch.Tensor  # (tokens, features)
     weights: torch.Tensor  # (tokens, experts for each)
-    where: torch.Tensor  # on the host, of that shape: which of those that are used
-    dtype: torch.dtype  # of the experts' numbers
+    where: torch.Tensor  # on the host, same shape: the position of each expert among those that are used
+    dtype: torch.dtype  # of the numbers of experts, as the router gave them
 
 
 class ExpertDispatch:
-    """Calls of modules that pick experts, of one model. `call` is the engine's, for a visit to a whole block."""
+    """Calls of modules whose experts travel one by one. `call`: the engine's, for a visit to a whole block."""
 
     def __init__(
         self,
@@ -136,12 +136,14 @@ class ExpertDispatch:
                 self._gradients.note_whole(call.block)
 
     def _at_once(self, call: _Call, bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
-        """They are counted by the slots that they are in: no result depends on which number an expert has."""
+        """All experts that the call uses are in the bank at once. They are counted by the slots that they are in: no
+        result depends on which number an expert has.
+        """
         block, slices, trains = call.block, self._slices, self._gradients.trains(call.block)
         with without_overrides():
             # Gradients of tokens are added up in the order in which these are grouped by expert.
             in_order = trains or (torch.is_grad_enabled() and access_of(call.module) is ExpertAccess.GROUPED)
-            # A gradient is as large as what it is of.
+            # Autograd makes a gradient as large as the stand-in, so that is no larger than the weight.
             count = 0 if block.experts is None else block.experts.count
             span = min(count, bank.slots) if trains else bank.slots
             if in_order:
@@ -245,6 +247,7 @@ class ExpertDispatch:
         return None if None in found else [name for name in found if name is not None]
 
     def _goes_by_slices(self, block: Block, routing: Iterable[torch.Tensor]) -> bool:
+        """Whether a call may be computed with single experts, as far as is known before these are counted."""
         return (
             (block.presence is Presence.ABSENT or self._gradients.trains(block))
             and all(type(one) in (torch.Tensor, nn.Parameter) for one in routing)

@@ -23,11 +23,11 @@ _MARK = "headrace_whole"
 
 
 class _Use:
-    """A call that trains all of a block: it lives as long as the call's graph does."""
+    """Stands for a call that trains all of a block, and lives as long as the call's graph does."""
 
 
 class ExpertGradients:
-    """The experts of one model, as far as they are trained. `one_by_one`: whether they may be, expert by expert."""
+    """Gradients of the experts of one model. `one_by_one`: whether they may leave the device expert by expert."""
 
     def __init__(self, backward: Backward, executor: Executor, parts: PartGradients, *, one_by_one: bool) -> None:
         self._backward = backward
@@ -35,7 +35,8 @@ class ExpertGradients:
         self._parts = parts
         self._one_by_one = one_by_one
         self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
-        self._known_whole: dict[Block, int] = {}  # how many backwards had ended when that was seen
+        # Blocks of which a call used more than single experts, and how many backwards had ended then.
+        self._known_whole: dict[Block, int] = {}
 
     def trains(self, block: Block) -> bool:
         """Whether a call of the block's module now is one of a pass in which any of its weights gets a gradient."""
@@ -82,7 +83,7 @@ class ExpertGradients:
                     self._whole.setdefault(block, weakref.WeakSet()).add(use)
 
     def one(self, block: Block, slot: Slot, expert: int, values: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """One expert's weight, shape (...), which is what `values` gives."""
+        """The weight of one expert, which is what `values` gives; its gradient goes to the host as one row."""
         return self._part(block, slot, values, [expert], _as_row)
 
     def several(

@@ -1,8 +1,8 @@
-"""What stands in for weights of which experts are taken by number? What brings an expert when it is asked for?
+"""What stands in for weights of which experts are taken by number? A tensor that brings an expert when it is asked for.
 
 For modules that take experts one by one, as `weight[number]`, or a copy of several, as `weight[numbers]`: transformers'
 loops over experts, and modules of the user's own. They go on counting experts as they do. What they do with a weight
-besides is done with all of it, borrow for the call. See docs/design/experts.md.
+besides is done with all of it, borrowed for the call. See docs/design/experts.md.
 """
 
 import contextlib

@@ -39,7 +39,7 @@ class CannotCutError(BaseException):  # which user code that catches errors of i
 
 
 class _Boundary:
-    """Where a segment uses a tensor of an earlier one."""
+    """Where a segment uses a tensor of an earlier one, and a stand-in takes that tensor's place."""
 
     def __init__(self, source: GradientEdge) -> None:
         self.source: GradientEdge | None = source
@@ -48,23 +48,23 @@ class _Boundary:
         self.gradient: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor | None:
-        """Its gradient, for who goes on with it."""
+        """The stand-in's gradient, which is let go of here: whoever goes on with it keeps it."""
         gradient, self.gradient = self.gradient, None
         return gradient
 
 
 class _Cut(torch.autograd.Function):
-    """The same memory, with no graph behind it; what its gradient is, the stand-in is told."""
+    """Makes a stand-in: the same memory, with no graph behind it. Its gradient goes to the boundary."""
 
     @staticmethod
-    def forward(ctx: Any, _carrier: torch.Tensor, tensor: torch.Tensor, stand_in: _Boundary) -> torch.Tensor:
-        ctx.stand_in = stand_in
+    def forward(ctx: Any, _carrier: torch.Tensor, tensor: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
+        ctx.boundary = boundary
         ctx.set_materialize_grads(False)
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:
-        ctx.stand_in.gradient = gradient
+        ctx.boundary.gradient = gradient
         return None, None, None
 
 
@@ -116,7 +116,9 @@ _watched = threading.local()  # `segments` of what this thread computes
 
 
 def _watch_functions() -> Callable[[], None]:
-    """Functions of the user's own, and reentrant checkpoints, come by no torch function."""
+    """Puts a detour into `autograd.Function.apply`, and returns what takes it out again: functions of the user's own
+    and reentrant checkpoints call no torch function.
+    """
     own = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,11 +151,11 @@ class GraphSegments:
     def __init__(self, on_use: Callable[[Any], None] | None = None) -> None:
         """`on_use` is told what torch functions are given, within visits, too."""
         self.on_use = on_use
-        self.in_visit = 0  # how many calls of visits are under way: what they are given is replaced, nothing inside
+        self.in_visit = 0  # how many calls of visits are under way: their arguments are replaced, and nothing inside
         self.function = 0  # number of the last function between visits: visits without gradients are within it
-        self.of_nodes = 0  # the last segment that began with gradients: it has the node of what computes without
-        self.checkpoints: list[int] = []  # the segments that have the nodes of reentrant ones
-        self._begins = [-1]  # the first number that autograd gives nodes of each segment
+        self.of_nodes = 0  # the last segment that began with gradients on: nodes made with gradients off are its
+        self.checkpoints: list[int] = []  # the segments that have the nodes of reentrant checkpoints
+        self._begins = [-1]  # of each segment: the first sequence number that autograd gives to its nodes
         self._carrier = torch.zeros((), requires_grad=True, device="cpu")
         self._here: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor, int]] = {}  # of the present segment
         self._chains: dict[tuple[Any, int], _Boundary] = {}  # the last stand-in of each tensor
@@ -169,7 +171,7 @@ class GraphSegments:
     # forward ----------------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """The micro-batch is computed inside of it, on this thread."""
+        """Inside, this thread computes the micro-batch, and tensors of earlier segments are replaced."""
         stop = _functions.use(self)
         try:
             with _Between(self):
@@ -181,7 +183,7 @@ class GraphSegments:
 
     @property
     def number(self) -> int:
-        """Of the present segment; 0: none has begun."""
+        """The number of the present segment; 0: none has begun."""
         return len(self._begins) - 1
 
     def begin(self) -> int:
@@ -221,6 +223,7 @@ class GraphSegments:
         self._loss, self._loss_gradient = get_gradient_edge(loss), torch.ones_like(loss)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the present segment uses for a tensor: itself, or a stand-in if an earlier segment has made it."""
         if not tensor.requires_grad or isinstance(tensor, Home | Leaf):
             return tensor
         node = tensor.grad_fn
@@ -232,19 +235,19 @@ class GraphSegments:
         if key not in self._here:
             earlier = self._chains.get(key)
             source = get_gradient_edge(tensor) if earlier is None or earlier.source is None else earlier.source
-            one = self._chains[key] = _Boundary(source)
-            self._all.append(one)
+            boundary = self._chains[key] = _Boundary(source)
+            self._all.append(boundary)
             if earlier is None:
-                self._made_in[made_in].append(one)
+                self._made_in[made_in].append(boundary)
             else:
-                earlier.later = one
-            self._used_in[self.number].append(one)
+                earlier.later = boundary
+            self._used_in[self.number].append(boundary)
             cut: Any = _Cut.apply
             with torch.enable_grad(), self._aside():
-                stand_in = cut(self._carrier, tensor.detach(), one)
+                stand_in = cut(self._carrier, tensor.detach(), boundary)
             stand_in.__dict__.update(tensor.__dict__)
             setattr(stand_in, WATCHED, sequence_number(stand_in.grad_fn))
-            one.edge = get_gradient_edge(stand_in)
+            boundary.edge = get_gradient_edge(stand_in)
             self._cuts[stand_in.grad_fn] = key, made_in
             self._given_out.append(weakref.ref(stand_in))
             self._here[key] = stand_in, tensor, tensor._version
@@ -252,6 +255,7 @@ class GraphSegments:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
+        """Inside, nothing is replaced: what is computed is our own."""
         self.in_visit += 1
         try:
             yield
@@ -297,7 +301,7 @@ class GraphSegments:
 
     # backward ---------------------------------------------------------------------------------------------------------
     def backward(self, segment: int) -> None:
-        """That of one segment, the last one first."""
+        """The backward of one segment; to be called for the last segment first."""
         found = [(root, gradient()) for root, gradient in self._roots(segment)]
         roots = [(root, gradient) for root, gradient in found if gradient is not None]
         self._made_in.pop(segment, None)
@@ -317,7 +321,7 @@ class GraphSegments:
         self._loss = self._loss_gradient = None
 
     def _roots(self, segment: int) -> Iterable[tuple[GradientEdge, Callable[[], torch.Tensor | None]]]:
-        """Where the segment's backward begins, and with what, once later ones have been gone through."""
+        """Where the segment's backward begins, and what gives the gradient there, once later segments' are done."""
         if segment == self.number and self._loss is not None:
             yield self._loss, lambda: self._loss_gradient
         for one in self._made_in[segment]:

@@ -82,15 +82,15 @@ class _Wrapper(NamedTuple):
 
 
 class Reached(Protocol):
-    """The backward of the model. `site`: that it is at."""
+    """What unpack hooks ask of the backward of the model. `site`: the one that backward is at."""
 
     site: Site | None
 
     def reach(self, site: Site) -> None:
         """Something of the site's forward is needed: its blocks come."""
 
-    def require(self, block: Block, slot: Slot) -> None:
-        """It needs the weight of a slot, whose block its site may not have brought."""
+    def require(self, block: Block) -> None:
+        """A weight of a block is needed, which the site may not have brought: the block comes."""
 
     def note_function(self, slot: Slot, function: Any) -> None:
         """An autograd Function of the user's has a weight now that it has saved."""
@@ -128,10 +128,10 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> Any:
         packed: WeightHandle | SavedExperts | _Wrapper | None
         if type(tensor) is torch.Tensor or not is_wrapper(tensor):
-            picks = self._slices.travel
+            in_slices = self._slices.travel
             address = tensor.data_ptr() if has_storage(tensor) else -1
             near = self._addresses.first <= address < self._addresses.last or not address
-            packed = self._pack_weight(tensor) if near or picks else None
+            packed = self._pack_weight(tensor) if near or in_slices else None
         else:
             packed = self._pack_wrapper(tensor)
         if packed is not None:
@@ -162,8 +162,8 @@ class SavedTensors:
                 tensor.is_neg(),
                 self._recompute,
             )
-        picks = self._slices.travel and has_storage(tensor)
-        return saved_experts_of(self._slices, tensor, self._recompute) if picks else None
+        in_slices = self._slices.travel and has_storage(tensor)
+        return saved_experts_of(self._slices, tensor, self._recompute) if in_slices else None
 
     def _pack_wrapper(self, wrapper: Any) -> "_Wrapper | None":
         """A wrapper around tensors of which some lie in a block; None for any other."""
@@ -199,7 +199,7 @@ class SavedTensors:
                 check_unchanged(slot, packed.token)
                 return packed.weight(self._slices)
             if packed.block.presence is not Presence.PRESENT:
-                backward.require(packed.block, slot)
+                backward.require(packed.block)
             if slot.leaf.requires_grad:
                 node = running_node()
                 if isinstance(node, FunctionNode):

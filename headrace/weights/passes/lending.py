@@ -43,7 +43,7 @@ class Lending:
         self._residency = residency
         self._calls = calls
         self._blocks: dict[Slot, Block] = {}
-        self._lent_in_backward: list[Block] = []  # to what is computed again
+        self._lent_in_backward: list[Block] = []  # outside of any call
         self._idle: list[Block] = []  # experts that are called with no tokens
 
     def add(self, block: Block) -> None:
@@ -114,7 +114,7 @@ class Lending:
             self._idle = [one for one in self._idle if one is not block]
 
     def is_idle(self, blocks: Sequence[Block]) -> bool:
-        """Whether they are of such a call."""
+        """Whether these blocks belong to an expert that is being called with no tokens."""
         return bool(self._idle) and all(block in self._idle for block in blocks)
 
     def begin_method(self) -> bool:

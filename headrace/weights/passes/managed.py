@@ -127,7 +127,7 @@ class Managed:
     def methods(self) -> dict[str, Method]:
         """What takes the place of methods of the instance."""
         forward = {} if self.site.table is None else {"forward": self._look_up}
-        forward |= {} if self.site.picks is None else {"forward": self._pick}
+        forward |= {} if self.site.all_experts is None else {"forward": self._compute_experts}
         forward |= {"forward": self._adapt} if self.site.adapts else {}
         return {
             **self._others,
@@ -167,8 +167,8 @@ class Managed:
         self._engine.note_use(table)
         return self._engine.lookups.look_up(table, module, own, *args, **kwargs)
 
-    def _pick(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
-        whole = self.site.picks
+    def _compute_experts(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = self.site.all_experts
         if whole is None:
             return own(*args, **kwargs)
         self._engine.note_use(*whole.blocks)
@@ -177,9 +177,9 @@ class Managed:
     def _adapt(self, module: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
         base: Any = module.get_base_layer()
         site = site_of(base)
-        if site is None or site.picks is None:
+        if site is None or site.all_experts is None:
             return own(*args, **kwargs)
-        return self._engine.experts.adapt(site.picks.blocks[-1], module, base, own, args, kwargs)
+        return self._engine.experts.adapt(site.all_experts.blocks[-1], module, base, own, args, kwargs)
 
     def compiling(self, module: nn.Module) -> bool:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
@@ -213,7 +213,7 @@ class Managed:
     @property
     def _takes_parts(self) -> bool:
         """Whether the module's `forward` is ours, as rows of its weight, or experts, come when they are used."""
-        return self.site.table is not None or self.site.picks is not None or self.site.adapts
+        return self.site.table is not None or self.site.all_experts is not None or self.site.adapts
 
     @contextlib.contextmanager
     def plain(self, module: nn.Module) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Who uses homes directly? Modules that do so without calling their module, and users while an update is under way.
+"""What happens to a home that is used without a call of its module? It is lent its leaf, or waits for an update.
 
 `Fused.apply(x, self.child.weight)` computes with a weight that no visit brought. While a visit is under way, a module
 that is asked for a parameter comes through here and gives the leaf, present until the call ends. Torch functions come
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Lender(Protocol):
-    """Has the leaves of homes, while a visit of its own is under way. Leaves that it lends stay until a call ends."""
+    """Lends the leaves of one model while a visit of it is under way. They stay until the innermost call ends."""
 
     def lend_to_function(self, owner: Any, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
         """The leaf for a home that a torch function takes; None: it is not the lender's, or to be used as it is.
@@ -53,7 +53,7 @@ class Lender(Protocol):
 Wait = Callable[[Any], None]
 _Answer = TypeVar("_Answer")
 
-# What changes no tensor, and looks at no value before it computes.
+# Torch functions that change no tensor and look at no value before they compute: for an empty input, shapes do.
 # fmt: off
 _GO_BY_SHAPE = frozenset((
     "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mul", "__mul__", "__rmul__",
@@ -72,11 +72,12 @@ class _Lending(NamedTuple):
 
 _lenders: list[_Lending] = []
 _waits: list[Wait] = []
-_changing = threading.RLock()  # those and the class of homes; the garbage collector may strike where it is held
+# Held while these lists and the class `Home` change; reentrant, as the garbage collector may strike meanwhile.
+_changing = threading.RLock()
 
 
 class TakingPart:
-    """Somebody takes part in what homes are used for, from `begin()` to `end()`, or as a context manager."""
+    """Keeps `one` in the list of those that are asked about homes, from `begin()` to `end()`, or in a `with` block."""
 
     def __init__(self, present: list[Any], one: Any) -> None:
         self._present = present
@@ -112,7 +113,7 @@ def lending_leaves(lender: Lender) -> TakingPart:
 
 
 def is_lending(lender: Lender) -> bool:
-    """Whether they do now, and nobody began later."""
+    """Whether torch functions on this thread ask this lender first: it lends, and no other began later."""
     try:
         last = _lenders[-1]
     except IndexError:
@@ -202,6 +203,7 @@ def _watch() -> None:
 
 
 def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """A torch function takes a home, on any thread: it waits for its update, and gets the leaf where one is lent."""
     kwargs = kwargs or {}
     with without_overrides():
         use = _use_of(func, args, kwargs)
@@ -217,6 +219,7 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
 
 
 def _use_away_leaf(_cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """A torch function takes a leaf whose block is away: its home is used instead, for which the leaf is lent again."""
     name, kwargs = getattr(func, "__name__", ""), kwargs or {}
     with without_overrides():
         if name == "__hash__":
@@ -275,7 +278,7 @@ AwayCompound.__torch_function__ = classmethod(_use_away_compound)  # type: ignor
 
 
 def _use_of(func: Any, args: Any, kwargs: Any) -> Use:
-    """As `use_of`; what is written with other tensors, or to another one, is computed with."""
+    """As `use_of`, but Use.WRITE only where a home is written to with nothing but numbers; with tensors it computes."""
     use = use_of(func)
     if use is not Use.WRITE:
         return use
@@ -291,13 +294,13 @@ def _waited_for(home: Home) -> Home:
 
 
 def _devices_beside(args: Any, kwargs: Any) -> set[torch.device]:
-    """Where the tensors are that are no homes."""
+    """The devices of the tensors that are no homes."""
     others = tree_flatten((args, kwargs))[0]
     return {one.device for one in others if isinstance(one, torch.Tensor) and not isinstance(one, Home | AwayCompound)}
 
 
 def _lent(home: Home, use: Use, beside: Collection[torch.device]) -> torch.Tensor:
-    """What a torch function uses for a home."""
+    """What a torch function uses for a home: the leaf that is lent for it, or the home itself."""
     owner = owner_of(home)
     leaf = _first(lambda lender: lender.lend_to_function(owner, use, beside))
     return home if leaf is None else leaf

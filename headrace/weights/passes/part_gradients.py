@@ -51,13 +51,13 @@ class PartGradients:
         return found
 
     def is_sign(self, leaf: torch.Tensor) -> bool:
-        """Whether it is no parameter, but tells of the gradients of parts."""
+        """Whether a leaf of a graph is the `sign` of some weight, and no parameter."""
         return any(of.sign is leaf for of in self._of.values())
 
 
 class _OfWeight:
-    """The gradients of parts of one weight. Autograd adds up what several parts give, and then gives it to a leaf: here
-    it is told so by a leaf of one element, `sign`, for which each part has a gradient as well.
+    """The gradients of parts of one weight. `sign` tells when autograd has all of them: it is a leaf of one element,
+    for which each part has a gradient as well, and its hook is called when none is missing.
     """
 
     def __init__(self, backward: Backward, slot: Slot, device: torch.device, alone: Callable[[], bool]) -> None:
@@ -85,7 +85,7 @@ class _OfWeight:
         return whole.index_copy(0, rows.to(gradient.device), gradient)
 
     def complete(self) -> None:
-        """All parts have given their gradients in one backward. Called by the hook of `sign`."""
+        """All parts have given their gradients in one backward. Called by autograd, by the hook of `sign`."""
         self.sign.grad = None
         self._backward.rows_complete(self._slot)
 
@@ -96,7 +96,7 @@ def _complete(gradients: _OfWeight | None) -> None:
 
 
 class TakenPart(torch.autograd.Function):
-    """It saves what the operation saves that a plain run has in its place, and reads no weight in backward."""
+    """Saves what the operation saves that a plain run has in its place, and reads no weight in backward."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What does autograd keep of experts that were picked? Which they were, and how they lay in a slot, but no bytes.
+"""What does autograd keep of experts that came one by one? Which they were, and how they lay in a slot, but no bytes.
 
 As with handles of blocks (handles.py): backward has them brought again, where they are not there any more.
 """

@@ -17,14 +17,14 @@ __all__ = ["Companion", "Site", "UnderWay"]
 
 
 class Companion(Protocol):
-    """Who offloaded a model."""
+    """Who offloaded a model, and lives as long as the model does: the handle."""
 
     def convert(self, model: nn.Module, convert: Callable[[], object]) -> None:
         """The model gets other dtypes by `convert`."""
 
 
 class UnderWay(Protocol):
-    """What a call asks of the passes over its model; the engine is it."""
+    """What a site asks about the pass that is under way; the engine answers."""
 
     device: torch.device
     bindings: PassBindings
@@ -38,9 +38,9 @@ class UnderWay(Protocol):
 class Site:
     """One managed module.
 
-    `blocks` must be present while it computes. `main`: its call is the usual way to them (a layer); otherwise it is a
-    module inside of such a one and does nothing unless it is called on its own, or it has no blocks. `encloses`:
-    some site with main=True is inside it.
+    `blocks` must be present while it computes. `main`: its call is the usual way to them (a layer). A site that is not
+    `main` has no blocks, or belongs to a module inside of a layer, whose call does nothing of its own unless the module
+    is called alone. `encloses`: some site with main=True is inside it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Site:
         main: bool,
         encloses: bool,
         table: Block | None = None,
-        picks: "Site | None" = None,
+        all_experts: "Site | None" = None,
         adapts: bool = False,
     ) -> None:
         self._under_way = under_way
@@ -62,9 +62,9 @@ class Site:
         self._may_be_inside = bool(blocks) and not main
         self.may_be_idle = len(blocks) == 1 and blocks[0].called is not None
         self.encloses = encloses
-        self.table = table  # that the module looks rows up in, of which those alone travel
-        self.picks = picks  # the module picks experts, which alone travel; the site of a call that needs them all
-        self.adapts = adapts  # weights of such a module, see passes/adapted_experts.py
+        self.table = table  # in which the module looks rows up, which alone travel
+        self.all_experts = all_experts  # of a module of experts that travel one by one: of a call that needs all
+        self.adapts = adapts  # the module adapts weights of experts, see passes/adapted_experts.py
         self.device = under_way.device
         self.companion: Companion | None = None  # of a whole model: what lives as long as it does
         self.compiled_by: weakref.ref[nn.Module] | None = None  # what torch.compile made around it, until it is called

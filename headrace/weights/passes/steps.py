@@ -130,7 +130,7 @@ class OptimizerSteps:
         for slot in slots:
             slot.changed_untraced()
         for block in in_files:
-            block.is_flushed()
+            block.note_flushed()
         if slots and self._common is not None:
             self._common.still_unwritten(unwritten)  # before anything is fetched
         if slots:
