@@ -149,6 +149,15 @@ def test_the_lane_is_busy_as_long_as_the_floor_says(method: Method, stage: int, 
     assert run.seconds >= run.floors.longest
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("weights", Place)
+def test_updated_weights_are_passed_on_wherever_they_rest(weights: Place, stage: int) -> None:
+    method = dataclasses.replace(ON_DEVICE, weights=weights, state=Place.DISK)
+    run = run_of(decoder(), Work(sequence_length=500), Spread(data=4, zero_stage=stage), method, NODE)
+    assert run.step.busy_seconds[CostLane.COLLECTIVE] == pytest.approx(0.6 + 0.6)
+    assert run.floors.collective_seconds == pytest.approx(0.6 + 0.6)
+
+
 def test_devices_of_one_node_do_not_talk_over_the_network() -> None:
     slow = NODE.changed(node_bytes_per_second=RATE / 100)
     work = Work(sequence_length=500)

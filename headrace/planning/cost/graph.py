@@ -268,14 +268,14 @@ class StepGraph:
         if moved:
             seconds = hardware.dram_latency_seconds + moved / hardware.update_rate
             done = self._add(CostLane.UPDATE, f"update {block}", seconds, waits, dram_bytes=moved, block=block)
-        if moved_on_disk:
-            spill = self._copy(CostLane.SPILL, "state", block, moved_on_disk, [done])
-            self.spilled.append(spill)
-            if own.fetch_bytes:
-                return spill
+        passed = done
         if own.pass_on_seconds:
-            return self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done], block=block)
-        return done
+            passed = self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done], block=block)
+        if moved_on_disk:  # weights that rest there: also those that others have updated
+            spill = self._copy(CostLane.SPILL, "state", block, moved_on_disk, [passed if own.spill_bytes else done])
+            self.spilled.append(spill)
+            return spill if own.spill_bytes else passed
+        return passed
 
     def _load(self, block: int) -> None:
         problem, own = self.plan.problem, self.traffic[block]
