@@ -91,7 +91,7 @@ def test_500b_fits_with_state_on_disk(exercise_node: Hardware) -> None:
 @pytest.mark.usefixtures("short_search")
 def test_500b_without_a_disk_does_not_fit(exercise_node: Hardware) -> None:
     shape = shape_of_config(plain(layers=120, hidden=18_634, heads=121))
-    spread = Spread(data=8, zero_stage=3)
+    spread = Spread(data=8, zero_stage=2)
     with_disk = plan_run(shape, exercise_node, Work(), spread, overlap=Overlap.BACKWARD)
     assert with_disk.fits
     assert with_disk.method.state is Place.DISK
@@ -110,7 +110,7 @@ def test_175b_on_one_node(exercise_node: Hardware) -> None:
     assert shape.parameters == pytest.approx(175e9, rel=0.01)
     assert 8 * shape.parameters == pytest.approx(1.4e12, rel=0.01)  # the tutorial's: moments alone
     assert 12 * shape.parameters > exercise_node.host_memory_bytes
-    spread = Spread(data=8, zero_stage=3)
+    spread = Spread(data=8, zero_stage=2)
     lacking = options(shape, Work(), spread, exercise_node, Overlap.NONE, disk=False)
     assert all(option.lacks for option in lacking)
     planned = plan_run(shape, exercise_node, Work(), spread)

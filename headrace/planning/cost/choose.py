@@ -12,9 +12,8 @@ from headrace.planning.cost.tiers import DEVICE_RESERVE, HOST_RESERVE, Tiers
 from headrace.planning.cost.wanted import Wanted
 from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 
-__all__ = ["NOT_RUN", "Help", "Option", "Shortfall", "best_run", "helps", "options", "shortfall"]
+__all__ = ["Help", "Option", "Shortfall", "best_run", "helps", "options", "shortfall"]
 
-NOT_RUN = "headrace does not run this yet"
 _SIMPLER = 1.02  # a simpler method is taken when the best other one is not faster than this
 
 
@@ -57,7 +56,7 @@ def options(
 ) -> list[Option]:
     """All methods that are `wanted`, the simplest first, each with what it lacks."""
     found = []
-    methods = list(_methods(work, overlap, disk=disk and hardware.disk_bytes > 0, alone=spread.devices == 1))
+    methods = list(_methods(work, overlap, disk=disk and hardware.disk_bytes > 0, alone=spread.data == 1))
     for method in methods if wanted is None else wanted.of(methods, work.training):
         tiers, floors = tiers_and_floors(shape, work, spread, method, hardware)
         lacks = tuple((place, tiers.short(place)) for place in Place if tiers.short(place))
@@ -120,7 +119,7 @@ def _groups(work: Work, method: Method) -> list[int]:
 def orders(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run: Run) -> dict[int, float]:
     """Micro-batches that go through a block together -> seconds of the step, as far as they fit; {}: no choice."""
     found = {}
-    for together in _groups(work, run.method) if spread.devices == 1 else ():
+    for together in _groups(work, run.method) if spread.data == 1 else ():
         method = replace(run.method, together=together)
         if together == run.method.together:
             found[together] = run.seconds
@@ -195,7 +194,7 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
     return sorted(found, key=lambda help: -help.gain)
 
 
-def shortfall(hardware: Hardware, work: Work, spread: Spread, considered: list[Option]) -> Shortfall:
+def shortfall(hardware: Hardware, work: Work, considered: list[Option]) -> Shortfall:
     """The method that lacks something in the fewest tiers, and the least there; and what would make it fit."""
 
     def lacking(option: Option) -> tuple[int, float]:
@@ -209,15 +208,10 @@ def shortfall(hardware: Hardware, work: Work, spread: Spread, considered: list[O
             fixes.append(f"devices of {_size(_up(total / (1 - DEVICE_RESERVE)))}")
             if work.batch_size * work.sequence_length > 1:
                 fixes.append("fewer tokens in a micro-batch, and more micro-batches")
-            fixes.append(f"a tensor degree of {2 * spread.tensor} over as many devices ({NOT_RUN})")
         elif place is Place.HOST:
             fixes.append(f"{_size(_up(total * hardware.devices / (1 - HOST_RESERVE)))} of host memory in the node")
             if not hardware.disk_bytes and work.training is not Training.NONE:
                 fixes.append("a disk for the optimizer's state")
-            if spread.data > spread.ranks and spread.shares(closest.method, work.training):
-                fixes.append(f"ZeRO stage 3 over the {spread.nodes} nodes instead of a copy on each ({NOT_RUN})")
-            if spread.zero_stage and spread.data >= hardware.devices:
-                fixes.append(f"{2 * spread.data} data-parallel devices on twice the nodes, at ZeRO stage 3 ({NOT_RUN})")
         else:
             fixes.append(f"{_size(_up(total * hardware.devices))} of disk in the node")
     return Shortfall(method=closest.method, lacks=closest.lacks, fixes=tuple(fixes), tiers=closest.tiers)

@@ -95,7 +95,7 @@ def decoding_of(
 
     Keys and values have a part of what the prompt's pass leaves for weights, as far as weights need not have it.
     """
-    if work.training is not Training.NONE or spread.devices > 1:
+    if work.training is not Training.NONE or spread.data > 1:
         return None
     token = replace(work, sequence_length=1)
     elements = sum(block.cache_elements for block in shape.blocks)

@@ -46,20 +46,17 @@ class Floors:
 def floors_of(
     shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware, streaming_bytes: int
 ) -> Floors:
-    """The floors of one device's part of the model. The fewest loads keep as much as the budget has room for."""
+    """The floors of one device. The fewest loads keep as much as the budget has room for."""
     compute = 0.0
     for block in shape.blocks:
         forward, backward = block_seconds(block, work, hardware)
         again = recompute_seconds(block, work, method, forward)
         compute += forward if work.training is Training.NONE else forward + backward + again
     compute *= work.micro_batches
-    weights = spread.divided(shape.weight_bytes, 3, shape.expert_share)
+    weights = shape.weight_bytes
     passes = 1 if work.training is Training.NONE else 2
     onload = fetch = spill = offload = update = 0.0
-    shares = spread.shares(method, work.training)
-    held, updated = (
-        spread.range_of(1.0, experts) if shares else 1.0 for experts in (shape.expert_share, shape.trained_experts)
-    )
+    held = 1 / spread.ranks if spread.shares(method, work.training) else 1.0
     changed = changes(work, method)
     cut = cut_of(shape, work, spread, method, streaming_bytes)
     if cut is not None:
@@ -68,7 +65,7 @@ def floors_of(
         onload = loaded / hardware.onload_bytes_per_second
         fetch += loaded if method.weights is Place.DISK else 0.0
     elif method.streamed:
-        missing = spread.divided(max(0.0, shape.weight_bytes - streaming_bytes), 3, shape.expert_share)
+        missing = max(0.0, shape.weight_bytes - streaming_bytes)
         loaded = passes * missing * work.micro_batches
         if changed:
             loaded = max(loaded, weights)
@@ -80,9 +77,9 @@ def floors_of(
     elif changed:
         onload = method.host_share * weights / hardware.onload_bytes_per_second
     if work.training is not Training.NONE and method.state is not Place.DEVICE:
-        trained = method.host_share * updated * spread.divided(shape.trainable, 1, shape.trained_experts)
+        trained = method.host_share * held * spread.divided(shape.trainable, 1)
         sent = work.micro_batches // method.sent_in(work)
-        offload = spread.divided(work.gradient_bytes * shape.trainable, 2, shape.trained_experts) * sent
+        offload = spread.divided(work.gradient_bytes * shape.trainable, 2) * sent
         offload *= method.host_share / hardware.offload_bytes_per_second
         update = work.update_bytes * trained / (hardware.update_rate / hardware.devices)
         if method.state is Place.DISK:
@@ -101,7 +98,7 @@ def floors_of(
         update_seconds=update,
         fetch_seconds=fetch * hardware.devices / read if fetch else 0.0,
         spill_seconds=spill * hardware.devices / write if spill else 0.0,
-        collective_seconds=collective_seconds(shape, work, spread, method, hardware, streaming_bytes),
+        collective_seconds=collective_seconds(shape, work, spread, method, hardware),
     )
     crossings = [crossing_of(block, work, spread, method, hardware) for block in shape.blocks]
     found = [crossing for crossing in crossings if crossing is not None]
@@ -155,7 +152,7 @@ def device_update_seconds(shape: ModelShape, work: Work, spread: Spread, method:
     """The device's part of the update, by its memory traffic."""
     if work.training is Training.NONE:
         return 0.0
-    own = spread.divided(work.update_bytes * shape.trainable, 1, shape.trained_experts)
+    own = spread.divided(work.update_bytes * shape.trainable, 1)
     return method.device_share * own / hardware.device_bytes_per_second
 
 
@@ -201,9 +198,7 @@ def _own_shares(
 ) -> tuple[float, float, float]:
     """Of all weights, what one device loads over its link, and holds below; of what is trained, what it updates."""
     if not spread.shares(method, work.training):
-        held = spread.divided(1.0, 3, shape.expert_share)
-        return held, held, spread.divided(1.0, 1, shape.trained_experts)
+        return 1.0, 1.0, spread.divided(1.0, 1)
     crossings = (crossing_of(block, work, spread, method, hardware) for block in shape.blocks)
     loaded = sum(crossing.load_bytes for crossing in crossings if crossing is not None)
-    held, updated = (spread.range_of(1.0, experts) for experts in (shape.expert_share, shape.trained_experts))
-    return loaded / max(1.0, method.crossing_share * shape.weight_bytes), held, updated
+    return loaded / max(1.0, method.crossing_share * shape.weight_bytes), 1 / spread.ranks, 1 / spread.ranks

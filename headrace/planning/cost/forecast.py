@@ -8,11 +8,9 @@ from typing import TypeVar
 
 from headrace.planning.cost.collectives import (
     changes,
-    gather_seconds,
     pass_on_seconds,
     reduce_seconds,
     summed_share,
-    visit_seconds,
 )
 from headrace.planning.cost.experts import cut_of, others_of, pass_loads
 from headrace.planning.cost.floors import Floors, device_update_seconds, floors_of
@@ -42,8 +40,8 @@ SIMULATED_MICRO_BATCHES = 2  # more are counted from the difference between one 
 class Run:
     """One method on one machine: what it holds, its floors, the plan of its visits and one step of it.
 
-    `step` is simulated with at most two micro-batches, or groups that go together. `seconds` counts all of them, and
-    the bubbles of a pipeline; `busy_seconds` and `moved_bytes` of each lane count all of them, too. `sharing`: how
+    `step` is simulated with at most two micro-batches, or groups that go together; `seconds`, and `busy_seconds` and
+    `moved_bytes` of each lane, count all of them. `sharing`: how
     devices share one copy for each node; None: they do not. `in_use`: lane, or "host memory" -> the share of the step
     for which it would be in use alone; what comes near 1 is what the step is bound by.
     """
@@ -93,13 +91,12 @@ def run_of(
     hardware: Hardware,
     streaming_bytes: int | None = None,
 ) -> Run:
-    """The forecast of one method; `shape` is one device's part. The method must fit (`Tiers.fits`)."""
+    """The forecast of one method. The method must fit (`Tiers.fits`)."""
     tiers, floors = tiers_and_floors(shape, work, spread, method, hardware, streaming_bytes)
     work = method.grouped(work)
     share = _share_of(hardware)
     count = min(work.micro_batches, SIMULATED_MICRO_BATCHES)
     steps = []
-    talking = visit_seconds(shape, work, spread, method, hardware)
     leaving = leaving_layers(shape, work, method)
     packed = packs(shape, work, spread, method, hardware)
     crossings = [crossing_of(block, work, spread, method, hardware) for block in shape.blocks]
@@ -110,8 +107,7 @@ def run_of(
     for index, (block, crossing) in enumerate(zip(visiting, crossings, strict=True)):
         own = replace(
             _traffic(block, work, spread, method, read_share(block) if packed else 1.0, leaves=index in leaving),
-            load_bytes=round(method.crossing_share * spread.divided(block.weight_bytes, 3, block.expert_share)),
-            gather_seconds=gather_seconds(block, spread, hardware),
+            load_bytes=round(method.crossing_share * block.weight_bytes),
             reduce_seconds=reduce_seconds(block, work, spread, hardware),
             pass_on_seconds=pass_on_seconds(block, work, spread, hardware),
             experts=experts[index],
@@ -121,20 +117,16 @@ def run_of(
     sizes = tuple(block.weight_bytes for block in visiting)
     room = tiers.streaming_bytes if cut is None else cut.other_room_bytes
     for batches in sorted({1, count}):
-        plan = make_plan(_problem(shape, sizes, work, method, share, room, batches, talking, loads))
+        plan = make_plan(_problem(shape, sizes, work, method, share, room, batches, loads))
         step = forecast_step(
             plan,
             traffic,
             share,
             overlap=method.overlap,
             closing_seconds=device_update_seconds(shape, work, spread, method, share),
-            visit_collectives=_in_order(*talking, work) * batches,
         )
         steps.append(step)
     total = _of_all([step.seconds for step in steps], work.micro_batches)
-    # A pipeline's bubbles are of passes; updates have none. Of one micro-batch alone, what is computed.
-    more = steps[-1].seconds - steps[0].seconds
-    total += (spread.pipeline - 1) * (more if count > 1 else sum(v.compute_seconds for v in plan.problem.visits))
     used = _used(steps, work.micro_batches)
     total = max(total, floors.longest, *used.values())
     return Run(
@@ -201,7 +193,6 @@ def _problem(
     share: Hardware,
     streaming_bytes: int,
     batches: int,
-    talking: tuple[list[float], list[float]],
     loads: list[float],
 ) -> Problem:
     """The visits of one step of `batches` micro-batches, and what the planner may hold of the blocks.
@@ -214,9 +205,8 @@ def _problem(
         ahead, back = block_seconds(block, work, share)
         again = recompute_seconds(block, work, method, ahead)
         uses = (index, 0) if shape.tied and block.kind is BlockKind.HEAD and len(blocks) > 1 else (index,)
-        heard = talking[0][index], talking[1][index]
-        forward.append(Visit(blocks=uses, phase=Phase.FORWARD, compute_seconds=ahead + heard[0]))
-        backward.append(Visit(blocks=uses, phase=Phase.BACKWARD, compute_seconds=back + again + heard[1]))
+        forward.append(Visit(blocks=uses, phase=Phase.FORWARD, compute_seconds=ahead))
+        backward.append(Visit(blocks=uses, phase=Phase.BACKWARD, compute_seconds=back + again))
     all_blocks = frozenset(range(len(blocks)))
     return Problem(
         block_bytes=sizes,
@@ -255,7 +245,7 @@ def _shared(
     crossing: Crossing,
 ) -> BlockTraffic:
     """The same block where its copy on the host is shared: what crosses for one device, and for its range."""
-    trained, held = (spread.range_of(1.0, experts) for experts in (block.trained_experts, block.expert_share))
+    held = 1 / spread.ranks
     own_sums = own.reduce_seconds * summed_share(work, spread, method) / method.sent_in(work)
     return replace(
         own,
@@ -270,9 +260,9 @@ def _shared(
         network_seconds=crossing.network_seconds,
         network_bytes=round(crossing.network_bytes),
         network_dram_bytes=crossing.network_dram_bytes,
-        update_bytes=own.update_bytes * trained,
-        norm_bytes=own.norm_bytes * trained,
-        state_bytes=round(own.state_bytes * trained),
+        update_bytes=own.update_bytes * held,
+        norm_bytes=own.norm_bytes * held,
+        state_bytes=round(own.state_bytes * held),
         fetch_bytes=round(own.fetch_bytes * held),
         spill_bytes=round(own.spill_bytes * held),
     )
@@ -284,12 +274,11 @@ def _traffic(
     """`read`: the share of the bytes that come from disk which is read, see packing.py."""
     activations = round(block.activation_bytes(work.tokens)) if leaves else 0
     spills = method.activations is Activations.SPILLED
-    shard = int(spread.divided(block.weight_bytes, 3, block.expert_share))
-    fetched = round(read * shard) if method.weights is Place.DISK else 0
+    fetched = round(read * block.weight_bytes) if method.weights is Place.DISK else 0
     if work.training is Training.NONE or method.state is Place.DEVICE or not block.trainable:
         return BlockTraffic(fetch_bytes=fetched, activation_bytes=activations, activations_spill=spills)
-    trained = int(method.host_share * spread.divided(block.trainable, 1, block.trained_experts))
-    gradients = spread.divided(work.gradient_bytes * block.trainable, 2, block.trained_experts)
+    trained = int(method.host_share * spread.divided(block.trainable, 1))
+    gradients = spread.divided(work.gradient_bytes * block.trainable, 2)
     return BlockTraffic(
         gradient_bytes=int(method.host_share * gradients / method.sent_in(work)),
         update_bytes=float(work.update_bytes * trained),

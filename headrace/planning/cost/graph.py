@@ -36,7 +36,6 @@ class StepGraph:
         self.hardware = hardware
         self.overlap = overlap
         self.closing_seconds = closing_seconds
-        self.visit_collectives: Sequence[float] = ()
         self.tasks: list[Task] = []
         self.arrival: dict[int, int] = {}  # present block -> its load (-1: before all this)
         for block in plan.start | plan.problem.residents:
@@ -62,7 +61,6 @@ class StepGraph:
         gradients: dict[int, int] = {}
         kept: dict[int, int] = {}  # block -> the offload of its activations
         back: dict[int, int] = {}
-        gathered: dict[int, list[int]] = {}  # by visit
         for index, visit in enumerate(problem.visits):
             plan_step = self.plan.step(cycle, index)
             waits: list[int] = []
@@ -88,17 +86,12 @@ class StepGraph:
                 waits.append(self.sent[-_ACTIVATION_LAYERS])
             name = f"{visit.phase.value} {' '.join(map(str, visit.blocks))}"
             parts = self._parts(visit)
-            waits += self._gather(index, gathered)
-            talking = self.visit_collectives[index]
             for part in range(parts):
-                done = self._add(CostLane.COMPUTE, name, (visit.compute_seconds - talking) / parts, waits)
+                done = self._add(CostLane.COMPUTE, name, visit.compute_seconds / parts, waits)
                 waits = []
                 for block in visit.blocks:
                     self._leave(index, block, visit.phase, done, gradients, kept, back, share=(part, parts))
             self.compute.append(done)
-            if talking:
-                heard = self._add(CostLane.COLLECTIVE, f"within {name}", talking, [done])
-                self.compute.append(self._add(CostLane.COMPUTE, "wait for other devices", 0.0, [heard]))
             if visit.phase is Phase.BACKWARD and any(self.traffic[block].gradient_bytes for block in visit.blocks):
                 self.leaving.append(self.last_gradient)
         return self._boundary(cycle, gradients)
@@ -198,18 +191,8 @@ class StepGraph:
         both = [self._add(lane, name, seconds, after, block=block) for lane in (CostLane.ONLOAD, CostLane.OFFLOAD)]
         return self._add(CostLane.COLLECTIVE, name, 0.0, both, block=block)
 
-    def _gather(self, index: int, gathered: dict[int, list[int]]) -> list[int]:
-        """Weights of which this device keeps a shard: those of the visit, and of the next one ahead of it."""
-        problem = self.plan.problem
-        for ahead in range(index, min(index + 2, len(problem.visits))):
-            if ahead not in gathered:
-                held = [b for b in problem.visits[ahead].blocks if b in problem.residents]
-                shards = [b for b in held if not self.traffic[b].gathers_at_loads]
-                gathered[ahead] = [task for b in shards if (task := self._gathered(b, self._now())) >= 0]
-        return gathered[index]
-
     def _gathered(self, block: int, after: list[int]) -> int:
-        """The other shards of a block have come; -1: there are none."""
+        """The ranges of the other devices have come; -1: the whole block was loaded."""
         seconds = self.traffic[block].gather_seconds
         return self._among_devices("gather", block, seconds, after) if seconds else -1
 
@@ -295,8 +278,7 @@ class StepGraph:
         loaded = self._add(
             CostLane.ONLOAD, f"weights {block}", seconds, waits, dram_bytes=nbytes, nbytes=nbytes, block=block
         )
-        stays = block in problem.residents and not own.gathers_at_loads
-        gathered = -1 if stays else self._gathered(block, [loaded])
+        gathered = self._gathered(block, [loaded])
         self.arrival[block] = loaded if gathered < 0 else gathered
         if own.fetch_bytes:
             self.fetched.append(self.arrival[block])

@@ -16,7 +16,7 @@ _LEFT_FREE_BYTES = 1 << 30  # on the drive, as in weights/rest/packing.py
 
 def packs(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> bool:
     """Whether a run packs weights that come from disk again and again: frozen ones, of one process."""
-    if method.weights is not Place.DISK or work.training is Training.FULL or spread.devices > 1:
+    if method.weights is not Place.DISK or work.training is Training.FULL or spread.data > 1:
         return False
     pays = hardware.disk_read_bytes_per_second * _TIMES_AS_FAST <= _UNPACKED_BYTES_PER_SECOND
     return pays and (1 + _PACKED_SHARE) * shape.weight_bytes + _LEFT_FREE_BYTES <= hardware.disk_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headrace.planning.cost.choose import NOT_RUN
 from headrace.planning.cost.decoding import Decoding, DecodingRate
 from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Run
 from headrace.planning.cost.formulas import WEIGHTS_RATIO
@@ -17,6 +16,7 @@ from headrace.planning.text import seconds_text
 
 __all__ = ["compare_text", "run_plan_text", "size_text"]
 
+NOT_RUN = "headrace does not run this yet"
 _LINE = 72  # columns of the time line
 _NOTICED = 0.05  # of a lane's time: latency
 _SHOWN = 4  # stalls and helps
@@ -83,16 +83,7 @@ def _head(plan: RunPlan) -> list[str]:
         count += f", {model.trainable / 1e6:.3g}M trained in adapters"
     batches = f"{work.micro_batches} x " if work.micro_batches > 1 else ""
     tokens = f"{batches}{work.batch_size} x {work.sequence_length:,} tokens"
-    degrees = [
-        f"{name} {degree}"
-        for name, degree in (
-            ("data", spread.data),
-            ("tensor", spread.tensor),
-            ("pipeline", spread.pipeline),
-            ("expert", spread.expert),
-        )
-        if degree > 1
-    ]
+    degrees = [f"data {spread.data}"] if spread.data > 1 else []
     if spread.nodes > 1:
         degrees.append(f"on {spread.nodes} nodes")
     if spread.zero_stage:
@@ -193,11 +184,10 @@ def _time_line(plan: RunPlan, run: Run) -> list[str]:
 def _pictured(plan: RunPlan, run: Run) -> str:
     """What the time line shows: the whole step, or the part of it that is simulated."""
     seconds = seconds_text(run.step.seconds)
-    bubbles = " without the pipeline's bubbles" if plan.spread.pipeline > 1 else ""
     if run.method.grouped(plan.work).micro_batches <= SIMULATED_MICRO_BATCHES:
-        return f"one step of {seconds}{bubbles}"
+        return f"one step of {seconds}"
     shown = SIMULATED_MICRO_BATCHES * run.method.together
-    return f"one step with {shown} of its {plan.work.micro_batches} micro-batches, {seconds}{bubbles}"
+    return f"one step with {shown} of its {plan.work.micro_batches} micro-batches, {seconds}"
 
 
 def _closing(plan: RunPlan, run: Run) -> list[str]:
@@ -219,7 +209,7 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
             f"wear      {size_text(plan.written_bytes)} written to disk a step: the drives are guaranteed "
             f"{plan.wear_steps:,.0f} steps"
         )
-    share = mean_read_share(plan.part, plan.work, plan.spread, run.method, plan.hardware)
+    share = mean_read_share(plan.model, plan.work, plan.spread, run.method, plan.hardware)
     if share < _TOLD_SHARE:
         lines.append(f"packed    weights that have come a few times are read in {share:.2f} of their bytes")
     if plan.codec_cores:

@@ -52,7 +52,7 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the devices of a node share one copy: `ranks` of them have the same part of the model, on `nodes` nodes.
+    """How the devices of a node share one copy: `ranks` of them on each of `nodes` nodes.
 
     `gathered`, `reduced`: how many of `loaded` and of `trained` blocks cross with the help of the other devices.
     """
@@ -93,7 +93,7 @@ def sharing_of(crossings: Sequence[Crossing | None], work: Work, spread: Spread,
     loads = method.streamed or (work.training is Training.FULL and method.state is not Place.DEVICE)
     return Sharing(
         ranks=spread.ranks,
-        nodes=spread.data // spread.ranks,
+        nodes=spread.nodes,
         loaded=len(found) if loads else 0,
         gathered=sum(crossing.gather_seconds > 0 for crossing in found) if loads else 0,
         trained=sum(crossing.gradient_bytes > 0 for crossing in found),
@@ -106,15 +106,16 @@ def crossing_of(block: BlockShape, work: Work, spread: Spread, method: Method, h
     if not spread.shares(method, work.training):
         return None
     loaded = block.weight_bytes * method.crossing_share
-    own = spread.range_of(loaded, block.expert_share)
+    own = loaded / spread.ranks
     gather = _helped_seconds(loaded, own, hardware.onload_bytes_per_second, hardware)
     gathers = gather is not None and gather < _TIE * _load_seconds(loaded, hardware)
     left = _leaving_bytes(block, work, method)
-    part = spread.range_of(left, block.trained_experts)
+    part = left / spread.ranks
     reduce = _helped_seconds(left, part, hardware.offload_bytes_per_second, hardware)
     reduces = reduce is not None and reduce < _TIE * _bounce_seconds(left, part, hardware)
     summed = 0.0 if reduces or spread.ranks == 1 else left + part * (2 if work.micro_batches > 1 else 1)
-    sent = 2 * spread.between_nodes(_leaving_bytes(block, work, method, whole=True), block.trained_experts)
+    whole = _leaving_bytes(block, work, method, whole=True)
+    sent = 2 * whole / spread.ranks * (spread.nodes - 1) / spread.nodes
     rate = hardware.node_bytes_per_second / hardware.devices
     return Crossing(
         load_bytes=own if gathers else loaded,

@@ -18,7 +18,6 @@ DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
 _STAGED = 3  # blocks of state, or of weights, between disk and host
 _GRADIENT_BLOCKS = 2
-_GATHERED = 2  # blocks whose shards of other devices are here at once: one ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,18 +106,17 @@ def tiers_of(
     hardware: Hardware,
     streaming_bytes: int | None = None,
 ) -> Tiers:
-    """What one device holds of `shape`, which is its own part (`ModelShape.divided`), and its range of a shared copy.
+    """What one device holds of `shape`, and its range of a shared copy.
 
     `streaming_bytes`: for blocks that come and go, as `headrace.offload(device_memory=...)` takes it; None: what is
     left.
     """
     blocks = shape.blocks
-    weights = int(spread.divided(shape.weight_bytes, 3, shape.expert_share))
-    on_host = _of_copy(weights, spread, method, work, shape.expert_share)
+    weights = shape.weight_bytes
+    on_host = _of_copy(weights, spread, method, work)
     adapters = 2 * shape.trainable if work.training is Training.ADAPTER else 0
-    trained = shape.trained_experts
-    gradients = int(spread.divided(work.gradient_bytes * shape.trainable, 2, trained))
-    state = round(spread.divided((work.master_bytes + work.state_bytes) * shape.trainable, 1, trained))
+    gradients = int(spread.divided(work.gradient_bytes * shape.trainable, 2))
+    state = round(spread.divided((work.master_bytes + work.state_bytes) * shape.trainable, 1))
     gradient_blocks = _neighbours([work.gradient_bytes * b.trainable for b in blocks])
     kept, offloaded = activation_bytes(shape, work, method, hardware)
     held = [Held(place=Place.DEVICE, purpose="activations", nbytes=kept)]
@@ -141,15 +139,12 @@ def tiers_of(
     home = work.training is not Training.NONE and method.state is not Place.DEVICE
     if method.weights is Place.DEVICE:
         held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=weights))
-        if spread.weight_shards > 1:
-            others = _largest((b.weight_bytes - _own_weights(b, spread) for b in blocks), _GATHERED)
-            held.append(Held(place=Place.DEVICE, purpose="gathered weights", nbytes=others))
         if home and not adapters:
             held.append(Held(place=Place.HOST, purpose="weights", nbytes=round(method.host_share * on_host)))
         return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0)
     held.append(Held(place=method.weights, purpose="weights", nbytes=on_host))
     if method.weights is Place.DISK:
-        own_blocks = (_of_copy(_own_weights(b, spread), spread, method, work, b.expert_share) for b in blocks)
+        own_blocks = (_of_copy(block.weight_bytes, spread, method, work) for block in blocks)
         staged = _largest(own_blocks, _STAGED)
         held.append(Held(place=Place.HOST, purpose="staging", nbytes=staged))
     if packs(shape, work, spread, method, hardware) and packed_bytes(shape):
@@ -192,9 +187,8 @@ def _training(
         gradients, state = round(share * gradients), round(share * state)
     else:
         yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradient_blocks)
-    trained = shape.trained_experts
     gradients, gradient_blocks, state = (
-        _of_copy(nbytes, spread, method, work, trained) for nbytes in (gradients, gradient_blocks, state)
+        _of_copy(nbytes, spread, method, work) for nbytes in (gradients, gradient_blocks, state)
     )
     yield Held(place=Place.HOST, purpose="gradients", nbytes=gradient_blocks if on_disk else gradients)
     if on_disk:
@@ -203,25 +197,14 @@ def _training(
     if method.state is Place.DISK:
         per = work.master_bytes + work.state_bytes
         own = (
-            _of_copy(
-                spread.divided(per * block.trainable, 1, block.trained_experts),
-                spread,
-                method,
-                work,
-                block.trained_experts,
-            )
-            for block in shape.blocks
+            _of_copy(spread.divided(per * block.trainable, 1), spread, method, work) for block in shape.blocks
         )
         yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, _largest(own, _STAGED)))
 
 
-def _of_copy(nbytes: float, spread: Spread, method: Method, work: Work, experts: float) -> int:
+def _of_copy(nbytes: float, spread: Spread, method: Method, work: Work) -> int:
     """A device's range of what is on the host, or on disk, once for each node."""
-    return round(spread.range_of(nbytes, experts) if spread.shares(method, work.training) else nbytes)
-
-
-def _own_weights(block: BlockShape, spread: Spread) -> int:
-    return int(spread.divided(block.weight_bytes, 3, block.expert_share))
+    return round(nbytes / spread.ranks if spread.shares(method, work.training) else nbytes)
 
 
 def _least(shape: ModelShape) -> int:

@@ -21,8 +21,8 @@ class BlockTraffic:
     spill_bytes: int = 0  # of those, what the update reads and writes
     activation_bytes: int = 0  # out after forward, back before backward
     activations_spill: bool = False  # from there to disk, and back
-    load_bytes: int | None = None  # that cross the own link at a load: a shard; None: the whole block
-    gather_seconds: float = 0.0  # the other shards, from other devices: behind each load, or before each visit
+    load_bytes: int | None = None  # that cross the own link at a load: a range of it; None: the whole block
+    gather_seconds: float = 0.0  # the other ranges, from other devices, behind each load
     gathers_at_loads: bool = False  # also of blocks that stay on the device otherwise
     reduce_seconds: float = 0.0  # of gradients across devices, when the block's backward is over
     reduces_always: bool = False  # in each micro-batch, not in the last alone
