@@ -243,8 +243,6 @@ def sized_row(case: Case) -> list[str]:
     return [case.model, case.machine, tokens, host, disk, ways(plan), step, speed, kept, bound(plan)]
 
 
-
-
 def published_row(name: str, measured: str, case: Case, source: str) -> list[str]:
     plan = case.plan()
     if plan.tokens_per_second is None or plan.step_seconds is None:

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from headrace.planning import Phase, Problem, Visit, make_plan
-from headrace.planning.cost import Activations, BlockKind, Method, Place, Spread, Training, Work
-from headrace.planning.cost.collectives import collective_seconds
-from headrace.planning.cost.forecast import run_of
+from headrace.planning.cost import Activations, BlockKind, Hardware, Method, Place, Spread, Training, Work
+from headrace.planning.cost.forecast import outline_of, run_of
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.shape import BlockShape, ModelShape
 from headrace.planning.cost.step import StepForecast, forecast_step
@@ -84,6 +83,13 @@ def decoder(layers: int = 4, *, hidden: int = 1000, each: int = 10**8) -> ModelS
     return ModelShape(name="decoder", blocks=tuple(blocks))
 
 
+def collective_seconds(
+    shape: ModelShape, spread: Spread, training: Training = Training.FULL, hardware: Hardware = NODE
+) -> float:
+    work = Work(sequence_length=500, training=training)
+    return outline_of(shape, work, spread, ON_DEVICE, hardware).floors.collective_seconds
+
+
 @pytest.mark.parametrize(
     ("spread", "seconds"),
     [
@@ -95,15 +101,11 @@ def decoder(layers: int = 4, *, hidden: int = 1000, each: int = 10**8) -> ModelS
     ],
 )
 def test_volumes_of_a_step(spread: Spread, seconds: float) -> None:
-    work = Work(sequence_length=500)
-    found = collective_seconds(decoder(), work, spread, ON_DEVICE, NODE)
-    assert found == pytest.approx(seconds)
+    assert collective_seconds(decoder(), spread) == pytest.approx(seconds)
 
 
 def test_inference_sums_up_nothing() -> None:
-    work = Work(sequence_length=500, training=Training.NONE)
-    shape = decoder().frozen()
-    assert collective_seconds(shape, work, Spread(data=4), ON_DEVICE, NODE) == 0
+    assert collective_seconds(decoder().frozen(), Spread(data=4), Training.NONE) == 0
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -134,7 +136,5 @@ def test_devices_of_one_node_do_not_talk_over_the_network() -> None:
     work = Work(sequence_length=500)
     near, far = (run_of(decoder(), work, Spread(data=8), ON_DEVICE, hardware).seconds for hardware in (NODE, slow))
     assert near == pytest.approx(far)
-    wide = Spread(data=16, nodes=2)
-    assert collective_seconds(decoder(), work, wide, ON_DEVICE, slow) > 50 * collective_seconds(
-        decoder(), work, Spread(data=8), ON_DEVICE, slow
-    )
+    wide = collective_seconds(decoder(), Spread(data=16, nodes=2), hardware=slow)
+    assert wide > 50 * collective_seconds(decoder(), Spread(data=8), hardware=slow)

@@ -4,6 +4,7 @@ import pytest
 
 import headrace
 from headrace.planning.cost import Place, RunPlan
+
 PUBLISHED = {0.0: (0.996, 47.2), 0.25: (1.871, 43.4), 0.5: (2.484, 39.6), 0.75: (3.187, 35.6), 1.0: (4.189, 32.0)}
 # As many parameters as each of the 16 devices updates (tensor 2, pipeline 2, expert 4): 1.91B.
 OWN = {

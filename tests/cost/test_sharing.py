@@ -16,7 +16,7 @@ from benchmarks import many_devices
 from headrace.cli.main import main
 from headrace.planning import search
 from headrace.planning.cost import Activations, Hardware, Method, Overlap, Place, Spread, Training, Work
-from headrace.planning.cost.forecast import Run, run_of, tiers_and_floors
+from headrace.planning.cost.forecast import Run, outline_of, run_of
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.sharing import Crossing, crossing_of
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
@@ -52,9 +52,7 @@ NODE = Hardware(
 
 
 def crossing(spread: Spread = ONE_NODE, **rates: Any) -> Crossing:
-    found = crossing_of(SHAPE.blocks[0], WORK, spread, STREAMED, NODE.changed(**rates))
-    assert found is not None
-    return found
+    return crossing_of(SHAPE.blocks[0], WORK, spread, STREAMED, NODE.changed(**rates))
 
 
 def test_without_peers_all_of_a_block_crosses_each_link_and_the_host_adds_up() -> None:
@@ -108,7 +106,8 @@ def test_what_is_not_shared() -> None:
         (Spread(data=4, zero_stage=2), STREAMED),
         (Spread(data=4), on_device),
     ):
-        assert crossing_of(SHAPE.blocks[0], WORK, spread, method, NODE) is None
+        assert not spread.shares(method, WORK.training)
+        assert planned(spread, method).sharing is None
 
 
 def planned(spread: Spread = ONE_NODE, method: Method = STREAMED, work: Work = WORK, **rates: Any) -> Run:
@@ -246,12 +245,12 @@ def test_no_lane_works_less_than_its_floor(
 @pytest.mark.parametrize("method", PLACES)
 def test_a_node_holds_what_one_process_holds(method: Method) -> None:
     """But for gradients of two blocks that wait to be added up, of each device, where the host does it."""
-    alone, _ = tiers_and_floors(SHAPE, WORK, Spread(), method, NODE.changed(devices=1))
+    alone = outline_of(SHAPE, WORK, Spread(), method, NODE.changed(devices=1)).tiers
     share = method.host_share
     for count, peer in itertools.product((2, 4, 8), ("none", "fabric")):
         rate = {"collective_bytes_per_second": NODE.collective_bytes_per_second}
         node = NODE.changed(devices=count, peer=peer, **rate)
-        one, _ = tiers_and_floors(SHAPE, WORK, Spread(data=count), method, node)
+        one = outline_of(SHAPE, WORK, Spread(data=count), method, node).tiers
         waiting = 2 * WEIGHTS * share * count if peer == "none" else 0
         assert one.total(Place.HOST) * count == pytest.approx(alone.total(Place.HOST) + waiting, rel=1e-6)
         assert one.total(Place.DISK) * count == pytest.approx(alone.total(Place.DISK), rel=1e-6)

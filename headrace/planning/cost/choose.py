@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from headrace.planning.cost.forecast import Run, run_of, tiers_and_floors
+from headrace.planning.cost.forecast import Run, outline_of, run_of
 from headrace.planning.cost.hardware import NO_PEERS, OVER_LINK, Hardware
 from headrace.planning.cost.shape import ModelShape
 from headrace.planning.cost.tiers import DEVICE_RESERVE, HOST_RESERVE, Tiers
@@ -58,7 +58,8 @@ def options(
     found = []
     methods = list(_methods(work, overlap, disk=disk and hardware.disk_bytes > 0, alone=spread.data == 1))
     for method in methods if wanted is None else wanted.of(methods, work.training):
-        tiers, floors = tiers_and_floors(shape, work, spread, method, hardware)
+        outline = outline_of(shape, work, spread, method, hardware)
+        tiers, floors = outline.tiers, outline.floors
         lacks = tuple((place, tiers.short(place)) for place in Place if tiers.short(place))
         on_host = method.overlap is Overlap.NONE and method.state is not Place.DEVICE
         floor = floors.serial_update if on_host and work.training is not Training.NONE else floors.longest
@@ -123,7 +124,7 @@ def orders(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, ru
         method = replace(run.method, together=together)
         if together == run.method.together:
             found[together] = run.seconds
-        elif tiers_and_floors(shape, work, spread, method, hardware)[0].fits:
+        elif outline_of(shape, work, spread, method, hardware).tiers.fits:
             found[together] = run_of(shape, work, spread, method, hardware).seconds
     return found if len(found) > 1 else {}
 
@@ -138,8 +139,8 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
             found.append(Help(change=change, gain=run.seconds / other.seconds * tokens))
 
     def again(machine: Hardware, doing: Work = work, method: Method = run.method) -> Run | None:
-        tiers, _ = tiers_and_floors(shape, doing, spread, method, machine)
-        return run_of(shape, doing, spread, method, machine) if tiers.fits else None
+        fits = outline_of(shape, doing, spread, method, machine).tiers.fits
+        return run_of(shape, doing, spread, method, machine) if fits else None
 
     if run.efficiency > 0.98:
         return []
@@ -171,7 +172,7 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
             if run.method.activations is Activations.SPILLED
             else run.method.activations,
         )
-        tiers, _ = tiers_and_floors(shape, work, spread, on_host, hardware)
+        tiers = outline_of(shape, work, spread, on_host, hardware).tiers
         needed = _up(tiers.total(Place.HOST) * hardware.devices / (1 - HOST_RESERVE))
         enough = hardware.changed(host_memory_bytes=max(hardware.host_memory_bytes, needed))
         consider(f"{_size(needed)} of host memory instead of the disk", again(enough, method=on_host))

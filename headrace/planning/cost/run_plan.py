@@ -13,10 +13,11 @@ from headrace.planning.cost.decoding import Decoding, decoding_of
 from headrace.planning.cost.floors import Floors, hiding_tokens
 from headrace.planning.cost.forecast import Run
 from headrace.planning.cost.formulas import codec_cores, wear_steps
-from headrace.planning.cost.hardware import Hardware
+from headrace.planning.cost.hardware import Hardware, share_of
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.shape import ModelShape
 from headrace.planning.cost.tiers import Tiers
+from headrace.planning.cost.traffic import traffic_of
 from headrace.planning.cost.wanted import Wanted
 from headrace.planning.cost.work import Method, Overlap, Spread, Training, Work
 
@@ -122,7 +123,8 @@ class RunPlan:
     @property
     def hiding_tokens(self) -> dict[str, float]:
         """Lane -> tokens from which it hides behind compute."""
-        return hiding_tokens(self.model, self.work, self.spread, self.method, self.hardware)
+        traffic = traffic_of(self.model, self.work, self.spread, self.method, self.hardware)
+        return hiding_tokens(traffic, self.model, self.work, self.method, share_of(self.hardware))
 
     @property
     def written_bytes(self) -> int:

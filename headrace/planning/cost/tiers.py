@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace.planning.cost.experts import can_cut, cut_of, least_cut_bytes
+from headrace.planning.cost.experts import ExpertCut, can_cut, cut_of, least_cut_bytes
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import packed_bytes, packs
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.sharing import crossing_of
+from headrace.planning.cost.traffic import block_seconds
 from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 
-__all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "leaving_layers", "tiers_of"]
+__all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
@@ -36,6 +37,7 @@ class Tiers:
     held: tuple[Held, ...]
     capacity: dict[Place, int]
     streaming_bytes: int  # what is left on the device for blocks that come and go (0: none come)
+    cut: ExpertCut | None = None  # within these: experts that come one by one
 
     def total(self, place: Place) -> int:
         return sum(held.nbytes for held in self.held if held.place is place)
@@ -91,13 +93,6 @@ def _keeps_up(block: BlockShape, work: Work, method: Method, hardware: Hardware)
     return out <= forward and back <= backward
 
 
-def leaving_layers(shape: ModelShape, work: Work, method: Method) -> frozenset[int]:
-    """Indices of the layers whose activations leave: not the last one's, with which backward begins."""
-    if work.training is Training.NONE or method.activations not in (Activations.OFFLOADED, Activations.SPILLED):
-        return frozenset()
-    return frozenset([index for index, block in enumerate(shape.blocks) if block.kind is BlockKind.LAYER][:-1])
-
-
 def tiers_of(
     shape: ModelShape,
     work: Work,
@@ -129,8 +124,7 @@ def tiers_of(
     capacity = _capacity(hardware)
     if work.training is not Training.NONE:
         held += _training(work, method, gradients, state, min(gradients, gradient_blocks), shape, spread)
-        crossings = (crossing_of(block, work, spread, method, hardware) for block in blocks)
-        if any(crossing is not None and crossing.sum_bytes for crossing in crossings):
+        if any(crossing_of(block, work, spread, method, hardware).sum_bytes for block in blocks):
             # Each device's own, until they are added up.
             own = round(method.host_share * min(gradients, gradient_blocks))
             held.append(Held(place=Place.HOST, purpose="gradients to be summed", nbytes=own))
@@ -160,7 +154,7 @@ def tiers_of(
     held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=room - banks))
     if banks:
         held.append(Held(place=Place.DEVICE, purpose="experts", nbytes=banks))
-    return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room)
+    return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room, cut=cut)
 
 
 def _training(
@@ -196,9 +190,7 @@ def _training(
     yield Held(place=method.state, purpose="master and state", nbytes=state)
     if method.state is Place.DISK:
         per = work.master_bytes + work.state_bytes
-        own = (
-            _of_copy(spread.divided(per * block.trainable, 1), spread, method, work) for block in shape.blocks
-        )
+        own = (_of_copy(spread.divided(per * block.trainable, 1), spread, method, work) for block in shape.blocks)
         yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, _largest(own, _STAGED)))
 
 
@@ -229,25 +221,3 @@ def _neighbours(sizes: Sequence[int]) -> int:
 
 def _largest(sizes: Iterable[int], count: int) -> int:
     return sum(sorted(sizes, reverse=True)[:count])
-
-
-def block_seconds(block: BlockShape, work: Work, hardware: Hardware) -> tuple[float, float]:
-    """Compute of one forward and one backward of a micro-batch, without recomputation.
-
-    Operations over their rate, and no less than the weights that are used over the device's memory rate. Backward is
-    twice the forward where weights are trained, once where only the gradient passes through.
-    """
-    flops = block.forward_flops(work.tokens, work.sequence_length)
-    if block.kind is BlockKind.EMBEDDING:
-        return 0.0, work.gradient_bytes * block.trainable / hardware.device_bytes_per_second
-    read_bytes = block.read_bytes(work.tokens)
-    forward = max(flops / hardware.flops_per_second, read_bytes / hardware.device_bytes_per_second)
-    share = 2.0 if work.training is Training.FULL and block.trainable else 1.0
-    return forward, share * forward
-
-
-def recompute_seconds(block: BlockShape, work: Work, method: Method, forward_seconds: float) -> float:
-    """What backward does again of a block's forward; heads and embeddings are not recomputed."""
-    if method.activations is not Activations.RECOMPUTED or block.kind is not BlockKind.LAYER:
-        return 0.0
-    return forward_seconds * block.again_share(work.sequence_length)

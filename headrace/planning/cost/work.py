@@ -153,6 +153,10 @@ class Method:
         rounds = math.ceil(work.micro_batches / self.together)
         return replace(work, batch_size=self.together * work.batch_size, micro_batches=rounds)
 
+    def changes(self, work: Work) -> bool:
+        """Whether weights change on the host at each step, and so cross to the device once at least."""
+        return work.training is Training.FULL and self.state is not Place.DEVICE
+
     def sent_in(self, work: Work) -> int:
         """Micro-batches over which gradients that the device adds up leave once; 1: each micro-batch's leave."""
         return work.micro_batches if self.host_share < 1 else 1
