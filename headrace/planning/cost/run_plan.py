@@ -8,11 +8,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.formulas import codec_cores, wear_steps
 from headrace.planning.cost.choose import Help, Option, Shortfall, best_run, helps, options, orders, shortfall
 from headrace.planning.cost.decoding import Decoding, decoding_of
 from headrace.planning.cost.floors import Floors, hiding_tokens
 from headrace.planning.cost.forecast import Run
-from headrace.planning.cost.formulas import codec_cores, wear_steps
 from headrace.planning.cost.hardware import Hardware, share_of
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.shape import ModelShape

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from headrace.formulas import WEIGHTS_RATIO
 from headrace.planning.cost.decoding import Decoding, DecodingRate
 from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Run
-from headrace.planning.cost.formulas import WEIGHTS_RATIO
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.packing import mean_read_share
 from headrace.planning.cost.run_plan import RunPlan
