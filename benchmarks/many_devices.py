@@ -14,7 +14,7 @@ from typing import Any
 
 import headrace
 from headrace.planning.cost import Place, RunPlan
-from headrace.planning.cost.run_text import size_text
+from headrace.planning.text import decimal_text
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -233,10 +233,10 @@ def sized_row(case: Case) -> list[str]:
     plan = case.plan()
     work, node = plan.work, plan.hardware.devices
     tokens = f"{work.micro_batches} x {work.tokens:,}"
-    host, disk = (size_text(plan.tiers.total(place) * node) for place in (Place.HOST, Place.DISK))
+    host, disk = (decimal_text(plan.tiers.total(place) * node) for place in (Place.HOST, Place.DISK))
     if plan.run is None or plan.tokens_per_second is None:
         lacking = plan.shortfall.lacks if plan.shortfall else ()
-        lacks = ", ".join(f"{size_text(lack)} of {place.value} memory" for place, lack in lacking)
+        lacks = ", ".join(f"{decimal_text(lack)} of {place.value} memory" for place, lack in lacking)
         return [case.model, case.machine, tokens, host, disk, f"does not fit: lacks {lacks}", "", "", "", ""]
     kept = f"{plan.run.efficiency:.0%}"
     step, speed = f"{plan.run.seconds:.3g} s", f"{plan.tokens_per_second:,.0f}"

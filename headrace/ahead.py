@@ -217,36 +217,36 @@ def plan(
     an error: see `RunPlan.fits`.
     """
     machine = _resized(machine_of(hardware), device_memory, host_memory, disk)
-    work = _one_of(Training, training, "training")
-    shape = shape_of(model, work, adapter_rank, weight_bits)
+    kind = _one_of(Training, training, "training")
+    shape = shape_of(model, kind, adapter_rank, weight_bits)
     if expert_hit_rate is not None and not 0 <= expert_hit_rate <= 1:
         raise ValueError(f"expert_hit_rate={expert_hit_rate}; give the share of experts that is there, from 0 to 1")
     spread = Spread(data=_all_devices(machine, devices, nodes), zero_stage=zero_stage, nodes=nodes)
-    own_state_bytes = _state_bytes(state_dtype)
-    updates = work is not Training.NONE
-    of_update = "of an update, which training='inference' has none of; leave it out"
+    full_width = shape.weight_bytes >= 3.9 * shape.parameters
+    work = Work(
+        training=kind,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        micro_batches=micro_batches,
+        gradient_bytes=4 if full_width else 2,
+        master_bytes=0 if full_width else 2,  # as headrace.optim keeps it
+        state_bytes=_state_bytes(state_dtype),
+    )
+    updates, adapts = kind is not Training.NONE, kind is Training.ADAPTER
     decodes = not updates and spread.data == 1 and any(block.expert_parameters for block in shape.blocks)
     replicas = devices is not None or spread.data > 1
+    of_update = "of an update, which training='inference' has none of; leave it out"
     _refuse_idle(
-        ("adapter_rank", adapter_rank, work is Training.ADAPTER, "of training='adapter' alone; leave it out"),
+        ("adapter_rank", adapter_rank, adapts, "of training='adapter' alone; leave it out"),
         ("overlap", None if overlap == Overlap.NONE.value else overlap, updates, of_update),
-        ("state_dtype", None if own_state_bytes == 8 else state_dtype, updates, of_update),
+        ("state_dtype", None if work.state_bytes == 8 else state_dtype, updates, of_update),
         ("expert_hit_rate", expert_hit_rate, decodes, "of inference with experts on one device; leave it out"),
         ("zero_stage", zero_stage or None, replicas, "for several replicas; give devices, too, or leave it out"),
     )
-    full_width = shape.weight_bytes >= 3.9 * shape.parameters
     return plan_run(
         shape,
         machine,
-        Work(
-            training=work,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            micro_batches=micro_batches,
-            gradient_bytes=4 if full_width else 2,
-            master_bytes=0 if full_width else 2,  # as headrace.optim keeps it
-            state_bytes=own_state_bytes,
-        ),
+        work,
         spread,
         overlap=_one_of(Overlap, overlap, "overlap"),
         disk=disk is not False,

@@ -11,8 +11,7 @@ from headrace.planning.cost import MACHINES, Activations, Method, Overlap, Place
 from headrace.planning.cost import forecast as forecasts
 from headrace.planning.cost.forecast import Run, run_of
 from headrace.planning.cost.lanes import CostLane
-from headrace.planning.cost.run_text import size_text
-from headrace.planning.text import seconds_text
+from headrace.planning.text import decimal_text, seconds_text
 from tests.cost.conftest import LLAMA_8B, QWEN3_30B_A3B, every_case, planned_case
 
 SMALL = LLAMA_8B | {"num_hidden_layers": 6, "vocab_size": 32_000}
@@ -71,7 +70,7 @@ def check_tiers(plan: RunPlan, text: str) -> None:
     totals = []
     for place in Place:
         held = sum(one.nbytes for one in plan.tiers.held if one.place is place)
-        totals.append(size_text(held))
+        totals.append(decimal_text(held))
         assert plan.tiers.total(place) == held
         assert plan.tiers.short(place) == max(0, held - plan.tiers.capacity[place])
     assert re.search(r"^in all +" + " +".join(map(re.escape, totals)) + "$", text, re.MULTILINE)

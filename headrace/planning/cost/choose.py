@@ -11,6 +11,7 @@ from headrace.planning.cost.shape import ModelShape
 from headrace.planning.cost.tiers import DEVICE_RESERVE, HOST_RESERVE, Tiers
 from headrace.planning.cost.wanted import Wanted
 from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.text import decimal_text
 
 __all__ = ["Help", "Option", "Shortfall", "best_run", "helps", "options", "shortfall"]
 
@@ -175,7 +176,7 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
         tiers = outline_of(shape, work, spread, on_host, hardware).tiers
         needed = _up(tiers.total(Place.HOST) * hardware.devices / (1 - HOST_RESERVE))
         enough = hardware.changed(host_memory_bytes=max(hardware.host_memory_bytes, needed))
-        consider(f"{_size(needed)} of host memory instead of the disk", again(enough, method=on_host))
+        consider(f"{decimal_text(needed, 4)} of host memory instead of the disk", again(enough, method=on_host))
     if spread.nodes > 1:
         wider = hardware.changed(node_bytes_per_second=2 * hardware.node_bytes_per_second)
         consider("a network of twice the rate", again(wider))
@@ -206,15 +207,17 @@ def shortfall(hardware: Hardware, work: Work, considered: list[Option]) -> Short
     for place, _ in closest.lacks:
         total = closest.tiers.total(place)
         if place is Place.DEVICE:
-            fixes.append(f"devices of {_size(_up(total / (1 - DEVICE_RESERVE)))}")
+            fixes.append(f"devices of {decimal_text(_up(total / (1 - DEVICE_RESERVE)), 4)}")
             if work.batch_size * work.sequence_length > 1:
                 fixes.append("fewer tokens in a micro-batch, and more micro-batches")
         elif place is Place.HOST:
-            fixes.append(f"{_size(_up(total * hardware.devices / (1 - HOST_RESERVE)))} of host memory in the node")
+            fixes.append(
+                f"{decimal_text(_up(total * hardware.devices / (1 - HOST_RESERVE)), 4)} of host memory in the node"
+            )
             if not hardware.disk_bytes and work.training is not Training.NONE:
                 fixes.append("a disk for the optimizer's state")
         else:
-            fixes.append(f"{_size(_up(total * hardware.devices))} of disk in the node")
+            fixes.append(f"{decimal_text(_up(total * hardware.devices), 4)} of disk in the node")
     return Shortfall(method=closest.method, lacks=closest.lacks, fixes=tuple(fixes), tiers=closest.tiers)
 
 
@@ -231,7 +234,3 @@ def _up(nbytes: float) -> int:
     """Rounded up to what is sold: whole gigabytes, tens of them from 100 on."""
     unit = 10**10 if nbytes > 10**11 else 10**9
     return int(-(-nbytes // unit) * unit)
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e12:.4g} TB" if nbytes >= 1e12 else f"{nbytes / 1e9:.4g} GB"

@@ -10,15 +10,13 @@ from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import packed_bytes, packs
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.sharing import crossing_of
-from headrace.planning.cost.traffic import block_seconds
+from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, block_seconds
 from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 
 __all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
-_STAGED = 3  # blocks of state, or of weights, between disk and host
-_GRADIENT_BLOCKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ def activation_bytes(shape: ModelShape, work: Work, method: Method, hardware: Ha
     if kept is Activations.RECOMPUTED:
         return round(sum(inputs) + max([head, *(size / method.together for size in sizes)])), 0
     on_host = sum(sizes) if kept is Activations.OFFLOADED else max(sizes, default=0.0)
-    here = 2 * max(sizes, default=0.0)
+    here = ACTIVATION_LAYERS * max(sizes, default=0.0)
     if all(_keeps_up(block, work, method, hardware) for block in layers):
         with_inputs = (block.activation_bytes(work.tokens) + block.input_bytes(work.tokens) for block in layers)
         here = min(here, max(with_inputs, default=0.0))
@@ -139,7 +137,7 @@ def tiers_of(
     held.append(Held(place=method.weights, purpose="weights", nbytes=on_host))
     if method.weights is Place.DISK:
         own_blocks = (_of_copy(block.weight_bytes, spread, method, work) for block in blocks)
-        staged = _largest(own_blocks, _STAGED)
+        staged = _largest(own_blocks, STAGED_BLOCKS)
         held.append(Held(place=Place.HOST, purpose="staging", nbytes=staged))
     if packs(shape, work, spread, method, hardware) and packed_bytes(shape):
         held.append(Held(place=Place.DISK, purpose="packed weights", nbytes=packed_bytes(shape)))
@@ -191,7 +189,7 @@ def _training(
     if method.state is Place.DISK:
         per = work.master_bytes + work.state_bytes
         own = (_of_copy(spread.divided(per * block.trainable, 1), spread, method, work) for block in shape.blocks)
-        yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, _largest(own, _STAGED)))
+        yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, _largest(own, STAGED_BLOCKS)))
 
 
 def _of_copy(nbytes: float, spread: Spread, method: Method, work: Work) -> int:
@@ -216,7 +214,7 @@ def _capacity(hardware: Hardware) -> dict[Place, int]:
 
 def _neighbours(sizes: Sequence[int]) -> int:
     """The most that blocks next to each other have together, as many as have gradients on the device at once."""
-    return max(sum(sizes[i : i + _GRADIENT_BLOCKS]) for i in range(max(1, len(sizes) - _GRADIENT_BLOCKS + 1)))
+    return max(sum(sizes[i : i + GRADIENT_BLOCKS]) for i in range(max(1, len(sizes) - GRADIENT_BLOCKS + 1)))
 
 
 def _largest(sizes: Iterable[int], count: int) -> int:

@@ -11,7 +11,20 @@ from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.sharing import Crossing, crossing_of
 from headrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
 
-__all__ = ["BlockTraffic", "block_seconds", "leaving_layers", "traffic_of"]
+__all__ = [
+    "ACTIVATION_LAYERS",
+    "GRADIENT_BLOCKS",
+    "STAGED_BLOCKS",
+    "BlockTraffic",
+    "block_seconds",
+    "leaving_layers",
+    "traffic_of",
+]
+
+# What the engine holds at once.
+ACTIVATION_LAYERS = 2  # on the device, where activations leave
+GRADIENT_BLOCKS = 2  # on the device: one is computed while the one before leaves
+STAGED_BLOCKS = 3  # of weights, or of state, between disk and host
 
 
 @dataclass(frozen=True, kw_only=True)
