@@ -104,49 +104,27 @@ def tiers_of(
     `streaming_bytes`: for blocks that come and go, as `headrace.offload(device_memory=...)` takes it; None: what is
     left.
     """
-    blocks = shape.blocks
-    weights = shape.weight_bytes
-    on_host = _of_copy(weights, spread, method, work)
-    adapters = 2 * shape.trainable if work.training is Training.ADAPTER else 0
-    gradients = int(spread.divided(work.gradient_bytes * shape.trainable, 2))
-    state = round(spread.divided((work.master_bytes + work.state_bytes) * shape.trainable, 1))
-    gradient_blocks = _neighbours([work.gradient_bytes * b.trainable for b in blocks])
-    kept, offloaded = activation_bytes(shape, work, method, hardware)
-    held = [Held(place=Place.DEVICE, purpose="activations", nbytes=kept)]
-    if offloaded:
-        held.append(Held(place=Place.HOST, purpose="activations", nbytes=offloaded))
-    if method.activations is Activations.SPILLED:
-        layers = (block for block in shape.blocks if block.kind is BlockKind.LAYER)
-        spilled = round(sum(block.activation_bytes(work.tokens) for block in layers))
-        held.append(Held(place=Place.DISK, purpose="activations", nbytes=spilled))
-    capacity = _capacity(hardware)
+    held = [*_activations(shape, work, method, hardware)]
     if work.training is not Training.NONE:
-        held += _training(work, method, gradients, state, min(gradients, gradient_blocks), shape, spread)
-        if any(crossing_of(block, work, spread, method, hardware).sum_bytes for block in blocks):
-            # Each device's own, until they are added up.
-            own = round(method.host_share * min(gradients, gradient_blocks))
-            held.append(Held(place=Place.HOST, purpose="gradients to be summed", nbytes=own))
-    if adapters:
-        held.append(Held(place=Place.DEVICE, purpose="adapters", nbytes=adapters))
-    home = work.training is not Training.NONE and method.state is not Place.DEVICE
-    if method.weights is Place.DEVICE:
-        held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=weights))
-        if home and not adapters:
-            held.append(Held(place=Place.HOST, purpose="weights", nbytes=round(method.host_share * on_host)))
+        held += _training(shape, work, spread, method, hardware)
+    capacity = _capacity(hardware)
+    if not method.streamed:
+        held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=shape.weight_bytes))
+        if method.changes(work):
+            on_host = round(method.host_share * _of_copy(shape.weight_bytes, spread, method, work))
+            held.append(Held(place=Place.HOST, purpose="weights", nbytes=on_host))
         return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0)
+    on_host = _of_copy(shape.weight_bytes, spread, method, work)
     held.append(Held(place=method.weights, purpose="weights", nbytes=on_host))
     if method.weights is Place.DISK:
-        own_blocks = (_of_copy(block.weight_bytes, spread, method, work) for block in blocks)
-        staged = _largest(own_blocks, STAGED_BLOCKS)
+        staged = _largest((_of_copy(b.weight_bytes, spread, method, work) for b in shape.blocks), STAGED_BLOCKS)
         held.append(Held(place=Place.HOST, purpose="staging", nbytes=staged))
     if packs(shape, work, spread, method, hardware) and packed_bytes(shape):
         held.append(Held(place=Place.DISK, purpose="packed weights", nbytes=packed_bytes(shape)))
     used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
-    least = _least(shape)
-    if work.training is Training.NONE and can_cut(shape, work, spread, method):
-        least = least_cut_bytes(shape)
+    cuts = work.training is Training.NONE and can_cut(shape, work, spread, method)
     left = capacity[Place.DEVICE] - used if streaming_bytes is None else streaming_bytes
-    room = max(least, min(shape.weight_bytes, left))
+    room = max(least_cut_bytes(shape) if cuts else _least(shape), min(shape.weight_bytes, left))
     cut = cut_of(shape, work, spread, method, room)
     banks = 0 if cut is None else cut.bank_bytes
     held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=room - banks))
@@ -155,41 +133,44 @@ def tiers_of(
     return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room, cut=cut)
 
 
-def _training(
-    work: Work,
-    method: Method,
-    gradients: int,
-    state: int,
-    gradient_blocks: int,
-    shape: ModelShape,
-    spread: Spread,
-) -> Iterable[Held]:
-    """Gradients, master weights and state."""
-    if method.state is Place.DEVICE:
-        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients)
-        yield Held(place=Place.DEVICE, purpose="master and state", nbytes=state)
-        return
-    # Memory for all of them is made before the first backward: where there is a disk and no room, there.
-    on_disk = method.overlap is Overlap.BACKWARD and work.micro_batches == 1 and method.uses_disk
-    share = method.host_share
+def _activations(shape: ModelShape, work: Work, method: Method, hardware: Hardware) -> Iterable[Held]:
+    on_device, on_host = activation_bytes(shape, work, method, hardware)
+    yield Held(place=Place.DEVICE, purpose="activations", nbytes=on_device)
+    if on_host:
+        yield Held(place=Place.HOST, purpose="activations", nbytes=on_host)
+    if method.activations is Activations.SPILLED:
+        layers = (block for block in shape.blocks if block.kind is BlockKind.LAYER)
+        spilled = round(sum(block.activation_bytes(work.tokens) for block in layers))
+        yield Held(place=Place.DISK, purpose="activations", nbytes=spilled)
+
+
+def _training(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> Iterable[Held]:
+    """Gradients, master weights and state; adapters."""
+    share, per = method.device_share, work.master_bytes + work.state_bytes
+    gradients = int(spread.divided(work.gradient_bytes * shape.trainable, 2))
+    state = round(spread.divided(per * shape.trainable, 1))
+    of_blocks = min(gradients, _neighbours([work.gradient_bytes * block.trainable for block in shape.blocks]))
+    # Parameters of which the device updates a part keep their gradients there until the step.
+    yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients if share else of_blocks)
+    if share:
+        yield Held(place=Place.DEVICE, purpose="master and state", nbytes=round(share * state))
     if share < 1:
-        # Parameters of which the device updates a part keep their gradients there until the step.
-        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients)
-        yield Held(place=Place.DEVICE, purpose="master and state", nbytes=round((1 - share) * state))
-        gradients, state = round(share * gradients), round(share * state)
-    else:
-        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradient_blocks)
-    gradients, gradient_blocks, state = (
-        _of_copy(nbytes, spread, method, work) for nbytes in (gradients, gradient_blocks, state)
-    )
-    yield Held(place=Place.HOST, purpose="gradients", nbytes=gradient_blocks if on_disk else gradients)
-    if on_disk:
-        yield Held(place=Place.DISK, purpose="gradients", nbytes=gradients)
-    yield Held(place=method.state, purpose="master and state", nbytes=state)
-    if method.state is Place.DISK:
-        per = work.master_bytes + work.state_bytes
-        own = (_of_copy(spread.divided(per * block.trainable, 1), spread, method, work) for block in shape.blocks)
-        yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, _largest(own, STAGED_BLOCKS)))
+        # Memory for all of them is made before the first backward: where there is a disk and no room, there.
+        on_disk = method.overlap is Overlap.BACKWARD and work.micro_batches == 1 and method.uses_disk
+        sizes = (round(method.host_share * gradients), of_blocks, round(method.host_share * state))
+        all_gradients, leaving, own_state = (_of_copy(nbytes, spread, method, work) for nbytes in sizes)
+        yield Held(place=Place.HOST, purpose="gradients", nbytes=leaving if on_disk else all_gradients)
+        if on_disk:
+            yield Held(place=Place.DISK, purpose="gradients", nbytes=all_gradients)
+        yield Held(place=method.state, purpose="master and state", nbytes=own_state)
+        if method.state is Place.DISK:
+            own = (_of_copy(spread.divided(per * block.trainable, 1), spread, method, work) for block in shape.blocks)
+            yield Held(place=Place.HOST, purpose="staging", nbytes=min(own_state, _largest(own, STAGED_BLOCKS)))
+    if any(crossing_of(block, work, spread, method, hardware).sum_bytes for block in shape.blocks):
+        # Each device's own, until they are added up.
+        yield Held(place=Place.HOST, purpose="gradients to be summed", nbytes=round(method.host_share * of_blocks))
+    if work.training is Training.ADAPTER:
+        yield Held(place=Place.DEVICE, purpose="adapters", nbytes=2 * shape.trainable)
 
 
 def _of_copy(nbytes: float, spread: Spread, method: Method, work: Work) -> int:
