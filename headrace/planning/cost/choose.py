@@ -143,6 +143,9 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
         fits = outline_of(shape, doing, spread, method, machine).tiers.fits
         return run_of(shape, doing, spread, method, machine) if fits else None
 
+    def twice(*figures: str) -> Hardware:
+        return hardware.changed(**{figure: 2 * getattr(hardware, figure) for figure in figures})
+
     if run.efficiency > 0.98:
         return []
     if work.training is not Training.NONE:
@@ -152,47 +155,25 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
             beside = replace(run.method, overlap=Overlap.FORWARD)
             consider("the update beside the next forward (overlap)", again(hardware, method=beside))
     if longest in ("onload", "offload") or run.method.streamed:
-        faster = hardware.changed(
-            onload_bytes_per_second=2 * hardware.onload_bytes_per_second,
-            offload_bytes_per_second=2 * hardware.offload_bytes_per_second,
-        )
-        consider("a link of twice the rate", again(faster))
+        consider("a link of twice the rate", again(twice("onload_bytes_per_second", "offload_bytes_per_second")))
         larger = hardware.changed(device_memory_bytes=hardware.device_memory_bytes * 3 // 2)
         consider("half as much device memory again", again(larger))
     if run.method.uses_disk:
-        drives = hardware.changed(
-            disk_read_bytes_per_second=2 * hardware.disk_read_bytes_per_second,
-            disk_write_bytes_per_second=2 * hardware.disk_write_bytes_per_second,
-        )
+        drives = twice("disk_read_bytes_per_second", "disk_write_bytes_per_second")
         consider("as many drives again", again(drives))
-        on_host = replace(
-            run.method,
-            state=Place.HOST if run.method.state is Place.DISK else run.method.state,
-            weights=Place.HOST if run.method.weights is Place.DISK else run.method.weights,
-            activations=Activations.OFFLOADED
-            if run.method.activations is Activations.SPILLED
-            else run.method.activations,
-        )
-        tiers = outline_of(shape, work, spread, on_host, hardware).tiers
-        needed = _up(tiers.total(Place.HOST) * hardware.devices / (1 - HOST_RESERVE))
+        on_host = run.method.without_disk()
+        total = outline_of(shape, work, spread, on_host, hardware).tiers.total(Place.HOST)
+        needed = _up(total * hardware.devices / (1 - HOST_RESERVE))
         enough = hardware.changed(host_memory_bytes=max(hardware.host_memory_bytes, needed))
         consider(f"{decimal_text(needed, 4)} of host memory instead of the disk", again(enough, method=on_host))
     if spread.nodes > 1:
-        wider = hardware.changed(node_bytes_per_second=2 * hardware.node_bytes_per_second)
-        consider("a network of twice the rate", again(wider))
+        consider("a network of twice the rate", again(twice("node_bytes_per_second")))
     if run.sharing is not None and run.sharing.ranks > 1 and hardware.peer == NO_PEERS:
         reach = hardware.changed(peer=OVER_LINK, collective_bytes_per_second=hardware.onload_bytes_per_second)
         consider("peer access among the devices over PCIe", again(reach))
     if run.method.state is Place.HOST:
-        consider(
-            "host memory of twice the rate",
-            again(
-                hardware.changed(
-                    dram_bytes_per_second=2 * hardware.dram_bytes_per_second,
-                    update_bytes_per_second=2 * hardware.update_bytes_per_second,
-                )
-            ),
-        )
+        faster = twice("dram_bytes_per_second", "update_bytes_per_second")
+        consider("host memory of twice the rate", again(faster))
     return sorted(found, key=lambda help: -help.gain)
 
 

@@ -32,9 +32,9 @@ class Run:
     """One method on one machine: what it holds, its floors, the plan of its visits and one step of it.
 
     `step` is simulated with at most two micro-batches, or groups that go together; `seconds`, and `busy_seconds` and
-    `moved_bytes` of each lane, count all of them. `sharing`: how
-    devices share one copy for each node; None: they do not. `in_use`: lane, or "host memory" -> the share of the step
-    for which it would be in use alone; what comes near 1 is what the step is bound by.
+    `moved_bytes` of each lane, count all of them. `sharing`: how devices share one copy for each node; None: they do
+    not. `in_use`: lane, or "host memory" -> the share of the step for which it would be in use alone; what comes near 1
+    is what the step is bound by.
     """
 
     method: Method

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headrace.planning.cost.experts import NO_EXPERTS, ExpertCut, ExpertLoads, others_of, pass_loads
 from headrace.planning.cost.hardware import OVER_LINK, Hardware, share_of
@@ -60,57 +60,40 @@ def traffic_of(
 ) -> tuple[BlockTraffic, ...]:
     """Of each block, on a device that has its share of `hardware`; `cut`: experts that come one by one."""
     share = share_of(hardware)
-    experts = pass_loads(shape, work, method, share, cut)
-    leaving = leaving_layers(shape, work, method)
+    trains, shares = work.training is not Training.NONE, spread.shares(method, work.training)
+    held = 1 / spread.ranks if shares else 1.0
     packed = packs(shape, work, spread, method, hardware)
-    over_link = hardware.peer == OVER_LINK and spread.shares(method, work.training)
-    found = []
-    for index, block in enumerate(shape.blocks):
+    leaving = leaving_layers(shape, work, method)
+    loads = pass_loads(shape, work, method, share, cut)
+
+    def of_block(index: int, block: BlockShape) -> BlockTraffic:
         visiting = block if cut is None else others_of(block)
         crossing = crossing_of(visiting, work, spread, method, hardware)
         read = read_share(visiting) if packed else 1.0
-        leaves = index in leaving
-        own = _of_block(block, visiting.weight_bytes, crossing, work, spread, method, share, read=read, leaves=leaves)
-        found.append(replace(own, experts=experts[index], over_link=over_link))
-    return tuple(found)
+        fetched = round(held * round(read * visiting.weight_bytes)) if method.weights is Place.DISK else 0
+        forward, backward = block_seconds(block, work, share)
+        again = recompute_seconds(block, work, method, forward)
+        own = spread.divided(block.trainable, 1) if trains else 0.0
+        trained = held * int(method.host_share * own) if method.state is not Place.DEVICE else 0.0
+        return BlockTraffic(
+            **vars(crossing),
+            block_bytes=visiting.weight_bytes,
+            load_seconds=_load_seconds(crossing, fetched, share),
+            forward_seconds=forward,
+            backward_seconds=backward + again if trains else 0.0,
+            update_bytes=work.update_bytes * trained,
+            device_update_seconds=work.update_bytes * method.device_share * own / share.device_bytes_per_second,
+            norm_bytes=work.gradient_bytes * trained if work.clipped else 0.0,
+            state_bytes=round((work.master_bytes + work.state_bytes) * trained) if method.state is Place.DISK else 0,
+            fetch_bytes=fetched,
+            spill_bytes=fetched if work.training is Training.FULL and trained else 0,
+            activation_bytes=round(block.activation_bytes(work.tokens)) if index in leaving else 0,
+            activations_spill=method.activations is Activations.SPILLED,
+            over_link=shares and hardware.peer == OVER_LINK,
+            experts=loads[index],
+        )
 
-
-def _of_block(
-    block: BlockShape,
-    block_bytes: int,
-    crossing: Crossing,
-    work: Work,
-    spread: Spread,
-    method: Method,
-    share: Hardware,
-    *,
-    read: float,
-    leaves: bool,
-) -> BlockTraffic:
-    """`read`: the share of the bytes that come from disk which is read, see packing.py."""
-    trains, on_disk = work.training is not Training.NONE, method.weights is Place.DISK
-    held = 1 / spread.ranks if spread.shares(method, work.training) else 1.0
-    forward, backward = block_seconds(block, work, share)
-    again = recompute_seconds(block, work, method, forward)
-    fetched = round(held * round(read * block_bytes)) if on_disk else 0
-    own = spread.divided(block.trainable, 1)
-    trained = held * int(method.host_share * own) if trains and method.state is not Place.DEVICE else 0.0
-    updated = work.update_bytes * method.device_share * own / share.device_bytes_per_second if trains else 0.0
-    return BlockTraffic(
-        **vars(crossing),
-        block_bytes=block_bytes,
-        load_seconds=_load_seconds(crossing, fetched, share),
-        forward_seconds=forward,
-        backward_seconds=backward + again if trains else 0.0,
-        update_bytes=work.update_bytes * trained,
-        device_update_seconds=updated,
-        norm_bytes=work.gradient_bytes * trained if work.clipped else 0.0,
-        state_bytes=round((work.master_bytes + work.state_bytes) * trained) if method.state is Place.DISK else 0,
-        fetch_bytes=fetched,
-        spill_bytes=fetched if work.training is Training.FULL and trained else 0,
-        activation_bytes=round(block.activation_bytes(work.tokens)) if leaves else 0,
-        activations_spill=method.activations is Activations.SPILLED,
-    )
+    return tuple(of_block(index, block) for index, block in enumerate(shape.blocks))
 
 
 def _load_seconds(crossing: Crossing, fetch_bytes: int, share: Hardware) -> float:

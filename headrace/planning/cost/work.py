@@ -165,6 +165,13 @@ class Method:
     def uses_disk(self) -> bool:
         return Place.DISK in (self.weights, self.state) or self.activations is Activations.SPILLED
 
+    def without_disk(self) -> Method:
+        """The same with host memory in its place."""
+        weights, state = (Place.HOST if place is Place.DISK else place for place in (self.weights, self.state))
+        spilled = self.activations is Activations.SPILLED
+        activations = Activations.OFFLOADED if spilled else self.activations
+        return replace(self, weights=weights, state=state, activations=activations)
+
     def text(self, training: Training) -> str:
         """In words."""
         parts = []
