@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.planning.plan import Plan
 from headrace.planning.problem import Problem
 
@@ -41,8 +43,7 @@ def _table(plan: Plan) -> list[str]:
             else:
                 named = ("boundary", "", "")
             rows.append((str(cycle), str(index), *named, _list(step.evictions), _list(step.loads)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return columns(rows)
 
 
 def ahead(plan: Plan) -> int:
@@ -72,6 +73,26 @@ def size_text(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.4g} {unit}"
+
+
+def decimal_text(nbytes: float, digits: int = 3) -> str:
+    """Bytes in decimal units, in which memory and drives are sold."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:.{digits}g} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Rows as lines, cells below each other; with `right` all but the first are set to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if right and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def seconds_text(seconds: float) -> str:

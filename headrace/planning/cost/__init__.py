@@ -4,7 +4,6 @@ from headrace.planning.cost.catalogue import DEVICES, DRIVES, HOSTS, MACHINES, m
 from headrace.planning.cost.configs import is_counted, read_config, shape_of_config, stored_bits
 from headrace.planning.cost.hardware import PEERS, Hardware
 from headrace.planning.cost.modules import is_module, shape_of_module
-from headrace.planning.cost.nodes import all_devices
 from headrace.planning.cost.run_plan import RunPlan, plan_run
 from headrace.planning.cost.run_text import compare_text
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
@@ -30,7 +29,6 @@ __all__ = [
     "Spread",
     "Training",
     "Work",
-    "all_devices",
     "compare_text",
     "is_counted",
     "is_module",

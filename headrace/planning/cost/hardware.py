@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FABRIC", "NO_PEERS", "OVER_LINK", "PEERS", "Hardware"]
+__all__ = ["FABRIC", "NO_PEERS", "OVER_LINK", "PEERS", "Hardware", "share_of"]
 
 # How the devices of a node reach each other: over links of their own (NVLink, Infinity Fabric), over each one's link to
 # the host (PCIe), or not at all: through host memory.
@@ -176,6 +176,21 @@ class Hardware:
             return cls(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"this is no hardware file of this version ({error}); run headrace probe again") from error
+
+
+def share_of(machine: Hardware) -> Hardware:
+    """One device's share of what the devices of the machine share."""
+    count = machine.devices
+    return dataclasses.replace(
+        machine,
+        devices=1,
+        dram_bytes_per_second=machine.dram_bytes_per_second / count,
+        update_bytes_per_second=machine.update_bytes_per_second / count,
+        host_memory_bytes=machine.host_memory_bytes // count,
+        disk_bytes=machine.disk_bytes // count,
+        disk_read_bytes_per_second=machine.disk_read_bytes_per_second / count,
+        disk_write_bytes_per_second=machine.disk_write_bytes_per_second / count,
+    )
 
 
 def _rate(name: str, value: Any) -> float:

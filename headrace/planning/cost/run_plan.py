@@ -8,15 +8,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.formulas import codec_cores, wear_steps
 from headrace.planning.cost.choose import Help, Option, Shortfall, best_run, helps, options, orders, shortfall
 from headrace.planning.cost.decoding import Decoding, decoding_of
 from headrace.planning.cost.floors import Floors, hiding_tokens
 from headrace.planning.cost.forecast import Run
-from headrace.planning.cost.formulas import codec_cores, wear_steps
-from headrace.planning.cost.hardware import Hardware
+from headrace.planning.cost.hardware import Hardware, share_of
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.shape import ModelShape
 from headrace.planning.cost.tiers import Tiers
+from headrace.planning.cost.traffic import traffic_of
 from headrace.planning.cost.wanted import Wanted
 from headrace.planning.cost.work import Method, Overlap, Spread, Training, Work
 
@@ -37,7 +38,6 @@ class RunPlan:
     """
 
     model: ModelShape
-    part: ModelShape
     work: Work
     spread: Spread
     hardware: Hardware
@@ -73,34 +73,21 @@ class RunPlan:
     def not_run(self) -> tuple[str, ...]:
         """The parts of the plan that headrace simulates but cannot run yet; empty if it can run all of it."""
         spread = self.spread
-        parts = [
-            f"{name} {degree}"
-            for name, degree in (
-                ("tensor degree", spread.tensor),
-                ("pipeline stages", spread.pipeline),
-                ("expert degree", spread.expert),
-            )
-            if degree > 1
-        ]
+        parts = []
         sharing = None if self.run is None else self.run.sharing
         if sharing is not None:
             helped = {one for one, of in ((sharing.gathered, sharing.loaded), (sharing.reduced, sharing.trained)) if of}
             if helped - {0} and (sharing.gathered, sharing.reduced) != (sharing.loaded, sharing.trained):
                 parts += ["weights gathered among devices"] if sharing.gathered else []
                 parts += ["gradients summed among devices"] if sharing.reduced else []
-        by_optimizer = (  # headrace.optim with mesh= and zero_stage= does it, for replicas whose weights stay
-            spread.zero_stage <= 2
-            and spread.devices == spread.data
-            and spread.expert == 1
-            and not self.method.streamed
-            and self.method.overlap is Overlap.NONE
-        )
+        # headrace.optim with mesh= and zero_stage= does it, for replicas whose weights stay.
+        by_optimizer = not self.method.streamed and self.method.overlap is Overlap.NONE
         if spread.zero_stage and spread.data > 1 and not by_optimizer:
             which = " of offloaded weights" if spread.zero_stage <= 2 and self.method.streamed else ""
             parts.append(f"ZeRO stage {spread.zero_stage} of {spread.data} replicas{which}")
         if self.method.host_share < 1 and self.method.overlap is not Overlap.NONE:
             parts.append(f"overlap={self.method.overlap.value!r} where the device has a share of the optimizer")
-        if self.work.training is Training.FULL and any(b.weight_bits < 16 and b.trainable for b in self.part.blocks):
+        if self.work.training is Training.FULL and any(b.weight_bits < 16 and b.trainable for b in self.model.blocks):
             parts.append("training weights of fewer than 16 bits (adapters beside them are trained)")
         return tuple(parts)
 
@@ -137,7 +124,8 @@ class RunPlan:
     @property
     def hiding_tokens(self) -> dict[str, float]:
         """Lane -> tokens from which it hides behind compute."""
-        return hiding_tokens(self.part, self.work, self.spread, self.method, self.hardware)
+        traffic = traffic_of(self.model, self.work, self.spread, self.method, self.hardware)
+        return hiding_tokens(traffic, self.model, self.work, self.method, share_of(self.hardware))
 
     @property
     def written_bytes(self) -> int:
@@ -235,34 +223,26 @@ def plan_run(
 ) -> RunPlan:
     """The plan of `model` on `hardware`, by the fastest of all methods, or of those that are `wanted`.
 
-    `expert_hit_rate`: of the experts that decoding wants, the share that is there. Raises ValueError when the degrees
-    do not go into the devices, layers or experts, or no method is as wanted.
+    `expert_hit_rate`: of the experts that decoding wants, the share that is there. Raises ValueError when no
+    method is as wanted.
     """
     spread = spread or Spread()
-    if spread.pipeline > model.layers:
-        raise ValueError(f"pipeline={spread.pipeline} but {model.name} has {model.layers} layers; give at most that")
-    if spread.devices % spread.nodes:
-        raise ValueError(f"nodes={spread.nodes} but {spread.devices} devices cannot be spread over so many evenly")
-    hardware = replace(hardware, devices=spread.devices // spread.nodes)  # those that are not used share nothing
-    if spread.expert > 1 and not model.expert_share:
-        raise ValueError(f"expert={spread.expert} but {model.name} has no experts that are known; leave it out")
-    part = model.divided(spread.tensor, spread.pipeline, spread.expert)
-    considered = options(part, work, spread, hardware, overlap, disk, wanted)
-    run = best_run(part, work, spread, hardware, considered)
+    hardware = replace(hardware, devices=spread.ranks)  # those that are not used share nothing
+    considered = options(model, work, spread, hardware, overlap, disk, wanted)
+    run = best_run(model, work, spread, hardware, considered)
     decoding = None
     if run is not None:
-        decoding = decoding_of(part, work, spread, run.method, hardware, run.tiers, expert_hit_rate)
+        decoding = decoding_of(model, work, spread, run.method, hardware, run.tiers, expert_hit_rate)
     return RunPlan(
         model=model,
-        part=part,
         work=work,
         spread=spread,
         hardware=hardware,
         run=run,
         options=tuple(considered),
-        helps=() if run is None else tuple(helps(part, work, spread, hardware, run, overlap)),
-        orders={} if run is None else orders(part, work, spread, hardware, run),
-        shortfall=shortfall(hardware, work, spread, considered) if run is None else None,
+        helps=() if run is None else tuple(helps(model, work, spread, hardware, run, overlap)),
+        orders={} if run is None else orders(model, work, spread, hardware, run),
+        shortfall=shortfall(hardware, work, considered) if run is None else None,
         decoding=decoding,
     )
 

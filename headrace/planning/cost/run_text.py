@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headrace.planning.cost.choose import NOT_RUN
+from headrace.formulas import WEIGHTS_RATIO
 from headrace.planning.cost.decoding import Decoding, DecodingRate
 from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Run
-from headrace.planning.cost.formulas import WEIGHTS_RATIO
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.packing import mean_read_share
 from headrace.planning.cost.run_plan import RunPlan
 from headrace.planning.cost.work import Place, Training
-from headrace.planning.text import seconds_text
+from headrace.planning.text import columns, decimal_text, seconds_text
 
-__all__ = ["compare_text", "run_plan_text", "size_text"]
+__all__ = ["compare_text", "run_plan_text"]
 
+NOT_RUN = "headrace does not run this yet"
 _LINE = 72  # columns of the time line
 _NOTICED = 0.05  # of a lane's time: latency
 _SHOWN = 4  # stalls and helps
@@ -49,11 +49,11 @@ def compare_text(plans: Sequence[tuple[str, RunPlan]]) -> str:
     """Several plans side by side: one row each."""
     rows: list[tuple[str, ...]] = [("plan", "strategy", "step", "tokens/s", "efficiency", "device", "host", "disk")]
     for name, plan in plans:
-        tiers = [size_text(plan.tiers.total(place)) for place in Place]
+        tiers = [decimal_text(plan.tiers.total(place)) for place in Place]
         strategy = plan.method.text(plan.work.training)
         if plan.run is None:
             lacks = ", ".join(
-                f"{place.value} lacks {size_text(plan.tiers.short(place))}"
+                f"{place.value} lacks {decimal_text(plan.tiers.short(place))}"
                 for place in Place
                 if plan.tiers.short(place)
             )
@@ -62,15 +62,7 @@ def compare_text(plans: Sequence[tuple[str, RunPlan]]) -> str:
             speed = f"{plan.tokens_per_second:,.0f}"
             strategy += f" ({NOT_RUN})" if plan.not_run else ""
             rows.append((name, strategy, seconds_text(plan.run.seconds), speed, f"{plan.run.efficiency:.0%}", *tiers))
-    return "\n".join(_columns(rows)) + "\n"
-
-
-def size_text(nbytes: float) -> str:
-    """Bytes in decimal units, in which memory and drives are sold."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(nbytes) >= unit:
-            return f"{nbytes / unit:.3g} {name}"
-    return f"{nbytes:.0f} B"
+    return "\n".join(columns(rows)) + "\n"
 
 
 def _head(plan: RunPlan) -> list[str]:
@@ -83,27 +75,18 @@ def _head(plan: RunPlan) -> list[str]:
         count += f", {model.trainable / 1e6:.3g}M trained in adapters"
     batches = f"{work.micro_batches} x " if work.micro_batches > 1 else ""
     tokens = f"{batches}{work.batch_size} x {work.sequence_length:,} tokens"
-    degrees = [
-        f"{name} {degree}"
-        for name, degree in (
-            ("data", spread.data),
-            ("tensor", spread.tensor),
-            ("pipeline", spread.pipeline),
-            ("expert", spread.expert),
-        )
-        if degree > 1
-    ]
+    degrees = [f"data {spread.data}"] if spread.data > 1 else []
     if spread.nodes > 1:
         degrees.append(f"on {spread.nodes} nodes")
     if spread.zero_stage:
         degrees.append(f"ZeRO stage {spread.zero_stage}")
     over = f", {', '.join(degrees)}" if degrees else ""
     lines = [
-        f"model     {model.name}: {count}, {model.layers} layers, weights {size_text(model.weight_bytes)}",
+        f"model     {model.name}: {count}, {model.layers} layers, weights {decimal_text(model.weight_bytes)}",
         f"work      {work.training.value}: {tokens} a step{over}",
-        f"hardware  {plan.hardware.name}: {size_text(plan.hardware.device_memory_bytes)} on each of "
-        f"{plan.hardware.devices} device(s), {size_text(plan.hardware.host_memory_bytes)} of host memory, "
-        f"{size_text(plan.hardware.disk_bytes)} of disk",
+        f"hardware  {plan.hardware.name}: {decimal_text(plan.hardware.device_memory_bytes)} on each of "
+        f"{plan.hardware.devices} device(s), {decimal_text(plan.hardware.host_memory_bytes)} of host memory, "
+        f"{decimal_text(plan.hardware.disk_bytes)} of disk",
     ]
     if plan.run is None:
         lines.append("result    does not fit")
@@ -137,35 +120,25 @@ def _tiers(plan: RunPlan) -> list[str]:
         cells = []
         for place in Place:
             nbytes = sum(h.nbytes for h in tiers.held if h.place is place and h.purpose == purpose)
-            cells.append(size_text(nbytes) if nbytes else "")
+            cells.append(decimal_text(nbytes) if nbytes else "")
         rows.append((purpose, *cells))
-    rows.append(("in all", *(size_text(tiers.total(place)) for place in Place)))
-    rows.append(("of", *(size_text(tiers.capacity[place]) for place in Place)))
+    rows.append(("in all", *(decimal_text(tiers.total(place)) for place in Place)))
+    rows.append(("of", *(decimal_text(tiers.capacity[place]) for place in Place)))
     if not tiers.fits:
-        rows.append(("lacks", *(size_text(tiers.short(place)) if tiers.short(place) else "" for place in Place)))
-    return _columns(rows, right=True)
+        rows.append(("lacks", *(decimal_text(tiers.short(place)) if tiers.short(place) else "" for place in Place)))
+    return columns(rows, right=True)
 
 
 def _lanes(run: Run) -> list[str]:
-    floors = {
-        CostLane.COMPUTE: "compute_seconds",
-        CostLane.ONLOAD: "onload_seconds",
-        CostLane.OFFLOAD: "offload_seconds",
-        CostLane.UPDATE: "update_seconds",
-        CostLane.FETCH: "fetch_seconds",
-        CostLane.SPILL: "spill_seconds",
-        CostLane.COLLECTIVE: "collective_seconds",
-        CostLane.NETWORK: "network_seconds",
-    }
     rows = [("lane", "busy", "of the step", "moved", "floor")]
     for lane, busy in run.busy_seconds.items():
-        floor = getattr(run.floors, floors[lane])
+        floor = getattr(run.floors, f"{lane.value}_seconds")
         if not busy and not floor:
             continue
         moved = run.moved_bytes[lane]
         share = f"{busy / run.seconds:.0%}" if run.seconds else ""
-        rows.append((lane.value, seconds_text(busy), share, size_text(moved) if moved else "", seconds_text(floor)))
-    return _columns(rows, right=True)
+        rows.append((lane.value, seconds_text(busy), share, decimal_text(moved) if moved else "", seconds_text(floor)))
+    return columns(rows, right=True)
 
 
 def _time_line(plan: RunPlan, run: Run) -> list[str]:
@@ -193,11 +166,10 @@ def _time_line(plan: RunPlan, run: Run) -> list[str]:
 def _pictured(plan: RunPlan, run: Run) -> str:
     """What the time line shows: the whole step, or the part of it that is simulated."""
     seconds = seconds_text(run.step.seconds)
-    bubbles = " without the pipeline's bubbles" if plan.spread.pipeline > 1 else ""
     if run.method.grouped(plan.work).micro_batches <= SIMULATED_MICRO_BATCHES:
-        return f"one step of {seconds}{bubbles}"
+        return f"one step of {seconds}"
     shown = SIMULATED_MICRO_BATCHES * run.method.together
-    return f"one step with {shown} of its {plan.work.micro_batches} micro-batches, {seconds}{bubbles}"
+    return f"one step with {shown} of its {plan.work.micro_batches} micro-batches, {seconds}"
 
 
 def _closing(plan: RunPlan, run: Run) -> list[str]:
@@ -216,10 +188,10 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
         lines.append(f"hides     {lane} hides behind compute from {tokens:,.0f} tokens on")
     if plan.wear_steps is not None:
         lines.append(
-            f"wear      {size_text(plan.written_bytes)} written to disk a step: the drives are guaranteed "
+            f"wear      {decimal_text(plan.written_bytes)} written to disk a step: the drives are guaranteed "
             f"{plan.wear_steps:,.0f} steps"
         )
-    share = mean_read_share(plan.part, plan.work, plan.spread, run.method, plan.hardware)
+    share = mean_read_share(plan.model, plan.work, plan.spread, run.method, plan.hardware)
     if share < _TOLD_SHARE:
         lines.append(f"packed    weights that have come a few times are read in {share:.2f} of their bytes")
     if plan.codec_cores:
@@ -239,23 +211,23 @@ def _decoding(decoding: Decoding) -> list[str]:
     """A token of each sequence: what moves, and how fast."""
     cut, cached = decoding.cut, ""
     if decoding.cache_bytes:
-        cached = f", {size_text(decoding.cache_bytes)} of keys and values"
+        cached = f", {decimal_text(decoding.cache_bytes)} of keys and values"
     lines = [f"decoding  {decoding.sequences} x {decoding.context:,} tokens of context{cached}"]
     if decoding.disk_share:
         lines.append(f"on disk   {decoding.disk_share:.0%} of the weights; host memory has room for the others")
     if cut is None:
         whole = decoding.whole
-        moved = f", {size_text(whole.onload_bytes)} moved for each" if whole.onload_bytes else ""
+        moved = f", {decimal_text(whole.onload_bytes)} moved for each" if whole.onload_bytes else ""
         return [*lines, f"writes    {whole.tokens_per_second:,.3g} tokens/s{moved}"]
     lines.append(
         f"experts   one by one: a token needs {cut.routed} of {cut.count} in each of {cut.layers} layers,"
-        f" {size_text(cut.expert_bytes)} each"
+        f" {decimal_text(cut.expert_bytes)} each"
     )
     if decoding.sequences > 1:
         lines.append(f"wanted    {decoding.wanted_experts:.3g} different ones of each layer, if routing is even")
     lines.append(
         f"room      for {cut.slots:,} of {cut.layers * cut.count:,} experts ({cut.held_share:.0%}) beside"
-        f" {size_text(cut.other_room_bytes)} of {size_text(cut.other_bytes)} of other weights"
+        f" {decimal_text(cut.other_room_bytes)} of {decimal_text(cut.other_bytes)} of other weights"
     )
     if 0 < decoding.experts_disk_share < 1:
         lines.append(
@@ -265,7 +237,7 @@ def _decoding(decoding: Decoding) -> list[str]:
     rows: list[tuple[str, ...]] = [("experts there", "moved a token", "from disk", "tokens/s")]
 
     def row(name: str, rate: DecodingRate) -> None:
-        moved = [size_text(nbytes) if nbytes else "" for nbytes in (rate.onload_bytes, rate.fetch_bytes)]
+        moved = [decimal_text(nbytes) if nbytes else "" for nbytes in (rate.onload_bytes, rate.fetch_bytes)]
         rows.append((name, *moved, f"{rate.tokens_per_second:,.3g}"))
 
     for rate in decoding.rates:
@@ -275,7 +247,7 @@ def _decoding(decoding: Decoding) -> list[str]:
     if decoding.given is not None:
         row(f"as given: {decoding.given.hit_rate:.0%}", decoding.given)
     row("whole layers", decoding.whole)
-    return [*lines, *("  " + line for line in _columns(rows, right=True))]
+    return [*lines, *("  " + line for line in columns(rows, right=True))]
 
 
 def _missing(plan: RunPlan) -> list[str]:
@@ -283,18 +255,6 @@ def _missing(plan: RunPlan) -> list[str]:
         return []
     lines = [f"closest   {plan.method.text(plan.work.training)}"]
     for place, lack in plan.shortfall.lacks:
-        lines.append(f"lacks     {size_text(lack)} of {place.value} memory for each device")
+        lines.append(f"lacks     {decimal_text(lack)} of {place.value} memory for each device")
     lines += [f"would fit {fix}" for fix in plan.shortfall.fixes]
-    return lines
-
-
-def _columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if right and place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
     return lines
