@@ -161,7 +161,7 @@ def test_what_headrace_cannot_run_is_marked() -> None:
     assert alone.not_run == ()
     assert "cannot" not in alone.to_text()
     many = planned(hardware="8xh100", devices=8, method="stream-weights", zero_stage=1)
-    assert many.not_run == ("ZeRO stage 1 of 8 replicas",)
+    assert many.not_run == ("ZeRO stage 1 of 8 replicas of offloaded weights",)
     assert not many.to_dict()["runnable"]
     (line,) = [line for line in many.to_text().splitlines() if line.startswith("cannot")]
     assert line == f"cannot    headrace does not run this yet, it is simulated: {', '.join(many.not_run)}"

@@ -86,7 +86,7 @@ class RunPlan:
         # headrace.optim with mesh= and zero_stage= does it, for replicas whose weights stay.
         by_optimizer = not self.method.streamed and self.method.overlap is Overlap.NONE
         if spread.zero_stage and spread.data > 1 and not by_optimizer:
-            which = " of offloaded weights" if spread.zero_stage <= 2 and self.method.streamed else ""
+            which = " of offloaded weights" if self.method.streamed else ""
             parts.append(f"ZeRO stage {spread.zero_stage} of {spread.data} replicas{which}")
         if self.method.host_share < 1 and self.method.overlap is not Overlap.NONE:
             parts.append(f"overlap={self.method.overlap.value!r} where the device has a share of the optimizer")
