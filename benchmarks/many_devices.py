@@ -14,7 +14,7 @@ from typing import Any
 
 import headrace
 from headrace.planning.cost import Place, RunPlan
-from headrace.planning.cost.run_text import size_text
+from headrace.planning.text import decimal_text
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -88,9 +88,9 @@ QWEN35_CUT = QWEN3_30B_A3B | {
     "num_experts": 8,
     "vocab_size": 248320,
 }
-# Two rates of products are fitted, each to one published row; what is planned with them is marked (a) and (b).
+# Two rates of products are fitted, each to one published figure; what is planned with them is marked (a) and (b).
 FITTED_4090 = 189.3e12  # the plan of one card says what RoundPipe measured on one: 3,142 tokens/s
-FITTED_H200 = 241.7e12  # the plan without offloading says what prime-rl measured of it at 8K: 1.75 s
+FITTED_H200 = 241.7e12  # products at which prime-rl's step of 1.75 s at 8K, sharded by ZeRO-3, takes that long
 FORWARD: dict[str, Any] = {"overlap": "forward"}
 
 
@@ -132,31 +132,20 @@ def sized() -> Iterator[Case]:
         yield Case("405B", LLAMA_405B, f"{nodes} x 8 H200, state on 4 drives", on("8xh200", nodes, **most))
     yield Case("405B", LLAMA_405B, "16 x 8 H200, 6.5 TB", on("8xh200", 16, host_memory="6.5TB", **most))
     many = {"batch_size": 4, "sequence_length": 4096, "micro_batches": 4}
-    drives = {"host_memory": "6TB", "drive": "nvme-gen5", "drives": 8}
+    drives: dict[str, Any] = {"host_memory": "6TB", "figures": {"drive": "8xnvme-gen5"}}
     yield Case("1T MoE", MOE_1T, "16 x 8 H200, 6 TB, state on 8 drives", on("8xh200", 16, **drives, **many))
     yield Case("1T MoE", MOE_1T, "16 x 8 B200, 6 TB, state on 8 drives", on("8xb200", 16, **drives, **many))
-    experts = {"expert_parallel": 8}
-    yield Case(
-        "1T MoE",
-        MOE_1T,
-        "16 x 8 H200, 6 TB, state on 8 drives, experts over 8",
-        on("8xh200", 16, **drives, **many, **experts),
-    )
-    shards = {"zero_stage": 3, **experts}
-    yield Case("1T MoE", MOE_1T, "16 x 8 H200, ZeRO stage 3, experts over 8", on("8xh200", 16, **many, **shards))
 
 
 def published() -> Iterator[tuple[str, str, Case, str]]:
     """What was measured of others, what it is in, the nearest plan, and where it is from."""
     yield from _roundpipe()
     source = "[prime-rl][prime]"
-    fitted = on("8xh200", flops_per_second=FITTED_H200)
-    for length, without, offloaded in ((8192, "1.75 s", "3.96 s"), (16384, "5.17 s", "5.73 s")):
-        sharded = {"zero_stage": 3, "method": "none,activations=recomputed", "sequence_length": length}
-        shared = {"method": "state=host,activations=recomputed", "sequence_length": length}
-        name = f"prime-rl, 30B-A3B, {length // 1024}K,"
-        yield f"{name} on the device", without, Case("", QWEN3_30B_A3B, "8 H200 (b), ZeRO 3", fitted | sharded), source
-        yield f"{name} optimizer offloaded", offloaded, Case("", QWEN3_30B_A3B, "8 H200 (b)", fitted | shared), source
+    fitted = on("8xh200", figures={"flops": FITTED_H200})
+    for length, offloaded in ((8192, "3.96 s"), (16384, "5.73 s")):
+        shared = fitted | {"method": "state=host,activations=recomputed", "sequence_length": length}
+        name = f"prime-rl, 30B-A3B, {length // 1024}K, optimizer offloaded"
+        yield name, offloaded, Case("", QWEN3_30B_A3B, "8 H200 (b)", shared), source
     source = "[Megatron-LM][mfsdp]"
     cut = on("8xh100", sequence_length=1024, micro_batches=4, method="state=host")
     for name, seconds in (("Megatron-FSDP", "2.377 s"), ("FSDP2", "2.554 s"), ("Megatron HDO", "1.435 s")):
@@ -244,10 +233,10 @@ def sized_row(case: Case) -> list[str]:
     plan = case.plan()
     work, node = plan.work, plan.hardware.devices
     tokens = f"{work.micro_batches} x {work.tokens:,}"
-    host, disk = (size_text(plan.tiers.total(place) * node) for place in (Place.HOST, Place.DISK))
+    host, disk = (decimal_text(plan.tiers.total(place) * node) for place in (Place.HOST, Place.DISK))
     if plan.run is None or plan.tokens_per_second is None:
         lacking = plan.shortfall.lacks if plan.shortfall else ()
-        lacks = ", ".join(f"{size_text(lack)} of {place.value} memory" for place, lack in lacking)
+        lacks = ", ".join(f"{decimal_text(lack)} of {place.value} memory" for place, lack in lacking)
         return [case.model, case.machine, tokens, host, disk, f"does not fit: lacks {lacks}", "", "", "", ""]
     kept = f"{plan.run.efficiency:.0%}"
     step, speed = f"{plan.run.seconds:.3g} s", f"{plan.tokens_per_second:,.0f}"

@@ -6,10 +6,10 @@ Published, by Megatron-Bridge (its page on CPU offloading and that page's card):
 pipeline 2, expert 4, on two nodes of 8 H100; 20 steps with 0 to 100% of Adam's state on the host, and 100% with copies
 beside the update.
 
-Planned: the same run by `headrace.plan`. Two figures are fitted and the rest is what the plan makes of them: the
-operations per second, such that 0% takes what was measured, and the rate of host memory for the update, from the
-slope (134 GB/s for 8 devices: the update in PyTorch, not the machine, is the limit). Micro-batches of one sequence of
-4,096 tokens, two for each replica, are assumed.
+Planned: a model of as many parameters as each device there updates, by `headrace.plan`. Two figures are fitted and the
+rest is what the plan makes of them: the operations per second, such that 0% takes what was measured, and the rate of
+host memory for the update, from the slope (134 GB/s for 8 devices: the update in PyTorch, not the machine, is the
+limit). Two micro-batches of one sequence of 4,096 tokens are assumed.
 
 Run: a decoder that stays on the emulated accelerator, in virtual time, with `device_fraction` of `headrace.optim.AdamW`
 for what is not on the host. The link and the host's rate are such that all of the update, and all of the copies, take
@@ -28,44 +28,35 @@ from emulator import emu
 from headrace.optim import AdamW
 from headrace.planning.cost import Place, RunPlan
 
-MODEL = {
-    "model_type": "qwen3_moe",
+MODEL = {  # 1.91B parameters
+    "model_type": "llama",
     "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
     "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
+    "intermediate_size": 10336,
+    "vocab_size": 32000,
 }
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 PUBLISHED_MS = (996, 1871, 2484, 3187, 4189)
 PUBLISHED_GB = (47.2, 43.4, 39.6, 35.6, 32.0)
 PUBLISHED_BESIDE_MS = 3877  # 100%, copies beside the update
 HOST_RATE = 134e9
-FLOPS_PER_SECOND = 9.9e13  # fitted
+FLOPS_PER_SECOND = 1.12e14  # fitted
 COPIES = (PUBLISHED_MS[-1] - PUBLISHED_BESIDE_MS) / PUBLISHED_MS[0]  # of all gradients and weights, over a step
 UPDATE = PUBLISHED_BESIDE_MS / PUBLISHED_MS[0] - 1  # of all parameters, over a step
 
 
 def planned(share: float) -> RunPlan:
-    """The published run, as `headrace plan` has it."""
+    """What one device of the published run updates, with an eighth of its node's host memory."""
     return headrace.plan(
         MODEL,
-        hardware=headrace.Hardware.named("8xh100").changed(flops=FLOPS_PER_SECOND, host=HOST_RATE),
-        devices=8,
-        nodes=2,
-        tensor=2,
-        pipeline=2,
-        expert_parallel=4,
-        zero_stage=1,
+        hardware=headrace.Hardware.named("h100").changed(flops=FLOPS_PER_SECOND, host=HOST_RATE / 8),
         sequence_length=4096,
         micro_batches=2,
         method="activations=kept",
         optimizer_fraction=share,
+        disk=False,
     )
 
 

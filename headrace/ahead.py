@@ -22,7 +22,6 @@ from headrace.planning.cost import (
     Spread,
     Training,
     Work,
-    all_devices,
     plan_run,
     wanted,
 )
@@ -186,10 +185,7 @@ def plan(
     weight_bits: float | None = None,
     overlap: Literal["none", "forward", "backward"] = "none",
     state_dtype: torch.dtype | Literal["float32", "bfloat16", "8bit"] = torch.float32,
-    tensor: int = 1,
-    pipeline: int = 1,
     zero_stage: int = 0,
-    expert_parallel: int = 1,
     method: str | None = None,
     optimizer_fraction: float | None = None,
     expert_hit_rate: float | None = None,
@@ -202,10 +198,9 @@ def plan(
     - `batch_size`, `sequence_length`, `micro_batches`: one optimizer step of one replica.
     - `device_memory`, `host_memory`, `disk`: bytes or text such as "24GiB", instead of the machine's own; `disk=False`:
       no disk. Other rates and drives than the machine's: `Hardware.named("4090").changed(link="25GB/s")`.
-    - `devices`: how many devices of each of the `nodes` are used; by default `tensor` times `pipeline`, or, with
-      several nodes, all of the machine. After division by `tensor` and `pipeline`, the rest are data-parallel replicas:
-      those of a node share one copy on the host, or all are sharded by a `zero_stage` of 1 to 3; `expert_parallel` of
-      them share the experts of a layer. What headrace does not run yet is simulated: see `RunPlan.not_run`.
+    - `devices`: how many devices of each of the `nodes` are used, data-parallel: by default one, or, with several
+      nodes, all of the machine. Those of a node share one copy on the host, or a `zero_stage` of 1 or 2 divides state
+      (and gradients) among all. What headrace does not run yet is simulated: see `RunPlan.not_run`.
     - `method`: instead of the fastest, one by name ("none", "offload-optimizer", "offload-optimizer-to-disk",
       "stream-weights", "stream-weights-from-disk"), by its parts ("weights=host,state=disk,activations=recomputed"), or
       both. `optimizer_fraction`: the share of the optimizer's state and update that is on the host, 0 to 1; the rest is
@@ -222,52 +217,54 @@ def plan(
     an error: see `RunPlan.fits`.
     """
     machine = _resized(machine_of(hardware), device_memory, host_memory, disk)
-    work = _one_of(Training, training, "training")
-    shape = shape_of(model, work, adapter_rank, weight_bits)
-    if tensor < 1 or pipeline < 1:
-        raise ValueError(f"tensor={tensor}, pipeline={pipeline}; give at least 1 of each")
+    kind = _one_of(Training, training, "training")
+    shape = shape_of(model, kind, adapter_rank, weight_bits)
     if expert_hit_rate is not None and not 0 <= expert_hit_rate <= 1:
         raise ValueError(f"expert_hit_rate={expert_hit_rate}; give the share of experts that is there, from 0 to 1")
-    count = all_devices(machine, devices, nodes, tensor * pipeline)
-    spread = Spread(
-        data=count // (tensor * pipeline),
-        tensor=tensor,
-        pipeline=pipeline,
-        zero_stage=zero_stage,
-        expert=expert_parallel,
-        nodes=nodes,
+    spread = Spread(data=_all_devices(machine, devices, nodes), zero_stage=zero_stage, nodes=nodes)
+    full_width = shape.weight_bytes >= 3.9 * shape.parameters
+    work = Work(
+        training=kind,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        micro_batches=micro_batches,
+        gradient_bytes=4 if full_width else 2,
+        master_bytes=0 if full_width else 2,  # as headrace.optim keeps it
+        state_bytes=_state_bytes(state_dtype),
     )
-    own_state_bytes = _state_bytes(state_dtype)
-    updates = work is not Training.NONE
-    of_update = "of an update, which training='inference' has none of; leave it out"
-    decodes = not updates and spread.devices == 1 and shape.expert_share > 0
+    updates, adapts = kind is not Training.NONE, kind is Training.ADAPTER
+    decodes = not updates and spread.data == 1 and any(block.expert_parameters for block in shape.blocks)
     replicas = devices is not None or spread.data > 1
+    of_update = "of an update, which training='inference' has none of; leave it out"
     _refuse_idle(
-        ("adapter_rank", adapter_rank, work is Training.ADAPTER, "of training='adapter' alone; leave it out"),
+        ("adapter_rank", adapter_rank, adapts, "of training='adapter' alone; leave it out"),
         ("overlap", None if overlap == Overlap.NONE.value else overlap, updates, of_update),
-        ("state_dtype", None if own_state_bytes == 8 else state_dtype, updates, of_update),
+        ("state_dtype", None if work.state_bytes == 8 else state_dtype, updates, of_update),
         ("expert_hit_rate", expert_hit_rate, decodes, "of inference with experts on one device; leave it out"),
         ("zero_stage", zero_stage or None, replicas, "for several replicas; give devices, too, or leave it out"),
     )
-    full_width = shape.weight_bytes >= 3.9 * shape.parameters
     return plan_run(
         shape,
         machine,
-        Work(
-            training=work,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            micro_batches=micro_batches,
-            gradient_bytes=4 if full_width else 2,
-            master_bytes=0 if full_width else 2,  # as headrace.optim keeps it
-            state_bytes=own_state_bytes,
-        ),
+        work,
         spread,
         overlap=_one_of(Overlap, overlap, "overlap"),
         disk=disk is not False,
         wanted=wanted(method, optimizer_fraction),
         expert_hit_rate=expert_hit_rate,
     )
+
+
+def _all_devices(machine: Hardware, devices: int | None, nodes: int) -> int:
+    """Of all nodes together. Raises ValueError where there is none, or the network is not known."""
+    for name, value in (("devices", devices), ("nodes", nodes)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}; give at least 1")
+    if nodes > 1 and not machine.node_bytes_per_second:
+        raise ValueError(
+            f"nodes={nodes} but the network of {machine.name} is not known; give it: Hardware.changed(network='12GB/s')"
+        )
+    return nodes * (devices or (1 if nodes == 1 else machine.devices))
 
 
 def _refuse_idle(*settings: tuple[str, Any, bool, str]) -> None:

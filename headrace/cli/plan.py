@@ -13,8 +13,8 @@ from headrace.planning.cost import DRIVES, METHODS, PEERS, RunPlan, compare_text
 EPILOG = """\
 MODEL is a transformers config.json, a directory that holds one, or the name of a model whose config transformers
 can load. Memory is bytes or text such as 24GiB. The model itself is never loaded.
-Rates are what is reached, not what is sold. What headrace cannot run yet (replicas that share one copy on each node,
-tensor, pipeline and expert degrees, ZeRO stages) is simulated, and the plan says so. docs/many_devices.md has examples.
+Rates are what is reached, not what is sold. What headrace cannot run yet (some ZeRO stages) is simulated, and the plan
+says so. docs/many_devices.md has examples.
 In the table of lanes (compute, copies each way, drive, update), the floor is the least time that what passes through a
 lane can take; "busy" is what the plan gives it.
 Exit codes: 0 planned and fits, 1 does not fit (the plan says what is missing), 2 the input cannot be used.
@@ -57,12 +57,9 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         ("batch-size", int, 1, "sequences in a micro-batch (default: 1)"),
         ("sequence-length", int, 2048, "tokens in a sequence (default: 2048)"),
         ("micro-batches", int, 1, "micro-batches in a step (default: 1)"),
-        ("devices", int, None, "devices of each node (default: tensor times pipeline, all with several nodes)"),
+        ("devices", int, None, "devices of each node (default: 1, all with several nodes)"),
         ("nodes", int, 1, "nodes, each with its own copy of the model in host memory (default: 1)"),
-        ("tensor", int, 1, "devices that share each layer"),
-        ("pipeline", int, 1, "stages of layers"),
-        ("zero-stage", int, 0, "ZeRO stage of the replicas, 0 to 3 (default: 0)"),
-        ("expert-parallel", int, 1, "replicas that share the experts of a layer (default: 1)"),
+        ("zero-stage", int, 0, "ZeRO stage of the replicas, 0 to 2 (default: 0)"),
         ("optimizer-fraction", float, None, "the host's share of the optimizer's state and update, 0 to 1"),
         ("expert-hit-rate", float, None, "of the experts that decoding wants, the share on the device, 0 to 1"),
         ("adapter-rank", int, None, "rank of LoRA adapters (default: 16)"),
@@ -126,10 +123,7 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
             weight_bits=arguments.weight_bits,
             overlap=arguments.overlap,
             state_dtype=arguments.state_dtype,
-            tensor=arguments.tensor,
-            pipeline=arguments.pipeline,
             zero_stage=arguments.zero_stage,
-            expert_parallel=arguments.expert_parallel,
             method=arguments.method,
             optimizer_fraction=arguments.optimizer_fraction,
             expert_hit_rate=arguments.expert_hit_rate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.planning.problem import Problem
+from headrace.planning.text import columns, indices_text, seconds_text, size_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,60 @@ class Plan:
 
     def to_text(self) -> str:
         """A readable table of the plan: what stays, what is loaded and dropped when, and the predicted times."""
-        from headrace.planning.text import plan_text
+        return "\n".join([*_summary(self), "", *_table(self)]) + "\n"
 
-        return plan_text(self)
+
+def _summary(plan: Plan) -> list[str]:
+    problem, predicted = plan.problem, plan.predicted
+    total = sum(problem.block_bytes)
+    kept = plan.kept
+    bound = predicted.lower_bound_seconds
+    ratio = f" ({predicted.cycle_seconds / bound:.3f} of it)" if bound else ""
+    turns = "" if len(plan.cycles) == 1 else f", repeating after {len(plan.cycles)} cycles"
+    return [
+        f"blocks    {len(problem.block_bytes)} of {size_text(total)} in all; budget {size_text(problem.budget_bytes)}; "
+        f"{len(problem.visits)} visits per cycle{turns}",
+        *([f"by rows   {indices_text(problem.by_rows)}"] if problem.by_rows else []),
+        f"stays     {len(kept)} blocks, {size_text(sum(problem.block_bytes[b] for b in kept))}: {indices_text(kept)}",
+        f"onloads   {predicted.onloads:g} per cycle, {size_text(predicted.onload_bytes)}; "
+        f"prefetch up to {_ahead(plan)} visits ahead",
+        f"peak      {size_text(predicted.peak_bytes)}",
+        f"cycle     {seconds_text(predicted.cycle_seconds)} = {seconds_text(predicted.compute_seconds)} compute + "
+        f"{seconds_text(predicted.stall_seconds)} stall; no schedule is below {seconds_text(bound)}{ratio}",
+    ]
+
+
+def _table(plan: Plan) -> list[str]:
+    rows = [("cycle", "visit", "phase", "uses", "compute", "evicts", "loads")]
+    for cycle, steps in enumerate(plan.cycles):
+        for index, step in enumerate(steps):
+            if index < len(plan.problem.visits):
+                visit = plan.problem.visits[index]
+                named = (visit.phase.value, _list(visit.blocks), seconds_text(visit.compute_seconds))
+            else:
+                named = ("boundary", "", "")
+            rows.append((str(cycle), str(index), *named, _list(step.evictions), _list(step.loads)))
+    return columns(rows)
+
+
+def _ahead(plan: Plan) -> int:
+    """The most visits that lie between a load's issue and its use."""
+    visits = plan.problem.visits
+    period = len(visits)
+    farthest = 0
+    for steps in plan.cycles:
+        for index, step in enumerate(steps):
+            farthest = max(farthest, *(_until_use(plan.problem, index, block) for block in step.loads), 0)
+    return min(farthest, period)
+
+
+def _until_use(problem: Problem, index: int, block: int) -> int:
+    period = len(problem.visits)
+    for distance in range(period + 1):
+        if block in problem.visits[(index + distance) % period].blocks:
+            return distance
+    return 0
+
+
+def _list(blocks: tuple[int, ...]) -> str:
+    return " ".join(map(str, blocks))

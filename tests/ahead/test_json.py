@@ -89,7 +89,7 @@ def bytes_in(entry: Any, name: str = "") -> list[tuple[str, Any]]:
             {"onload", "fetch of weights", "update", "state on disk"},
             marks=pytest.mark.extended,
         ),
-        (["8xh200", "--devices", "8", "--zero-stage", "3"], set()),
+        (["8xh200", "--devices", "8", "--zero-stage", "2"], set()),
         (["8xh200", "--nodes", "2", "--method", "stream-weights"], {"onload", "update"}),
     ],
 )

@@ -70,10 +70,6 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, capsys: pytest.Captur
         (["--hardware", "4091"], "hardware='4091' is not known; the nearest is 4090; give 3090"),
         (["--hardware", "measured"], "run headrace probe"),
         (["--training", "half"], "training='half'; give one of full, adapter, inference"),
-        (
-            ["--hardware", "4090", "--devices", "3", "--tensor", "2"],
-            "devices=3 cannot be cut into tensor times pipeline, which is 2",
-        ),
         (["--hardware", "4090", "--device-memory", "lots"], "device_memory='lots' is not a size"),
         (["--hardware", "4090", "--batch-size", "0"], "batch_size=0; give at least 1"),
     ],

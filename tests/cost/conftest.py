@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 MACHINES: dict[str, dict[str, Any]] = {
     "4090": {},
     "h100": {},
-    "8xh200": {"devices": 8, "zero_stage": 3},
+    "8xh200": {"devices": 8, "zero_stage": 2},
 }
 INFERENCE = {"training": "inference"}
 MIXTURES: dict[str, dict[str, Any]] = {  # by file of configs/, and what for

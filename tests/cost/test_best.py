@@ -43,7 +43,7 @@ def planned(model: str, room: str) -> RunPlan:
 def test_no_strategy_that_fits_is_faster(model: str, room: str) -> None:
     plan = planned(model, room)
     runs = [
-        (option, run_of(plan.part, plan.work, plan.spread, option.method, plan.hardware))
+        (option, run_of(plan.model, plan.work, plan.spread, option.method, plan.hardware))
         for option in plan.options
         if not option.lacks
     ]
@@ -92,8 +92,8 @@ def test_activations_on_disk_pass_through_the_drive_both_ways() -> None:
     plan = planned("llama-8b", "little host")
     spilled = next(o.method for o in plan.options if o.method.activations is Activations.SPILLED)
     offloaded = dataclasses.replace(spilled, activations=Activations.OFFLOADED)
-    ours, other = (run_of(plan.part, plan.work, plan.spread, m, plan.hardware) for m in (spilled, offloaded))
-    layers = [block for block in plan.part.blocks if block.name.startswith("layer")]
+    ours, other = (run_of(plan.model, plan.work, plan.spread, m, plan.hardware) for m in (spilled, offloaded))
+    layers = [block for block in plan.model.blocks if block.name.startswith("layer")]
     saved = sum(block.activation_bytes(plan.work.tokens) for block in layers)
     leaving = saved - layers[-1].activation_bytes(plan.work.tokens)  # backward begins with the last one
     for lane in ("fetch", "spill"):

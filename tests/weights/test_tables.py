@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import headrace
-from headrace.planning.text import plan_text
 from tests.support.compare import assert_same_weights
 from tests.support.loops import steps
 from tests.support.models import Layer
@@ -248,7 +247,7 @@ def test_texts_say_what_travels_by_rows(compute_device, pair):
         assert handle.stats().row_bytes == rows * WIDTH * 4
         assert "of it tables, by rows" in handle.stats().to_text()
         assert handle.plan.problem.by_rows == {0}
-        assert "\nby rows   0\n" in plan_text(handle.plan)
+        assert "\nby rows   0\n" in handle.plan.to_text()
 
 
 class Tied(nn.Module):

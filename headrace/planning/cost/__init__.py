@@ -1,12 +1,19 @@
 """What will a run hold in each tier, and how long will a step take? Plain numbers about models and machines."""
 
-from headrace.planning.cost.catalogue import DEVICES, DRIVES, HOSTS, MACHINES, machine, nearest, with_drives
 from headrace.planning.cost.configs import is_counted, read_config, shape_of_config, stored_bits
-from headrace.planning.cost.hardware import PEERS, Hardware
+from headrace.planning.cost.hardware import (
+    DEVICES,
+    DRIVES,
+    HOSTS,
+    MACHINES,
+    PEERS,
+    Hardware,
+    machine,
+    nearest,
+    with_drives,
+)
 from headrace.planning.cost.modules import is_module, shape_of_module
-from headrace.planning.cost.nodes import all_devices
-from headrace.planning.cost.run_plan import RunPlan, plan_run
-from headrace.planning.cost.run_text import compare_text
+from headrace.planning.cost.run_plan import RunPlan, compare_text, plan_run
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.wanted import METHODS, wanted
 from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
@@ -30,7 +37,6 @@ __all__ = [
     "Spread",
     "Training",
     "Work",
-    "all_devices",
     "compare_text",
     "is_counted",
     "is_module",

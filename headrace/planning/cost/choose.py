@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from headrace.planning.cost.forecast import Run, run_of, tiers_and_floors
+from headrace.planning.cost.forecast import Run, outline_of, run_of
 from headrace.planning.cost.hardware import NO_PEERS, OVER_LINK, Hardware
 from headrace.planning.cost.shape import ModelShape
 from headrace.planning.cost.tiers import DEVICE_RESERVE, HOST_RESERVE, Tiers
 from headrace.planning.cost.wanted import Wanted
 from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.text import decimal_text
 
-__all__ = ["NOT_RUN", "Help", "Option", "Shortfall", "best_run", "helps", "options", "shortfall"]
+__all__ = ["Help", "Option", "Shortfall", "best_run", "helps", "options", "shortfall"]
 
-NOT_RUN = "headrace does not run this yet"
 _SIMPLER = 1.02  # a simpler method is taken when the best other one is not faster than this
 
 
@@ -57,9 +57,10 @@ def options(
 ) -> list[Option]:
     """All methods that are `wanted`, the simplest first, each with what it lacks."""
     found = []
-    methods = list(_methods(work, overlap, disk=disk and hardware.disk_bytes > 0, alone=spread.devices == 1))
+    methods = list(_methods(work, overlap, disk=disk and hardware.disk_bytes > 0, alone=spread.data == 1))
     for method in methods if wanted is None else wanted.of(methods, work.training):
-        tiers, floors = tiers_and_floors(shape, work, spread, method, hardware)
+        outline = outline_of(shape, work, spread, method, hardware)
+        tiers, floors = outline.tiers, outline.floors
         lacks = tuple((place, tiers.short(place)) for place in Place if tiers.short(place))
         on_host = method.overlap is Overlap.NONE and method.state is not Place.DEVICE
         floor = floors.serial_update if on_host and work.training is not Training.NONE else floors.longest
@@ -120,11 +121,11 @@ def _groups(work: Work, method: Method) -> list[int]:
 def orders(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run: Run) -> dict[int, float]:
     """Micro-batches that go through a block together -> seconds of the step, as far as they fit; {}: no choice."""
     found = {}
-    for together in _groups(work, run.method) if spread.devices == 1 else ():
+    for together in _groups(work, run.method) if spread.data == 1 else ():
         method = replace(run.method, together=together)
         if together == run.method.together:
             found[together] = run.seconds
-        elif tiers_and_floors(shape, work, spread, method, hardware)[0].fits:
+        elif outline_of(shape, work, spread, method, hardware).tiers.fits:
             found[together] = run_of(shape, work, spread, method, hardware).seconds
     return found if len(found) > 1 else {}
 
@@ -139,8 +140,11 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
             found.append(Help(change=change, gain=run.seconds / other.seconds * tokens))
 
     def again(machine: Hardware, doing: Work = work, method: Method = run.method) -> Run | None:
-        tiers, _ = tiers_and_floors(shape, doing, spread, method, machine)
-        return run_of(shape, doing, spread, method, machine) if tiers.fits else None
+        fits = outline_of(shape, doing, spread, method, machine).tiers.fits
+        return run_of(shape, doing, spread, method, machine) if fits else None
+
+    def twice(*figures: str) -> Hardware:
+        return hardware.changed(**{figure: 2 * getattr(hardware, figure) for figure in figures})
 
     if run.efficiency > 0.98:
         return []
@@ -151,51 +155,29 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
             beside = replace(run.method, overlap=Overlap.FORWARD)
             consider("the update beside the next forward (overlap)", again(hardware, method=beside))
     if longest in ("onload", "offload") or run.method.streamed:
-        faster = hardware.changed(
-            onload_bytes_per_second=2 * hardware.onload_bytes_per_second,
-            offload_bytes_per_second=2 * hardware.offload_bytes_per_second,
-        )
-        consider("a link of twice the rate", again(faster))
+        consider("a link of twice the rate", again(twice("onload_bytes_per_second", "offload_bytes_per_second")))
         larger = hardware.changed(device_memory_bytes=hardware.device_memory_bytes * 3 // 2)
         consider("half as much device memory again", again(larger))
     if run.method.uses_disk:
-        drives = hardware.changed(
-            disk_read_bytes_per_second=2 * hardware.disk_read_bytes_per_second,
-            disk_write_bytes_per_second=2 * hardware.disk_write_bytes_per_second,
-        )
+        drives = twice("disk_read_bytes_per_second", "disk_write_bytes_per_second")
         consider("as many drives again", again(drives))
-        on_host = replace(
-            run.method,
-            state=Place.HOST if run.method.state is Place.DISK else run.method.state,
-            weights=Place.HOST if run.method.weights is Place.DISK else run.method.weights,
-            activations=Activations.OFFLOADED
-            if run.method.activations is Activations.SPILLED
-            else run.method.activations,
-        )
-        tiers, _ = tiers_and_floors(shape, work, spread, on_host, hardware)
-        needed = _up(tiers.total(Place.HOST) * hardware.devices / (1 - HOST_RESERVE))
+        on_host = run.method.without_disk()
+        total = outline_of(shape, work, spread, on_host, hardware).tiers.total(Place.HOST)
+        needed = _up(total * hardware.devices / (1 - HOST_RESERVE))
         enough = hardware.changed(host_memory_bytes=max(hardware.host_memory_bytes, needed))
-        consider(f"{_size(needed)} of host memory instead of the disk", again(enough, method=on_host))
+        consider(f"{decimal_text(needed, 4)} of host memory instead of the disk", again(enough, method=on_host))
     if spread.nodes > 1:
-        wider = hardware.changed(node_bytes_per_second=2 * hardware.node_bytes_per_second)
-        consider("a network of twice the rate", again(wider))
+        consider("a network of twice the rate", again(twice("node_bytes_per_second")))
     if run.sharing is not None and run.sharing.ranks > 1 and hardware.peer == NO_PEERS:
         reach = hardware.changed(peer=OVER_LINK, collective_bytes_per_second=hardware.onload_bytes_per_second)
         consider("peer access among the devices over PCIe", again(reach))
     if run.method.state is Place.HOST:
-        consider(
-            "host memory of twice the rate",
-            again(
-                hardware.changed(
-                    dram_bytes_per_second=2 * hardware.dram_bytes_per_second,
-                    update_bytes_per_second=2 * hardware.update_bytes_per_second,
-                )
-            ),
-        )
+        faster = twice("dram_bytes_per_second", "update_bytes_per_second")
+        consider("host memory of twice the rate", again(faster))
     return sorted(found, key=lambda help: -help.gain)
 
 
-def shortfall(hardware: Hardware, work: Work, spread: Spread, considered: list[Option]) -> Shortfall:
+def shortfall(hardware: Hardware, work: Work, considered: list[Option]) -> Shortfall:
     """The method that lacks something in the fewest tiers, and the least there; and what would make it fit."""
 
     def lacking(option: Option) -> tuple[int, float]:
@@ -206,20 +188,17 @@ def shortfall(hardware: Hardware, work: Work, spread: Spread, considered: list[O
     for place, _ in closest.lacks:
         total = closest.tiers.total(place)
         if place is Place.DEVICE:
-            fixes.append(f"devices of {_size(_up(total / (1 - DEVICE_RESERVE)))}")
+            fixes.append(f"devices of {decimal_text(_up(total / (1 - DEVICE_RESERVE)), 4)}")
             if work.batch_size * work.sequence_length > 1:
                 fixes.append("fewer tokens in a micro-batch, and more micro-batches")
-            fixes.append(f"a tensor degree of {2 * spread.tensor} over as many devices ({NOT_RUN})")
         elif place is Place.HOST:
-            fixes.append(f"{_size(_up(total * hardware.devices / (1 - HOST_RESERVE)))} of host memory in the node")
+            fixes.append(
+                f"{decimal_text(_up(total * hardware.devices / (1 - HOST_RESERVE)), 4)} of host memory in the node"
+            )
             if not hardware.disk_bytes and work.training is not Training.NONE:
                 fixes.append("a disk for the optimizer's state")
-            if spread.data > spread.ranks and spread.shares(closest.method, work.training):
-                fixes.append(f"ZeRO stage 3 over the {spread.nodes} nodes instead of a copy on each ({NOT_RUN})")
-            if spread.zero_stage and spread.data >= hardware.devices:
-                fixes.append(f"{2 * spread.data} data-parallel devices on twice the nodes, at ZeRO stage 3 ({NOT_RUN})")
         else:
-            fixes.append(f"{_size(_up(total * hardware.devices))} of disk in the node")
+            fixes.append(f"{decimal_text(_up(total * hardware.devices), 4)} of disk in the node")
     return Shortfall(method=closest.method, lacks=closest.lacks, fixes=tuple(fixes), tiers=closest.tiers)
 
 
@@ -236,7 +215,3 @@ def _up(nbytes: float) -> int:
     """Rounded up to what is sold: whole gigabytes, tens of them from 100 on."""
     unit = 10**10 if nbytes > 10**11 else 10**9
     return int(-(-nbytes // unit) * unit)
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e12:.4g} TB" if nbytes >= 1e12 else f"{nbytes / 1e9:.4g} GB"

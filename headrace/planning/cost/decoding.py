@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,29 +56,19 @@ class Decoding:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        cut = self.cut
+        cut, experts = self.cut, None
+        if cut is not None:
+            own = {
+                name: getattr(cut, name) for name in ("layers", "count", "routed", "slots", "held_share", "other_bytes")
+            }
+            experts = own | {"bytes": cut.expert_bytes, "wanted": self.wanted_experts}
+            experts["disk_share"] = self.experts_disk_share
+        plain = ("sequences", "context", "cache_bytes", "compute_seconds", "disk_share")
+        rates = {name: getattr(self, name) for name in ("whole", "even", "given")}
         return {
-            "sequences": self.sequences,
-            "context": self.context,
-            "cache_bytes": self.cache_bytes,
-            "compute_seconds": self.compute_seconds,
-            "disk_share": self.disk_share,
-            "experts": None
-            if cut is None
-            else {
-                "layers": cut.layers,
-                "count": cut.count,
-                "routed": cut.routed,
-                "bytes": cut.expert_bytes,
-                "wanted": self.wanted_experts,
-                "slots": cut.slots,
-                "held_share": cut.held_share,
-                "disk_share": self.experts_disk_share,
-                "other_bytes": cut.other_bytes,
-            },
-            "whole": vars(self.whole),
-            "even": None if self.even is None else vars(self.even),
-            "given": None if self.given is None else vars(self.given),
+            **{name: getattr(self, name) for name in plain},
+            "experts": experts,
+            **{name: None if rate is None else vars(rate) for name, rate in rates.items()},
             "rates": [vars(rate) for rate in self.rates],
         }
 
@@ -95,102 +86,95 @@ def decoding_of(
 
     Keys and values have a part of what the prompt's pass leaves for weights, as far as weights need not have it.
     """
-    if work.training is not Training.NONE or spread.devices > 1:
+    if work.training is not Training.NONE or spread.data > 1:
         return None
     token = replace(work, sequence_length=1)
-    elements = sum(block.cache_elements for block in shape.blocks)
-    cache_bytes = work.tokens * elements * _CACHE_ELEMENT_BYTES
-    free_bytes = tiers.capacity[Place.DEVICE] - tiers.total(Place.DEVICE)
+    cache_bytes = work.tokens * sum(block.cache_elements for block in shape.blocks) * _CACHE_ELEMENT_BYTES
     budget = shape.weight_bytes
     if method.streamed:
+        free_bytes = tiers.capacity[Place.DEVICE] - tiers.total(Place.DEVICE)
         budget = max(0, tiers.streaming_bytes - max(0, cache_bytes - free_bytes))
-    read_share = mean_read_share(shape, work, spread, method, hardware)
-    parts = _Parts(shape, token, method, hardware, tiers, work.sequence_length, read_share)
-    cut = cut_of(shape, token, spread, method, budget)
-    whole = parts.rate(1.0, max(0, shape.weight_bytes - budget), None)
+    disk_share = 0.0
+    if method.weights is Place.DISK:
+        room = tiers.capacity[Place.HOST] - tiers.total(Place.HOST)
+        disk_share = min(1.0, max(0.0, 1.0 - room / shape.weight_bytes))
+    one = _Token(
+        blocks=shape.blocks,
+        tokens=token.tokens,
+        hardware=hardware,
+        compute_seconds=sum(_compute_seconds(block, token, work.sequence_length, hardware) for block in shape.blocks),
+        disk_share=disk_share,
+        read_share=mean_read_share(shape, work, spread, method, hardware),
+    )
     found = Decoding(
         sequences=work.batch_size,
         context=work.sequence_length,
         cache_bytes=cache_bytes,
-        compute_seconds=parts.compute_seconds,
-        disk_share=parts.disk_share,
-        whole=whole,
+        compute_seconds=one.compute_seconds,
+        disk_share=disk_share,
+        whole=one.rate(1.0, max(0, shape.weight_bytes - budget)),
     )
+    cut = cut_of(shape, token, spread, method, budget)
     if cut is None:
         return found
     wanted = max(block.wanted_experts(token.tokens) for block in shape.blocks)
+    # Host memory has experts that the device gave up, in experts' part of the room that it has for weights.
+    on_host = (1.0 - disk_share) * cut.layers * cut.count * cut.expert_bytes
+    from_disk = cut.read_share(on_host) if disk_share else 0.0
 
     def rate(there: float) -> DecodingRate:
-        return parts.rate(there, cut.other_bytes - cut.other_room_bytes, cut)
+        return one.rate(there, cut.other_bytes - cut.other_room_bytes, one_by_one=True, from_disk=from_disk)
 
     return replace(
         found,
         cut=cut,
         wanted_experts=wanted,
-        experts_disk_share=parts.experts_disk_share(cut),
+        experts_disk_share=from_disk,
         even=rate(cut.hit_rate(wanted)),
         given=None if hit_rate is None else rate(hit_rate),
         rates=tuple(map(rate, _HIT_RATES)),
     )
 
 
-class _Parts:
-    """What a token takes."""
+def _compute_seconds(block: BlockShape, token: Work, context: int, hardware: Hardware) -> float:
+    """Of a token of each sequence, which reads the keys and values of its context."""
+    if block.kind is BlockKind.EMBEDDING:
+        return 0.0
+    cache = token.tokens * context * block.cache_elements * _CACHE_ELEMENT_BYTES
+    read = (block.read_bytes(token.tokens) + cache) / hardware.device_bytes_per_second
+    return max(block.forward_flops(token.tokens, context) / hardware.flops_per_second, read)
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        token: Work,
-        method: Method,
-        hardware: Hardware,
-        tiers: Tiers,
-        context: int,
-        read_share: float,
-    ) -> None:
-        self._shape = shape
-        self._tokens = token.tokens
-        self._hardware = hardware
-        self.disk_share = 0.0
-        if method.weights is Place.DISK:
-            room = tiers.capacity[Place.HOST] - tiers.total(Place.HOST)
-            self.disk_share = min(1.0, max(0.0, 1.0 - room / shape.weight_bytes))
-        self._read_share = read_share
-        self.compute_seconds = sum(self._compute_seconds(block, context) for block in shape.blocks)
 
-    def experts_disk_share(self, cut: ExpertCut) -> float:
-        """Host memory has experts that the device gave up, in experts' part of the room that it has for weights."""
-        all_bytes = cut.layers * cut.count * cut.expert_bytes
-        return cut.read_share((1.0 - self.disk_share) * all_bytes) if self.disk_share else 0.0
+@dataclass(frozen=True, kw_only=True)
+class _Token:
+    """What all rates of a token of each sequence have in common."""
 
-    def _compute_seconds(self, block: BlockShape, context: int) -> float:
-        if block.kind is BlockKind.EMBEDDING:
-            return 0.0
-        cache = self._tokens * context * block.cache_elements * _CACHE_ELEMENT_BYTES
-        flops = block.forward_flops(self._tokens, context)
-        read = (block.read_bytes(self._tokens) + cache) / self._hardware.device_bytes_per_second
-        return max(flops / self._hardware.flops_per_second, read)
+    blocks: Sequence[BlockShape]
+    tokens: int
+    hardware: Hardware
+    compute_seconds: float
+    disk_share: float
+    read_share: float
 
-    def rate(self, there: float, visiting_bytes: float, cut: ExpertCut | None) -> DecodingRate:
+    def rate(
+        self, there: float, visiting_bytes: float, *, one_by_one: bool = False, from_disk: float = 0.0
+    ) -> DecodingRate:
         """Missing experts come while nothing computes; weights that visit come beside compute, behind them."""
-        hardware = self._hardware
-        from_disk = 0.0 if cut is None else self.experts_disk_share(cut)
-        loads = [
-            loads_of(block, self._tokens, there, hardware, from_disk=from_disk)
-            for block in self._shape.blocks
-            if cut is not None and block.experts
-        ]
-        experts = sum(one.nbytes for one in loads)
+        hardware = self.hardware
+        with_experts = [block for block in self.blocks if block.experts and one_by_one]
+        loads = [loads_of(block, self.tokens, there, hardware, from_disk=from_disk) for block in with_experts]
+        experts = sum(load.nbytes for load in loads)
+        read_bytes = self.disk_share * self.read_share * visiting_bytes
         visits = 0.0
-        read_bytes = self.disk_share * self._read_share * visiting_bytes
         if visiting_bytes:
-            latency = hardware.link_latency_seconds * len(self._shape.blocks)
+            latency = hardware.link_latency_seconds * len(self.blocks)
             visits = latency + visiting_bytes / hardware.onload_bytes_per_second
-            if self.disk_share:
-                visits = max(visits, read_bytes / hardware.disk_read_bytes_per_second)
-        seconds = sum(one.seconds for one in loads) + max(self.compute_seconds, visits)
+        if read_bytes:
+            visits = max(visits, read_bytes / hardware.disk_read_bytes_per_second)
+        seconds = sum(load.seconds for load in loads) + max(self.compute_seconds, visits)
         return DecodingRate(
             hit_rate=there,
-            onload_bytes=round((experts + visiting_bytes) / self._tokens),
-            fetch_bytes=round((from_disk * experts + read_bytes) / self._tokens),
-            tokens_per_second=self._tokens / seconds,
+            onload_bytes=round((experts + visiting_bytes) / self.tokens),
+            fetch_bytes=round((from_disk * experts + read_bytes) / self.tokens),
+            tokens_per_second=self.tokens / seconds,
         )

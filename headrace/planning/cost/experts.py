@@ -97,9 +97,9 @@ def can_cut(shape: ModelShape, work: Work, spread: Spread, method: Method) -> bo
     with_experts = [block for block in shape.blocks if block.experts]
     return (
         method.streamed
-        and spread.devices == 1
+        and spread.data == 1
         and bool(with_experts)
-        and all(block.weight_bits >= _WHOLE_BITS and not block.trained_experts for block in with_experts)
+        and all(block.weight_bits >= _WHOLE_BITS and not block.trains_experts for block in with_experts)
         and work.training is not Training.FULL
     )
 

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from headrace.planning.cost.collectives import (
-    changes,
-    gather_seconds,
-    pass_on_seconds,
-    reduce_seconds,
-    summed_share,
-    visit_seconds,
-)
-from headrace.planning.cost.experts import cut_of, others_of, pass_loads
-from headrace.planning.cost.floors import Floors, device_update_seconds, floors_of
-from headrace.planning.cost.hardware import OVER_LINK, Hardware
+from headrace.planning.cost.floors import Floors, floors_of
+from headrace.planning.cost.hardware import Hardware, share_of
 from headrace.planning.cost.lanes import CostLane
-from headrace.planning.cost.packing import packs, read_share
-from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
-from headrace.planning.cost.sharing import Crossing, Sharing, crossing_of, sharing_of
+from headrace.planning.cost.shape import BlockKind, ModelShape
+from headrace.planning.cost.sharing import Sharing, sharing_of
 from headrace.planning.cost.step import StepForecast, forecast_step
-from headrace.planning.cost.tiers import Tiers, block_seconds, leaving_layers, recompute_seconds, tiers_of
-from headrace.planning.cost.traffic import BlockTraffic
-from headrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
+from headrace.planning.cost.tiers import Tiers, tiers_of
+from headrace.planning.cost.traffic import BlockTraffic, traffic_of
+from headrace.planning.cost.work import Method, Spread, Training, Work
 from headrace.planning.plan import Plan
 from headrace.planning.planner import make_plan
 from headrace.planning.problem import Problem
 from headrace.planning.visit import Phase, Visit
 
-__all__ = ["SIMULATED_MICRO_BATCHES", "Run", "run_of", "tiers_and_floors"]
+__all__ = ["SIMULATED_MICRO_BATCHES", "Outline", "Run", "outline_of", "run_of"]
 
-T = TypeVar("T")
 N = TypeVar("N", int, float)
 
 SIMULATED_MICRO_BATCHES = 2  # more are counted from the difference between one and two
@@ -42,10 +31,10 @@ SIMULATED_MICRO_BATCHES = 2  # more are counted from the difference between one 
 class Run:
     """One method on one machine: what it holds, its floors, the plan of its visits and one step of it.
 
-    `step` is simulated with at most two micro-batches, or groups that go together. `seconds` counts all of them, and
-    the bubbles of a pipeline; `busy_seconds` and `moved_bytes` of each lane count all of them, too. `sharing`: how
-    devices share one copy for each node; None: they do not. `in_use`: lane, or "host memory" -> the share of the step
-    for which it would be in use alone; what comes near 1 is what the step is bound by.
+    `step` is simulated with at most two micro-batches, or groups that go together; `seconds`, and `busy_seconds` and
+    `moved_bytes` of each lane, count all of them. `sharing`: how devices share one copy for each node; None: they do
+    not. `in_use`: lane, or "host memory" -> the share of the step for which it would be in use alone; what comes near 1
+    is what the step is bound by.
     """
 
     method: Method
@@ -71,18 +60,31 @@ class Run:
         return sum(problem.block_bytes[b] for b in self.visits.kept) / max(1, sum(problem.block_bytes))
 
 
-def tiers_and_floors(
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What is known of a method before anything is planned: all that it holds and moves, and its floors."""
+
+    tiers: Tiers
+    traffic: tuple[BlockTraffic, ...]
+    room_bytes: int  # on the device, for blocks that visit
+    floors: Floors
+
+
+def outline_of(
     shape: ModelShape,
     work: Work,
     spread: Spread,
     method: Method,
     hardware: Hardware,
     streaming_bytes: int | None = None,
-) -> tuple[Tiers, Floors]:
-    """What a method holds and its floors, before anything is planned."""
+) -> Outline:
+    """`streaming_bytes`: on the device, for weights that come and go; None: what is left."""
     work = method.grouped(work)
     tiers = tiers_of(shape, work, spread, method, hardware, streaming_bytes)
-    return tiers, floors_of(shape, work, spread, method, hardware, tiers.streaming_bytes)
+    traffic = traffic_of(shape, work, spread, method, hardware, tiers.cut)
+    room = tiers.streaming_bytes if tiers.cut is None else tiers.cut.other_room_bytes
+    floors = floors_of(traffic, work, method, share_of(hardware), room)
+    return Outline(tiers=tiers, traffic=traffic, room_bytes=room, floors=floors)
 
 
 def run_of(
@@ -93,60 +95,28 @@ def run_of(
     hardware: Hardware,
     streaming_bytes: int | None = None,
 ) -> Run:
-    """The forecast of one method; `shape` is one device's part. The method must fit (`Tiers.fits`)."""
-    tiers, floors = tiers_and_floors(shape, work, spread, method, hardware, streaming_bytes)
-    work = method.grouped(work)
-    share = _share_of(hardware)
-    count = min(work.micro_batches, SIMULATED_MICRO_BATCHES)
+    """The forecast of one method. The method must fit (`Tiers.fits`)."""
+    outline = outline_of(shape, work, spread, method, hardware, streaming_bytes)
+    work, traffic = method.grouped(work), outline.traffic
     steps = []
-    talking = visit_seconds(shape, work, spread, method, hardware)
-    leaving = leaving_layers(shape, work, method)
-    packed = packs(shape, work, spread, method, hardware)
-    crossings = [crossing_of(block, work, spread, method, hardware) for block in shape.blocks]
-    cut = cut_of(shape, work, spread, method, tiers.streaming_bytes)
-    visiting = shape.blocks if cut is None else tuple(map(others_of, shape.blocks))
-    experts = pass_loads(shape, work, method, share, cut)
-    traffic = []
-    for index, (block, crossing) in enumerate(zip(visiting, crossings, strict=True)):
-        own = replace(
-            _traffic(block, work, spread, method, read_share(block) if packed else 1.0, leaves=index in leaving),
-            load_bytes=round(method.crossing_share * spread.divided(block.weight_bytes, 3, block.expert_share)),
-            gather_seconds=gather_seconds(block, spread, hardware),
-            reduce_seconds=reduce_seconds(block, work, spread, hardware),
-            pass_on_seconds=pass_on_seconds(block, work, spread, hardware),
-            experts=experts[index],
-        )
-        traffic.append(own if crossing is None else _shared(own, block, work, spread, method, hardware, crossing))
-    loads = [_load_seconds(own, share) for own in traffic]
-    sizes = tuple(block.weight_bytes for block in visiting)
-    room = tiers.streaming_bytes if cut is None else cut.other_room_bytes
-    for batches in sorted({1, count}):
-        plan = make_plan(_problem(shape, sizes, work, method, share, room, batches, talking, loads))
-        step = forecast_step(
-            plan,
-            traffic,
-            share,
-            overlap=method.overlap,
-            closing_seconds=device_update_seconds(shape, work, spread, method, share),
-            visit_collectives=_in_order(*talking, work) * batches,
-        )
-        steps.append(step)
-    total = _of_all([step.seconds for step in steps], work.micro_batches)
-    # A pipeline's bubbles are of passes; updates have none. Of one micro-batch alone, what is computed.
-    more = steps[-1].seconds - steps[0].seconds
-    total += (spread.pipeline - 1) * (more if count > 1 else sum(v.compute_seconds for v in plan.problem.visits))
+    for batches in range(1, min(work.micro_batches, SIMULATED_MICRO_BATCHES) + 1):
+        plan = make_plan(_problem(shape, work, method, outline, batches))
+        closing = sum(own.device_update_seconds for own in traffic)
+        share = share_of(hardware)
+        steps.append(forecast_step(plan, traffic, share, overlap=method.overlap, closing_seconds=closing))
     used = _used(steps, work.micro_batches)
-    total = max(total, floors.longest, *used.values())
+    total = _of_all([step.seconds for step in steps], work.micro_batches)
+    total = max(total, outline.floors.longest, *used.values())
     return Run(
         method=method,
-        tiers=tiers,
-        floors=floors,
+        tiers=outline.tiers,
+        floors=outline.floors,
         visits=plan,
-        step=step,
+        step=steps[-1],
         seconds=total,
         busy_seconds=_busy(steps, work.micro_batches, total),
         moved_bytes=_by_lane([one.moved_bytes for one in steps], work.micro_batches),
-        sharing=sharing_of(crossings, work, spread, method),
+        sharing=sharing_of(traffic, work, spread, method),
         in_use={name: took / total for name, took in used.items()},
     )
 
@@ -176,127 +146,22 @@ def _used(steps: Sequence[StepForecast], micro_batches: int) -> dict[str, float]
     return used
 
 
-def _share_of(hardware: Hardware) -> Hardware:
-    """One device's share of what the devices of a node share."""
-    if hardware.devices == 1:
-        return hardware
-    count = hardware.devices
-    return replace(
-        hardware,
-        devices=1,
-        dram_bytes_per_second=hardware.dram_bytes_per_second / count,
-        update_bytes_per_second=hardware.update_bytes_per_second / count,
-        host_memory_bytes=hardware.host_memory_bytes // count,
-        disk_bytes=hardware.disk_bytes // count,
-        disk_read_bytes_per_second=hardware.disk_read_bytes_per_second / count,
-        disk_write_bytes_per_second=hardware.disk_write_bytes_per_second / count,
-    )
-
-
-def _problem(
-    shape: ModelShape,
-    sizes: tuple[int, ...],
-    work: Work,
-    method: Method,
-    share: Hardware,
-    streaming_bytes: int,
-    batches: int,
-    talking: tuple[list[float], list[float]],
-    loads: list[float],
-) -> Problem:
-    """The visits of one step of `batches` micro-batches, and what the planner may hold of the blocks.
-
-    `sizes`: bytes of the blocks, without experts that come one by one.
-    """
-    blocks = shape.blocks
+def _problem(shape: ModelShape, work: Work, method: Method, outline: Outline, batches: int) -> Problem:
+    """The visits of one step of `batches` micro-batches, and what the planner may hold of the blocks."""
+    traffic = outline.traffic
     forward, backward = [], []
-    for index, block in enumerate(blocks):
-        ahead, back = block_seconds(block, work, share)
-        again = recompute_seconds(block, work, method, ahead)
-        uses = (index, 0) if shape.tied and block.kind is BlockKind.HEAD and len(blocks) > 1 else (index,)
-        heard = talking[0][index], talking[1][index]
-        forward.append(Visit(blocks=uses, phase=Phase.FORWARD, compute_seconds=ahead + heard[0]))
-        backward.append(Visit(blocks=uses, phase=Phase.BACKWARD, compute_seconds=back + again + heard[1]))
-    all_blocks = frozenset(range(len(blocks)))
+    for index, (block, own) in enumerate(zip(shape.blocks, traffic, strict=True)):
+        uses = (index, 0) if shape.tied and block.kind is BlockKind.HEAD and index else (index,)
+        forward.append(Visit(blocks=uses, phase=Phase.FORWARD, compute_seconds=own.forward_seconds))
+        backward.append(Visit(blocks=uses, phase=Phase.BACKWARD, compute_seconds=own.backward_seconds))
+    visits = forward if work.training is Training.NONE else forward + backward[::-1]
+    sizes = tuple(own.block_bytes for own in traffic)
+    trained = (index for index, block in enumerate(shape.blocks) if block.trainable and method.changes(work))
     return Problem(
         block_bytes=sizes,
-        load_seconds=tuple(loads),
-        visits=_in_order(forward, backward, work) * batches,
-        budget_bytes=streaming_bytes if method.streamed else sum(sizes),
-        residents=frozenset() if method.streamed else all_blocks,
-        changing=frozenset(i for i, b in enumerate(blocks) if b.trainable) if changes(work, method) else frozenset(),
-    )
-
-
-def _in_order(forward: list[T], backward: list[T], work: Work) -> tuple[T, ...]:
-    """What belongs to each block's visits, in the order of the visits of a micro-batch."""
-    return tuple(forward if work.training is Training.NONE else forward + backward[::-1])
-
-
-def _load_seconds(own: BlockTraffic, share: Hardware) -> float:
-    """The slowest hop of a block's way to the device: from disk, out of memory, over the own link, from the others."""
-    nbytes = own.load_bytes or 0
-    on_link = share.link_latency_seconds + nbytes / share.onload_bytes_per_second
-    hops = [own.gather_seconds, on_link + own.gather_seconds * own.over_link]
-    if own.gathers_at_loads:
-        hops.append(nbytes / share.dram_bytes_per_second)
-    if own.fetch_bytes:
-        hops.append(share.disk_latency_seconds + own.fetch_bytes / share.disk_read_bytes_per_second)
-    return max(hops)
-
-
-def _shared(
-    own: BlockTraffic,
-    block: BlockShape,
-    work: Work,
-    spread: Spread,
-    method: Method,
-    hardware: Hardware,
-    crossing: Crossing,
-) -> BlockTraffic:
-    """The same block where its copy on the host is shared: what crosses for one device, and for its range."""
-    trained, held = (spread.range_of(1.0, experts) for experts in (block.trained_experts, block.expert_share))
-    own_sums = own.reduce_seconds * summed_share(work, spread, method) / method.sent_in(work)
-    return replace(
-        own,
-        load_bytes=round(crossing.load_bytes),
-        gather_seconds=crossing.gather_seconds,
-        gathers_at_loads=True,
-        gradient_bytes=round(crossing.gradient_bytes),
-        reduce_seconds=own_sums + crossing.reduce_seconds,
-        reduces_always=method.sent_in(work) > 1 or crossing.reduce_seconds > 0,
-        over_link=hardware.peer == OVER_LINK,
-        sum_bytes=crossing.sum_bytes,
-        network_seconds=crossing.network_seconds,
-        network_bytes=round(crossing.network_bytes),
-        network_dram_bytes=crossing.network_dram_bytes,
-        update_bytes=own.update_bytes * trained,
-        norm_bytes=own.norm_bytes * trained,
-        state_bytes=round(own.state_bytes * trained),
-        fetch_bytes=round(own.fetch_bytes * held),
-        spill_bytes=round(own.spill_bytes * held),
-    )
-
-
-def _traffic(
-    block: BlockShape, work: Work, spread: Spread, method: Method, read: float, *, leaves: bool
-) -> BlockTraffic:
-    """`read`: the share of the bytes that come from disk which is read, see packing.py."""
-    activations = round(block.activation_bytes(work.tokens)) if leaves else 0
-    spills = method.activations is Activations.SPILLED
-    shard = int(spread.divided(block.weight_bytes, 3, block.expert_share))
-    fetched = round(read * shard) if method.weights is Place.DISK else 0
-    if work.training is Training.NONE or method.state is Place.DEVICE or not block.trainable:
-        return BlockTraffic(fetch_bytes=fetched, activation_bytes=activations, activations_spill=spills)
-    trained = int(method.host_share * spread.divided(block.trainable, 1, block.trained_experts))
-    gradients = spread.divided(work.gradient_bytes * block.trainable, 2, block.trained_experts)
-    return BlockTraffic(
-        gradient_bytes=int(method.host_share * gradients / method.sent_in(work)),
-        update_bytes=float(work.update_bytes * trained),
-        norm_bytes=float(work.gradient_bytes * trained) if work.clipped else 0.0,
-        state_bytes=round((work.master_bytes + work.state_bytes) * trained) if method.state is Place.DISK else 0,
-        fetch_bytes=fetched,
-        spill_bytes=fetched if work.training is Training.FULL else 0,
-        activation_bytes=activations,
-        activations_spill=spills,
+        load_seconds=tuple(own.load_seconds for own in traffic),
+        visits=tuple(visits) * batches,
+        budget_bytes=outline.room_bytes if method.streamed else sum(sizes),
+        residents=frozenset() if method.streamed else frozenset(range(len(sizes))),
+        changing=frozenset(trained),
     )

@@ -10,19 +10,16 @@ from collections.abc import Sequence
 
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.lanes import CostLane, Task
-from headrace.planning.cost.traffic import BlockTraffic
+from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, BlockTraffic
 from headrace.planning.cost.work import Overlap
 from headrace.planning.plan import Plan
 from headrace.planning.visit import Phase, Visit
 
 __all__ = ["StepGraph"]
 
-_ACTIVATION_LAYERS = 2  # on the device at once, where activations leave
-_GRADIENT_BLOCKS = 2  # gradients on the device at once: those of two blocks
 _GRADIENT_PARTS = 4  # in which a block's gradients leave, at most: while the rest of its backward still computes
 _GRADIENT_PART_BYTES = 4 * 2**20
 _PLANNED_PARTS = 256  # of a whole step, about
-_SLOTS = 3  # staging buffers for what passes between disk and host
 
 
 class StepGraph:
@@ -36,7 +33,6 @@ class StepGraph:
         self.hardware = hardware
         self.overlap = overlap
         self.closing_seconds = closing_seconds
-        self.visit_collectives: Sequence[float] = ()
         self.tasks: list[Task] = []
         self.arrival: dict[int, int] = {}  # present block -> its load (-1: before all this)
         for block in plan.start | plan.problem.residents:
@@ -49,6 +45,11 @@ class StepGraph:
         self.leaving: list[int] = []  # for each block of backward, the last offload of its gradients
         self.sums: list[int] = []  # for each block of backward, the sum of its gradients on the host
         self.last_gradient = -1
+        self.gradients: dict[
+            int, int
+        ] = {}  # of this step: block -> the task behind which all of its gradients are here
+        self.kept: dict[int, int] = {}  # block -> the offload of its activations
+        self.back: dict[int, int] = {}
         last: dict[int, int] = {}
         for index, visit in enumerate(plan.problem.visits):
             for block in visit.blocks:
@@ -59,10 +60,7 @@ class StepGraph:
     def step(self, cycle: int) -> int:
         """Lays out one step; returns the index of its last task on the compute lane."""
         problem = self.plan.problem
-        gradients: dict[int, int] = {}
-        kept: dict[int, int] = {}  # block -> the offload of its activations
-        back: dict[int, int] = {}
-        gathered: dict[int, list[int]] = {}  # by visit
+        self.gradients, self.kept, self.back = {}, {}, {}
         for index, visit in enumerate(problem.visits):
             plan_step = self.plan.step(cycle, index)
             waits: list[int] = []
@@ -78,30 +76,25 @@ class StepGraph:
                 if block not in self.arrival:
                     self._load(block)
             if visit.phase is Phase.BACKWARD:
-                self._bring_back(index, kept, back)
+                self._bring_back(index)
             waits += [self.arrival[block] for block in visit.blocks if self.arrival[block] >= 0]
             waits += experts
-            waits += [back[block] for block in visit.blocks if block in back and visit.phase is Phase.BACKWARD]
-            if len(self.leaving) >= _GRADIENT_BLOCKS and visit.phase is Phase.BACKWARD:
-                waits.append(self.leaving[-_GRADIENT_BLOCKS])
-            if len(self.sent) >= _ACTIVATION_LAYERS and visit.phase is Phase.FORWARD:
-                waits.append(self.sent[-_ACTIVATION_LAYERS])
+            waits += [self.back[b] for b in visit.blocks if b in self.back and visit.phase is Phase.BACKWARD]
+            if len(self.leaving) >= GRADIENT_BLOCKS and visit.phase is Phase.BACKWARD:
+                waits.append(self.leaving[-GRADIENT_BLOCKS])
+            if len(self.sent) >= ACTIVATION_LAYERS and visit.phase is Phase.FORWARD:
+                waits.append(self.sent[-ACTIVATION_LAYERS])
             name = f"{visit.phase.value} {' '.join(map(str, visit.blocks))}"
             parts = self._parts(visit)
-            waits += self._gather(index, gathered)
-            talking = self.visit_collectives[index]
             for part in range(parts):
-                done = self._add(CostLane.COMPUTE, name, (visit.compute_seconds - talking) / parts, waits)
+                done = self._add(CostLane.COMPUTE, name, visit.compute_seconds / parts, waits)
                 waits = []
                 for block in visit.blocks:
-                    self._leave(index, block, visit.phase, done, gradients, kept, back, share=(part, parts))
+                    self._leave(index, block, visit.phase, done, part, parts)
             self.compute.append(done)
-            if talking:
-                heard = self._add(CostLane.COLLECTIVE, f"within {name}", talking, [done])
-                self.compute.append(self._add(CostLane.COMPUTE, "wait for other devices", 0.0, [heard]))
             if visit.phase is Phase.BACKWARD and any(self.traffic[block].gradient_bytes for block in visit.blocks):
                 self.leaving.append(self.last_gradient)
-        return self._boundary(cycle, gradients)
+        return self._boundary(cycle)
 
     def _parts(self, visit: Visit) -> int:
         """In how many parts the gradients of a visit leave."""
@@ -112,51 +105,41 @@ class StepGraph:
         few = max(1, _PLANNED_PARTS // len(self.plan.problem.visits))
         return min(_GRADIENT_PARTS, few, -(-nbytes // _GRADIENT_PART_BYTES))
 
-    def _bring_back(self, index: int, kept: dict[int, int], back: dict[int, int]) -> None:
+    def _bring_back(self, index: int) -> None:
         """Activations of this visit and of the next come back."""
         for visit in self.plan.problem.visits[index : index + 2]:
             for block in visit.blocks:
                 nbytes = self.traffic[block].activation_bytes
-                if visit.phase is Phase.BACKWARD and block in kept and block not in back:
-                    waits = [kept[block], *self._now()]
+                if visit.phase is Phase.BACKWARD and block in self.kept and block not in self.back:
+                    waits = [self.kept[block], *self._now()]
                     if self.traffic[block].activations_spill:
                         waits.append(self._copy(CostLane.FETCH, "activations", block, nbytes, waits))
-                    back[block] = self._copy(CostLane.ONLOAD, "activations", block, nbytes, waits)
+                    self.back[block] = self._copy(CostLane.ONLOAD, "activations", block, nbytes, waits)
 
-    def _leave(
-        self,
-        index: int,
-        block: int,
-        phase: Phase,
-        done: int,
-        gradients: dict[int, int],
-        kept: dict[int, int],
-        back: dict[int, int],
-        *,
-        share: tuple[int, int],
-    ) -> None:
-        """What leaves after part `share[0]` of `share[1]` of a visit: gradients in parts, the rest at the end."""
-        own, (part, parts) = self.traffic[block], share
+    def _leave(self, index: int, block: int, phase: Phase, done: int, part: int, parts: int) -> None:
+        """What leaves after a part of a visit: gradients in parts, the rest at the end."""
+        own = self.traffic[block]
         last = phase is Phase.BACKWARD and self.last_backward[block] == index
         if phase is Phase.BACKWARD and own.gradient_bytes:
             nbytes = own.gradient_bytes * (part + 1) // parts - own.gradient_bytes * part // parts
             ready = [self._reduced(block, done, parts) if last or own.reduces_always else done]
-            if own.sum_bytes and len(self.sums) >= _GRADIENT_BLOCKS:
-                ready.append(self.sums[-_GRADIENT_BLOCKS])  # memory for each device's own, of two blocks
+            if own.sum_bytes and len(self.sums) >= GRADIENT_BLOCKS:
+                ready.append(self.sums[-GRADIENT_BLOCKS])  # memory for each device's own, of two blocks
             self.last_gradient = self._copy(CostLane.OFFLOAD, "gradients", block, nbytes, ready)
         if part + 1 < parts:
             return
         if phase is Phase.FORWARD and own.activation_bytes:
-            kept[block] = self._copy(CostLane.OFFLOAD, "activations", block, own.activation_bytes, [done])
-            self.sent.append(kept[block])
+            left = self._copy(CostLane.OFFLOAD, "activations", block, own.activation_bytes, [done])
+            self.sent.append(left)
             if own.activations_spill:
-                kept[block] = self._copy(CostLane.SPILL, "activations", block, own.activation_bytes, [kept[block]])
-            back.pop(block, None)  # what came back was of the micro-batch before
+                left = self._copy(CostLane.SPILL, "activations", block, own.activation_bytes, [left])
+            self.kept[block] = left
+            self.back.pop(block, None)  # what came back was of the micro-batch before
         arrived = self._summed(block) if phase is Phase.BACKWARD and own.gradient_bytes else -1
         if last and own.gradient_bytes:
-            gradients[block] = self._norm(block, self._across_nodes(block, arrived))
+            self.gradients[block] = self._norm(block, self._across_nodes(block, arrived))
         elif last and (own.update_bytes or own.reduce_seconds):
-            gradients[block] = self._reduced(block, done)
+            self.gradients[block] = self._reduced(block, done)
 
     def _reduced(self, block: int, done: int, parts: int = 1) -> int:
         """A part of the block's gradients has been summed up across devices."""
@@ -198,30 +181,20 @@ class StepGraph:
         both = [self._add(lane, name, seconds, after, block=block) for lane in (CostLane.ONLOAD, CostLane.OFFLOAD)]
         return self._add(CostLane.COLLECTIVE, name, 0.0, both, block=block)
 
-    def _gather(self, index: int, gathered: dict[int, list[int]]) -> list[int]:
-        """Weights of which this device keeps a shard: those of the visit, and of the next one ahead of it."""
-        problem = self.plan.problem
-        for ahead in range(index, min(index + 2, len(problem.visits))):
-            if ahead not in gathered:
-                held = [b for b in problem.visits[ahead].blocks if b in problem.residents]
-                shards = [b for b in held if not self.traffic[b].gathers_at_loads]
-                gathered[ahead] = [task for b in shards if (task := self._gathered(b, self._now())) >= 0]
-        return gathered[index]
-
     def _gathered(self, block: int, after: list[int]) -> int:
-        """The other shards of a block have come; -1: there are none."""
+        """The ranges of the other devices have come; -1: the whole block was loaded."""
         seconds = self.traffic[block].gather_seconds
         return self._among_devices("gather", block, seconds, after) if seconds else -1
 
-    def _boundary(self, cycle: int, gradients: dict[int, int]) -> int:
+    def _boundary(self, cycle: int) -> int:
         """The update, and the end of the step."""
-        problem = self.plan.problem
+        problem, gradients = self.plan.problem, self.gradients
         end = self.compute[-1]
         everything = list(gradients.values())
         if self.closing_seconds:
             end = self._add(CostLane.COMPUTE, "update on the device", self.closing_seconds, everything)
             self.compute.append(end)
-        order = sorted(gradients, reverse=False) if self.overlap is not Overlap.BACKWARD else list(gradients)
+        order = sorted(gradients) if self.overlap is not Overlap.BACKWARD else list(gradients)
         last = end
         for block in order:
             own_part = [gradients[block]] if self.overlap is Overlap.BACKWARD else everything
@@ -262,20 +235,20 @@ class StepGraph:
         moved = own.update_bytes
         moved_on_disk = own.state_bytes + own.spill_bytes
         if moved_on_disk:
-            ring = [self.spilled[-_SLOTS]] if len(self.spilled) >= _SLOTS else []
+            ring = [self.spilled[-STAGED_BLOCKS]] if len(self.spilled) >= STAGED_BLOCKS else []
             waits.append(self._copy(CostLane.FETCH, "state", block, moved_on_disk, ring))
         done = max(waits)
         if moved:
             seconds = hardware.dram_latency_seconds + moved / hardware.update_rate
             done = self._add(CostLane.UPDATE, f"update {block}", seconds, waits, dram_bytes=moved, block=block)
-        if moved_on_disk:
-            spill = self._copy(CostLane.SPILL, "state", block, moved_on_disk, [done])
-            self.spilled.append(spill)
-            if own.fetch_bytes:
-                return spill
+        passed = done
         if own.pass_on_seconds:
-            return self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done], block=block)
-        return done
+            passed = self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done], block=block)
+        if moved_on_disk:  # weights that rest there: also those that others have updated
+            spill = self._copy(CostLane.SPILL, "state", block, moved_on_disk, [passed if own.spill_bytes else done])
+            self.spilled.append(spill)
+            return spill if own.spill_bytes else passed
+        return passed
 
     def _load(self, block: int) -> None:
         problem, own = self.plan.problem, self.traffic[block]
@@ -283,7 +256,7 @@ class StepGraph:
         if block in self.ready:
             waits.append(self.ready[block])
         if own.fetch_bytes:
-            ring = [self.fetched[-_SLOTS]] if len(self.fetched) >= _SLOTS else []
+            ring = [self.fetched[-STAGED_BLOCKS]] if len(self.fetched) >= STAGED_BLOCKS else []
             home = [self.ready[block]] if block in self.ready else []
             waits.append(self._copy(CostLane.FETCH, "weights", block, own.fetch_bytes, [*ring, *home]))
         nbytes = problem.block_bytes[block] if own.load_bytes is None else own.load_bytes
@@ -295,8 +268,7 @@ class StepGraph:
         loaded = self._add(
             CostLane.ONLOAD, f"weights {block}", seconds, waits, dram_bytes=nbytes, nbytes=nbytes, block=block
         )
-        stays = block in problem.residents and not own.gathers_at_loads
-        gathered = -1 if stays else self._gathered(block, [loaded])
+        gathered = self._gathered(block, [loaded])
         self.arrival[block] = loaded if gathered < 0 else gathered
         if own.fetch_bytes:
             self.fetched.append(self.arrival[block])

@@ -6,20 +6,21 @@ from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.work import Method, Place, Spread, Training, Work
 
-__all__ = ["mean_read_share", "packed_bytes", "packs", "read_share"]
+__all__ = ["LEFT_FREE_BYTES", "TIMES_AS_FAST", "mean_read_share", "packed_bytes", "packs", "read_share"]
 
 _PACKED_SHARE = 0.75  # of the bytes: 12 bits of 16; trained weights have been measured at 12.006 to 12.101
 _UNPACKED_BYTES_PER_SECOND = 38e9  # by one thread in its caches, with AVX2
-_TIMES_AS_FAST = 4  # as the drive unpacking has to be, as in weights/rest/fetching.py
-_LEFT_FREE_BYTES = 1 << 30  # on the drive, as in weights/rest/packing.py
+# As the drive is what unpacks in the caches: from memory it is a third of that, and compute is beside it.
+TIMES_AS_FAST = 4
+LEFT_FREE_BYTES = 1 << 30  # on the drive, for what comes later and has to be there
 
 
 def packs(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> bool:
     """Whether a run packs weights that come from disk again and again: frozen ones, of one process."""
-    if method.weights is not Place.DISK or work.training is Training.FULL or spread.devices > 1:
+    if method.weights is not Place.DISK or work.training is Training.FULL or spread.data > 1:
         return False
-    pays = hardware.disk_read_bytes_per_second * _TIMES_AS_FAST <= _UNPACKED_BYTES_PER_SECOND
-    return pays and (1 + _PACKED_SHARE) * shape.weight_bytes + _LEFT_FREE_BYTES <= hardware.disk_bytes
+    pays = hardware.disk_read_bytes_per_second * TIMES_AS_FAST <= _UNPACKED_BYTES_PER_SECOND
+    return pays and (1 + _PACKED_SHARE) * shape.weight_bytes + LEFT_FREE_BYTES <= hardware.disk_bytes
 
 
 def read_share(block: BlockShape) -> float:

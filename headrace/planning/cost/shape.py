@@ -52,13 +52,9 @@ class BlockShape:
     cache_elements: int = 0
 
     @property
-    def trained_experts(self) -> float:
-        """The share of trained parameters that is of experts: none where adapters are trained, which experts lack."""
-        return self.expert_share if self.trainable == self.parameters else 0.0
-
-    @property
-    def expert_share(self) -> float:
-        return self.expert_parameters / self.parameters if self.parameters else 0.0
+    def trains_experts(self) -> bool:
+        """Adapters leave them alone."""
+        return bool(self.expert_parameters) and self.trainable == self.parameters
 
     @property
     def weight_bytes(self) -> int:
@@ -130,14 +126,6 @@ class ModelShape:
         return sum(block.weight_bytes for block in self.blocks)
 
     @property
-    def expert_share(self) -> float:
-        return sum(block.expert_parameters for block in self.blocks) / max(1, self.parameters)
-
-    @property
-    def trained_experts(self) -> float:
-        return sum(block.trained_experts * block.trainable for block in self.blocks) / max(1, self.trainable)
-
-    @property
     def layers(self) -> int:
         return sum(block.kind is BlockKind.LAYER for block in self.blocks)
 
@@ -163,34 +151,6 @@ class ModelShape:
         if not 0 < bits <= 32:
             raise ValueError(f"weight_bits={bits}; give a number of bits above 0 and up to 32")
         return self._each(lambda block: replace(block, weight_bits=bits) if block.kind is BlockKind.LAYER else block)
-
-    def divided(self, tensor: int, pipeline: int, expert: int = 1) -> ModelShape:
-        """What one device holds and computes: layers cut `tensor` ways, in `pipeline` stages, experts `expert` ways.
-
-        Its tokens meet as many experts as before, wherever these are, and it computes as much for others.
-        """
-
-        def cut(block: BlockShape) -> BlockShape:
-            elsewhere = block.expert_parameters - -(-block.expert_parameters // expert)
-            trained = block.trainable - (elsewhere if block.trainable == block.parameters else 0)
-            return replace(
-                block,
-                parameters=-(-(block.parameters - elsewhere) // tensor),
-                active_parameters=-(-block.active_parameters // tensor),
-                trainable=-(-trained // tensor),
-                expert_parameters=(block.expert_parameters - elsewhere) // tensor,
-                experts=-(-block.experts // expert),
-                context_flops=block.context_flops / tensor,
-                last_parameters=block.last_parameters // tensor,
-                saved_elements=block.saved_elements / tensor,
-            )
-
-        layers = [block for block in self.blocks if block.kind is BlockKind.LAYER]
-        kept = set(map(id, layers[: -(-len(layers) // pipeline)]))
-        # Of the ends, the device that is planned for holds the last: the head is the larger burden.
-        first = [b for b in self.blocks if b.kind is BlockKind.EMBEDDING and (pipeline == 1 or self.tied)]
-        blocks = [b for b in self.blocks if id(b) in kept or b.kind is BlockKind.HEAD or b in first]
-        return replace(self, blocks=tuple(cut(block) for block in blocks))
 
     def _each(self, change: Callable[[BlockShape], BlockShape]) -> ModelShape:
         return replace(self, blocks=tuple(change(block) for block in self.blocks))

@@ -1,14 +1,19 @@
-"""What crosses where when the devices of a node share one copy of the model? By the cheaper way, block by block.
+"""What crosses where when there are several devices? By the cheaper way, block by block.
 
-The copy (weights, gradients, master and state) is in host memory, or on the node's drives, once for each node; each
-device of the node computes its own micro-batches, and updates its range of every block.
+Where the devices of a node share one copy of the model, that copy (weights, gradients, master and state) is in host
+memory, or on the node's drives, once for each node; each device of the node computes its own micro-batches, and updates
+its range of every block.
 
 - A block comes whole over the own link of each device, or each device brings its range, and the others send theirs.
 - Gradients leave whole over the own link of each device, and each device's process adds up its range of all of them on
   the host; or the devices add them up among themselves, and each sends its range out.
 - Among nodes each range is summed up over the network, from host memory to host memory, once a step.
 
-Where devices reach each other over the link to the host (PCIe), what they send each other takes its time there.
+Other replicas have a copy each, and send each other in a step: an all-reduce of gradients (ZeRO stage 0), or a scatter
+of them and a gather of what was updated (1, 2). A ring over n devices carries (n - 1) / n of the bytes for a scatter or
+a gather, and twice that for an all-reduce; over whole nodes it crosses from each to the next once, with all of the
+node's network. Where devices reach each other over the link to the host (PCIe), what they send each other of a shared
+copy takes its time there.
 """
 
 from __future__ import annotations
@@ -32,18 +37,21 @@ _RING_PASSES = 2 + 1.5
 class Crossing:
     """What one device moves of one block: bytes over its own link, seconds among devices, bytes in host memory.
 
-    `gather_seconds`: of the others' ranges at each load, 0 where the whole block is loaded. Each time that gradients
-    leave: `reduce_seconds` among devices before, 0 where `sum_bytes` are read and written on the host behind it.
-    `network_...`: once a step.
+    - `load_bytes`: at each load; None: the whole block. `gather_seconds`: of the others' ranges behind it.
+    - Each time that gradients leave: `gradient_bytes`, after `reduce_seconds` among devices (`reduces_always`: in each
+      micro-batch, not in the last alone); `sum_bytes` are read and written on the host behind it, of all devices.
+    - Once a step: `network_bytes` of the sum over nodes; `pass_on_seconds` of updated weights to other devices.
     """
 
-    load_bytes: float
-    gather_seconds: float
-    gradient_bytes: float
-    reduce_seconds: float
-    sum_bytes: float
-    network_bytes: float
-    network_seconds: float
+    load_bytes: int | None = None
+    gather_seconds: float = 0.0
+    gradient_bytes: int = 0
+    reduce_seconds: float = 0.0
+    reduces_always: bool = False
+    sum_bytes: float = 0.0
+    network_bytes: int = 0
+    network_seconds: float = 0.0
+    pass_on_seconds: float = 0.0
 
     @property
     def network_dram_bytes(self) -> float:
@@ -52,7 +60,7 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the devices of a node share one copy: `ranks` of them have the same part of the model, on `nodes` nodes.
+    """How the devices of a node share one copy: `ranks` of them on each of `nodes` nodes.
 
     `gathered`, `reduced`: how many of `loaded` and of `trained` blocks cross with the help of the other devices.
     """
@@ -85,53 +93,70 @@ def _way(helped: int, blocks: int, what: str, by_others: str, alone: str) -> str
     return f"{what} of {helped} blocks {by_others}, of {blocks - helped} {alone}"
 
 
-def sharing_of(crossings: Sequence[Crossing | None], work: Work, spread: Spread, method: Method) -> Sharing | None:
+def sharing_of(crossings: Sequence[Crossing], work: Work, spread: Spread, method: Method) -> Sharing | None:
     """In numbers, of the blocks' crossings; None where nothing is shared."""
-    found = [crossing for crossing in crossings if crossing is not None]
-    if not found:
-        return None
-    loads = method.streamed or (work.training is Training.FULL and method.state is not Place.DEVICE)
-    return Sharing(
-        ranks=spread.ranks,
-        nodes=spread.data // spread.ranks,
-        loaded=len(found) if loads else 0,
-        gathered=sum(crossing.gather_seconds > 0 for crossing in found) if loads else 0,
-        trained=sum(crossing.gradient_bytes > 0 for crossing in found),
-        reduced=sum(crossing.reduce_seconds > 0 for crossing in found),
-    )
-
-
-def crossing_of(block: BlockShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> Crossing | None:
-    """How a block crosses; None where each replica has a copy of its own, or ZeRO says who has what."""
     if not spread.shares(method, work.training):
         return None
-    loaded = block.weight_bytes * method.crossing_share
-    own = spread.range_of(loaded, block.expert_share)
-    gather = _helped_seconds(loaded, own, hardware.onload_bytes_per_second, hardware)
-    gathers = gather is not None and gather < _TIE * _load_seconds(loaded, hardware)
-    left = _leaving_bytes(block, work, method)
-    part = spread.range_of(left, block.trained_experts)
-    reduce = _helped_seconds(left, part, hardware.offload_bytes_per_second, hardware)
-    reduces = reduce is not None and reduce < _TIE * _bounce_seconds(left, part, hardware)
-    summed = 0.0 if reduces or spread.ranks == 1 else left + part * (2 if work.micro_batches > 1 else 1)
-    sent = 2 * spread.between_nodes(_leaving_bytes(block, work, method, whole=True), block.trained_experts)
-    rate = hardware.node_bytes_per_second / hardware.devices
-    return Crossing(
-        load_bytes=own if gathers else loaded,
-        gather_seconds=_among_seconds(loaded - own, hardware) if gathers else 0.0,
-        gradient_bytes=part if reduces else left,
-        reduce_seconds=_among_seconds(left - part, hardware) if reduces else 0.0,
-        sum_bytes=summed,
-        network_bytes=sent,
-        network_seconds=sent / rate if sent else 0.0,
+    loads = method.streamed or method.changes(work)
+    return Sharing(
+        ranks=spread.ranks,
+        nodes=spread.nodes,
+        loaded=len(crossings) if loads else 0,
+        gathered=sum(crossing.gather_seconds > 0 for crossing in crossings) if loads else 0,
+        trained=sum(crossing.gradient_bytes > 0 for crossing in crossings),
+        reduced=sum(one.gradient_bytes > 0 and not one.sum_bytes for one in crossings) if spread.ranks > 1 else 0,
     )
 
 
-def _leaving_bytes(block: BlockShape, work: Work, method: Method, *, whole: bool = False) -> float:
-    """Gradients of one device that go to the host at once; `whole`: in a step, after they are added up."""
-    if work.training is Training.NONE or method.state is Place.DEVICE:
+def crossing_of(block: BlockShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> Crossing:
+    """How a block crosses."""
+    loaded = block.weight_bytes * method.crossing_share
+    summed = 0.0 if work.training is Training.NONE else work.gradient_bytes * block.trainable
+    leaves = method.host_share * summed if method.state is not Place.DEVICE else 0.0
+    left = leaves / method.sent_in(work)
+    among = _ring_seconds(summed, spread, hardware) * (1 if spread.zero_stage else 2)
+    if not spread.shares(method, work.training):
+        return Crossing(
+            load_bytes=round(loaded),
+            gradient_bytes=int(spread.divided(left, 2)),
+            reduce_seconds=among,
+            pass_on_seconds=_pass_on_seconds(block, work, spread, hardware),
+        )
+    own, part = loaded / spread.ranks, left / spread.ranks
+    gather = _helped_seconds(loaded, own, hardware.onload_bytes_per_second, hardware)
+    gathers = gather is not None and gather < _TIE * _load_seconds(loaded, hardware)
+    reduce = _helped_seconds(left, part, hardware.offload_bytes_per_second, hardware)
+    reduces = reduce is not None and reduce < _TIE * _bounce_seconds(left, part, hardware)
+    # Of what the device updates, gradients are summed up among all, when they leave; of what the host does, as above.
+    by_devices = among * method.device_share / method.sent_in(work)
+    on_host = left + part * (2 if work.micro_batches > 1 else 1)
+    sent = 2 * leaves / spread.ranks * (spread.nodes - 1) / spread.nodes
+    return Crossing(
+        load_bytes=round(own if gathers else loaded),
+        gather_seconds=_among_seconds(loaded - own, hardware) if gathers else 0.0,
+        gradient_bytes=round(part if reduces else left),
+        reduce_seconds=by_devices + (_among_seconds(left - part, hardware) if reduces else 0.0),
+        reduces_always=method.sent_in(work) > 1 or reduces,
+        sum_bytes=0.0 if reduces or spread.ranks == 1 else on_host,
+        network_bytes=round(sent),
+        network_seconds=sent * hardware.devices / hardware.node_bytes_per_second if sent else 0.0,
+    )
+
+
+def _pass_on_seconds(block: BlockShape, work: Work, spread: Spread, hardware: Hardware) -> float:
+    """A block's updated weights to the replicas that did not update them."""
+    if work.training is Training.NONE or not spread.zero_stage:
         return 0.0
-    return method.host_share * work.gradient_bytes * block.trainable / (1 if whole else method.sent_in(work))
+    nbytes = 2 * block.trainable if work.training is Training.ADAPTER else block.weight_bytes * bool(block.trainable)
+    return _ring_seconds(nbytes, spread, hardware)
+
+
+def _ring_seconds(nbytes: float, spread: Spread, hardware: Hardware) -> float:
+    """Of a ring that carries so many bytes past each replica, but its own part."""
+    rate = hardware.collective_bytes_per_second or hardware.onload_bytes_per_second
+    if spread.nodes > 1 and hardware.node_bytes_per_second:
+        rate = min(rate, hardware.node_bytes_per_second)
+    return (spread.data - 1) / spread.data * nbytes / rate
 
 
 def _load_seconds(loaded: float, hardware: Hardware) -> float:

@@ -68,16 +68,13 @@ def forecast_step(
     *,
     overlap: Overlap = Overlap.NONE,
     closing_seconds: float = 0.0,
-    visit_collectives: Sequence[float] = (),
 ) -> StepForecast:
     """The settled step of `plan` on `hardware`; its visits are one optimizer step.
 
-    `closing_seconds`: compute at the end of the step (an update on the device). `visit_collectives`: of each visit's
-    `compute_seconds`, what it waits for other devices in between; none by default. Link and disk rates, DRAM and its
+    `closing_seconds`: compute at the end of the step (an update on the device). Link and disk rates, DRAM and its
     sharing come from `hardware`; block loads take what the plan's problem says.
     """
     graph = StepGraph(plan, traffic, hardware, overlap, closing_seconds)
-    graph.visit_collectives = visit_collectives or (0.0,) * len(plan.problem.visits)
     turns = len(plan.cycles)
     ends = [graph.step(cycle) for cycle in range(turns * _SETTLED + turns)]
     spans = run_lanes(

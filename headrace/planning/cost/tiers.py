@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace.planning.cost.experts import can_cut, cut_of, least_cut_bytes
+from headrace.planning.cost.experts import ExpertCut, can_cut, cut_of, least_cut_bytes
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import packed_bytes, packs
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.sharing import crossing_of
+from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, block_seconds
 from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 
-__all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "leaving_layers", "tiers_of"]
+__all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
-_STAGED = 3  # blocks of state, or of weights, between disk and host
-_GRADIENT_BLOCKS = 2
-_GATHERED = 2  # blocks whose shards of other devices are here at once: one ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +35,7 @@ class Tiers:
     held: tuple[Held, ...]
     capacity: dict[Place, int]
     streaming_bytes: int  # what is left on the device for blocks that come and go (0: none come)
+    cut: ExpertCut | None = None  # within these: experts that come one by one
 
     def total(self, place: Place) -> int:
         return sum(held.nbytes for held in self.held if held.place is place)
@@ -71,7 +70,7 @@ def activation_bytes(shape: ModelShape, work: Work, method: Method, hardware: Ha
     if kept is Activations.RECOMPUTED:
         return round(sum(inputs) + max([head, *(size / method.together for size in sizes)])), 0
     on_host = sum(sizes) if kept is Activations.OFFLOADED else max(sizes, default=0.0)
-    here = 2 * max(sizes, default=0.0)
+    here = ACTIVATION_LAYERS * max(sizes, default=0.0)
     if all(_keeps_up(block, work, method, hardware) for block in layers):
         with_inputs = (block.activation_bytes(work.tokens) + block.input_bytes(work.tokens) for block in layers)
         here = min(here, max(with_inputs, default=0.0))
@@ -92,13 +91,6 @@ def _keeps_up(block: BlockShape, work: Work, method: Method, hardware: Hardware)
     return out <= forward and back <= backward
 
 
-def leaving_layers(shape: ModelShape, work: Work, method: Method) -> frozenset[int]:
-    """Indices of the layers whose activations leave: not the last one's, with which backward begins."""
-    if work.training is Training.NONE or method.activations not in (Activations.OFFLOADED, Activations.SPILLED):
-        return frozenset()
-    return frozenset([index for index, block in enumerate(shape.blocks) if block.kind is BlockKind.LAYER][:-1])
-
-
 def tiers_of(
     shape: ModelShape,
     work: Work,
@@ -107,121 +99,83 @@ def tiers_of(
     hardware: Hardware,
     streaming_bytes: int | None = None,
 ) -> Tiers:
-    """What one device holds of `shape`, which is its own part (`ModelShape.divided`), and its range of a shared copy.
+    """What one device holds of `shape`, and its range of a shared copy.
 
     `streaming_bytes`: for blocks that come and go, as `headrace.offload(device_memory=...)` takes it; None: what is
     left.
     """
-    blocks = shape.blocks
-    weights = int(spread.divided(shape.weight_bytes, 3, shape.expert_share))
-    on_host = _of_copy(weights, spread, method, work, shape.expert_share)
-    adapters = 2 * shape.trainable if work.training is Training.ADAPTER else 0
-    trained = shape.trained_experts
-    gradients = int(spread.divided(work.gradient_bytes * shape.trainable, 2, trained))
-    state = round(spread.divided((work.master_bytes + work.state_bytes) * shape.trainable, 1, trained))
-    gradient_blocks = _neighbours([work.gradient_bytes * b.trainable for b in blocks])
-    kept, offloaded = activation_bytes(shape, work, method, hardware)
-    held = [Held(place=Place.DEVICE, purpose="activations", nbytes=kept)]
-    if offloaded:
-        held.append(Held(place=Place.HOST, purpose="activations", nbytes=offloaded))
-    if method.activations is Activations.SPILLED:
-        layers = (block for block in shape.blocks if block.kind is BlockKind.LAYER)
-        spilled = round(sum(block.activation_bytes(work.tokens) for block in layers))
-        held.append(Held(place=Place.DISK, purpose="activations", nbytes=spilled))
-    capacity = _capacity(hardware)
+    held = [*_activations(shape, work, method, hardware)]
     if work.training is not Training.NONE:
-        held += _training(work, method, gradients, state, min(gradients, gradient_blocks), shape, spread)
-        crossings = (crossing_of(block, work, spread, method, hardware) for block in blocks)
-        if any(crossing is not None and crossing.sum_bytes for crossing in crossings):
-            # Each device's own, until they are added up.
-            own = round(method.host_share * min(gradients, gradient_blocks))
-            held.append(Held(place=Place.HOST, purpose="gradients to be summed", nbytes=own))
-    if adapters:
-        held.append(Held(place=Place.DEVICE, purpose="adapters", nbytes=adapters))
-    home = work.training is not Training.NONE and method.state is not Place.DEVICE
-    if method.weights is Place.DEVICE:
-        held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=weights))
-        if spread.weight_shards > 1:
-            others = _largest((b.weight_bytes - _own_weights(b, spread) for b in blocks), _GATHERED)
-            held.append(Held(place=Place.DEVICE, purpose="gathered weights", nbytes=others))
-        if home and not adapters:
-            held.append(Held(place=Place.HOST, purpose="weights", nbytes=round(method.host_share * on_host)))
+        held += _training(shape, work, spread, method, hardware)
+    capacity = _capacity(hardware)
+    if not method.streamed:
+        held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=shape.weight_bytes))
+        if method.changes(work):
+            on_host = round(method.host_share * _of_copy(shape.weight_bytes, spread, method, work))
+            held.append(Held(place=Place.HOST, purpose="weights", nbytes=on_host))
         return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0)
+    on_host = _of_copy(shape.weight_bytes, spread, method, work)
     held.append(Held(place=method.weights, purpose="weights", nbytes=on_host))
     if method.weights is Place.DISK:
-        own_blocks = (_of_copy(_own_weights(b, spread), spread, method, work, b.expert_share) for b in blocks)
-        staged = _largest(own_blocks, _STAGED)
+        staged = _largest((_of_copy(b.weight_bytes, spread, method, work) for b in shape.blocks), STAGED_BLOCKS)
         held.append(Held(place=Place.HOST, purpose="staging", nbytes=staged))
     if packs(shape, work, spread, method, hardware) and packed_bytes(shape):
         held.append(Held(place=Place.DISK, purpose="packed weights", nbytes=packed_bytes(shape)))
     used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
-    least = _least(shape)
-    if work.training is Training.NONE and can_cut(shape, work, spread, method):
-        least = least_cut_bytes(shape)
+    cuts = work.training is Training.NONE and can_cut(shape, work, spread, method)
     left = capacity[Place.DEVICE] - used if streaming_bytes is None else streaming_bytes
-    room = max(least, min(shape.weight_bytes, left))
+    room = max(least_cut_bytes(shape) if cuts else _least(shape), min(shape.weight_bytes, left))
     cut = cut_of(shape, work, spread, method, room)
     banks = 0 if cut is None else cut.bank_bytes
     held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=room - banks))
     if banks:
         held.append(Held(place=Place.DEVICE, purpose="experts", nbytes=banks))
-    return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room)
+    return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room, cut=cut)
 
 
-def _training(
-    work: Work,
-    method: Method,
-    gradients: int,
-    state: int,
-    gradient_blocks: int,
-    shape: ModelShape,
-    spread: Spread,
-) -> Iterable[Held]:
-    """Gradients, master weights and state."""
-    if method.state is Place.DEVICE:
-        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients)
-        yield Held(place=Place.DEVICE, purpose="master and state", nbytes=state)
-        return
-    # Memory for all of them is made before the first backward: where there is a disk and no room, there.
-    on_disk = method.overlap is Overlap.BACKWARD and work.micro_batches == 1 and method.uses_disk
-    share = method.host_share
+def _activations(shape: ModelShape, work: Work, method: Method, hardware: Hardware) -> Iterable[Held]:
+    on_device, on_host = activation_bytes(shape, work, method, hardware)
+    yield Held(place=Place.DEVICE, purpose="activations", nbytes=on_device)
+    if on_host:
+        yield Held(place=Place.HOST, purpose="activations", nbytes=on_host)
+    if method.activations is Activations.SPILLED:
+        layers = (block for block in shape.blocks if block.kind is BlockKind.LAYER)
+        spilled = round(sum(block.activation_bytes(work.tokens) for block in layers))
+        yield Held(place=Place.DISK, purpose="activations", nbytes=spilled)
+
+
+def _training(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> Iterable[Held]:
+    """Gradients, master weights and state; adapters."""
+    share, per = method.device_share, work.master_bytes + work.state_bytes
+    gradients = int(spread.divided(work.gradient_bytes * shape.trainable, 2))
+    state = round(spread.divided(per * shape.trainable, 1))
+    of_blocks = min(gradients, _neighbours([work.gradient_bytes * block.trainable for block in shape.blocks]))
+    # Parameters of which the device updates a part keep their gradients there until the step.
+    yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients if share else of_blocks)
+    if share:
+        yield Held(place=Place.DEVICE, purpose="master and state", nbytes=round(share * state))
     if share < 1:
-        # Parameters of which the device updates a part keep their gradients there until the step.
-        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients)
-        yield Held(place=Place.DEVICE, purpose="master and state", nbytes=round((1 - share) * state))
-        gradients, state = round(share * gradients), round(share * state)
-    else:
-        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradient_blocks)
-    trained = shape.trained_experts
-    gradients, gradient_blocks, state = (
-        _of_copy(nbytes, spread, method, work, trained) for nbytes in (gradients, gradient_blocks, state)
-    )
-    yield Held(place=Place.HOST, purpose="gradients", nbytes=gradient_blocks if on_disk else gradients)
-    if on_disk:
-        yield Held(place=Place.DISK, purpose="gradients", nbytes=gradients)
-    yield Held(place=method.state, purpose="master and state", nbytes=state)
-    if method.state is Place.DISK:
-        per = work.master_bytes + work.state_bytes
-        own = (
-            _of_copy(
-                spread.divided(per * block.trainable, 1, block.trained_experts),
-                spread,
-                method,
-                work,
-                block.trained_experts,
-            )
-            for block in shape.blocks
-        )
-        yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, _largest(own, _STAGED)))
+        # Memory for all of them is made before the first backward: where there is a disk and no room, there.
+        on_disk = method.overlap is Overlap.BACKWARD and work.micro_batches == 1 and method.uses_disk
+        sizes = (round(method.host_share * gradients), of_blocks, round(method.host_share * state))
+        all_gradients, leaving, own_state = (_of_copy(nbytes, spread, method, work) for nbytes in sizes)
+        yield Held(place=Place.HOST, purpose="gradients", nbytes=leaving if on_disk else all_gradients)
+        if on_disk:
+            yield Held(place=Place.DISK, purpose="gradients", nbytes=all_gradients)
+        yield Held(place=method.state, purpose="master and state", nbytes=own_state)
+        if method.state is Place.DISK:
+            own = (_of_copy(spread.divided(per * block.trainable, 1), spread, method, work) for block in shape.blocks)
+            yield Held(place=Place.HOST, purpose="staging", nbytes=min(own_state, _largest(own, STAGED_BLOCKS)))
+    if any(crossing_of(block, work, spread, method, hardware).sum_bytes for block in shape.blocks):
+        # Each device's own, until they are added up.
+        yield Held(place=Place.HOST, purpose="gradients to be summed", nbytes=round(method.host_share * of_blocks))
+    if work.training is Training.ADAPTER:
+        yield Held(place=Place.DEVICE, purpose="adapters", nbytes=2 * shape.trainable)
 
 
-def _of_copy(nbytes: float, spread: Spread, method: Method, work: Work, experts: float) -> int:
+def _of_copy(nbytes: float, spread: Spread, method: Method, work: Work) -> int:
     """A device's range of what is on the host, or on disk, once for each node."""
-    return round(spread.range_of(nbytes, experts) if spread.shares(method, work.training) else nbytes)
-
-
-def _own_weights(block: BlockShape, spread: Spread) -> int:
-    return int(spread.divided(block.weight_bytes, 3, block.expert_share))
+    return round(nbytes / spread.ranks if spread.shares(method, work.training) else nbytes)
 
 
 def _least(shape: ModelShape) -> int:
@@ -241,30 +195,8 @@ def _capacity(hardware: Hardware) -> dict[Place, int]:
 
 def _neighbours(sizes: Sequence[int]) -> int:
     """The most that blocks next to each other have together, as many as have gradients on the device at once."""
-    return max(sum(sizes[i : i + _GRADIENT_BLOCKS]) for i in range(max(1, len(sizes) - _GRADIENT_BLOCKS + 1)))
+    return max(sum(sizes[i : i + GRADIENT_BLOCKS]) for i in range(max(1, len(sizes) - GRADIENT_BLOCKS + 1)))
 
 
 def _largest(sizes: Iterable[int], count: int) -> int:
     return sum(sorted(sizes, reverse=True)[:count])
-
-
-def block_seconds(block: BlockShape, work: Work, hardware: Hardware) -> tuple[float, float]:
-    """Compute of one forward and one backward of a micro-batch, without recomputation.
-
-    Operations over their rate, and no less than the weights that are used over the device's memory rate. Backward is
-    twice the forward where weights are trained, once where only the gradient passes through.
-    """
-    flops = block.forward_flops(work.tokens, work.sequence_length)
-    if block.kind is BlockKind.EMBEDDING:
-        return 0.0, work.gradient_bytes * block.trainable / hardware.device_bytes_per_second
-    read_bytes = block.read_bytes(work.tokens)
-    forward = max(flops / hardware.flops_per_second, read_bytes / hardware.device_bytes_per_second)
-    share = 2.0 if work.training is Training.FULL and block.trainable else 1.0
-    return forward, share * forward
-
-
-def recompute_seconds(block: BlockShape, work: Work, method: Method, forward_seconds: float) -> float:
-    """What backward does again of a block's forward; heads and embeddings are not recomputed."""
-    if method.activations is not Activations.RECOMPUTED or block.kind is not BlockKind.LAYER:
-        return 0.0
-    return forward_seconds * block.again_share(work.sequence_length)

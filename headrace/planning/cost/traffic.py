@@ -1,35 +1,136 @@
-"""What moves for one block in a step besides its loads?"""
+"""What does each block move in a step, and compute? Made once for each option: floors sum it, tasks are made of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.planning.cost.experts import NO_EXPERTS, ExpertLoads
+from headrace.planning.cost.experts import NO_EXPERTS, ExpertCut, ExpertLoads, others_of, pass_loads
+from headrace.planning.cost.hardware import OVER_LINK, Hardware, share_of
+from headrace.planning.cost.packing import packs, read_share
+from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from headrace.planning.cost.sharing import Crossing, crossing_of
+from headrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
 
-__all__ = ["BlockTraffic"]
+__all__ = [
+    "ACTIVATION_LAYERS",
+    "GRADIENT_BLOCKS",
+    "STAGED_BLOCKS",
+    "BlockTraffic",
+    "block_seconds",
+    "leaving_layers",
+    "traffic_of",
+]
+
+# What the engine holds at once.
+ACTIVATION_LAYERS = 2  # on the device, where activations leave
+GRADIENT_BLOCKS = 2  # on the device: one is computed while the one before leaves
+STAGED_BLOCKS = 3  # of weights, or of state, between disk and host
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockTraffic:
-    """What crosses for one block besides its loads, in bytes; `update_bytes` is DRAM traffic."""
+class BlockTraffic(Crossing):
+    """What crosses for one block, in bytes, for one device's range of a shared copy; `update_bytes` is DRAM traffic.
 
-    gradient_bytes: int = 0
+    - `block_bytes`: that visit, without experts that come one by one; each load takes `load_seconds`, by its slowest
+      hop. `fetch_bytes`: of weights that rest on disk, read before each load.
+    - Of each micro-batch: `forward_seconds`, `backward_seconds` (with what is computed again), and `activation_bytes`
+      out after forward, back before backward; from there to disk and back if `activations_spill`.
+    - Once a step: `norm_bytes`, read for the norm of all gradients as each arrives; `update_bytes` on the host, or
+      `device_update_seconds`; `state_bytes`, and `spill_bytes` of weights, read before the update and written after it.
+    """
+
+    block_bytes: int = 0
+    load_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
     update_bytes: float = 0.0
-    norm_bytes: float = 0.0  # read for the norm of all gradients, as each arrives
-    state_bytes: int = 0  # read before the update and written after it
-    fetch_bytes: int = 0  # weights that rest on disk: read before each load
-    spill_bytes: int = 0  # of those, what the update reads and writes
-    activation_bytes: int = 0  # out after forward, back before backward
-    activations_spill: bool = False  # from there to disk, and back
-    load_bytes: int | None = None  # that cross the own link at a load: a shard; None: the whole block
-    gather_seconds: float = 0.0  # the other shards, from other devices: behind each load, or before each visit
-    gathers_at_loads: bool = False  # also of blocks that stay on the device otherwise
-    reduce_seconds: float = 0.0  # of gradients across devices, when the block's backward is over
-    reduces_always: bool = False  # in each micro-batch, not in the last alone
+    device_update_seconds: float = 0.0
+    norm_bytes: float = 0.0
+    state_bytes: int = 0
+    fetch_bytes: int = 0
+    spill_bytes: int = 0
+    activation_bytes: int = 0
+    activations_spill: bool = False
     over_link: bool = False  # what devices send each other passes over each one's link to the host
-    sum_bytes: float = 0.0  # DRAM traffic of adding up the gradients of several devices, each time they have left
-    network_seconds: float = 0.0  # of the sum over nodes, once a step
-    network_bytes: int = 0
-    network_dram_bytes: float = 0.0
-    pass_on_seconds: float = 0.0  # of updated weights to other devices
     experts: ExpertLoads = NO_EXPERTS  # that come one by one within each visit
+
+
+def traffic_of(
+    shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware, cut: ExpertCut | None = None
+) -> tuple[BlockTraffic, ...]:
+    """Of each block, on a device that has its share of `hardware`; `cut`: experts that come one by one."""
+    share = share_of(hardware)
+    trains, shares = work.training is not Training.NONE, spread.shares(method, work.training)
+    held = 1 / spread.ranks if shares else 1.0
+    packed = packs(shape, work, spread, method, hardware)
+    leaving = leaving_layers(shape, work, method)
+    loads = pass_loads(shape, work, method, share, cut)
+
+    def of_block(index: int, block: BlockShape) -> BlockTraffic:
+        visiting = block if cut is None else others_of(block)
+        crossing = crossing_of(visiting, work, spread, method, hardware)
+        read = read_share(visiting) if packed else 1.0
+        fetched = round(held * round(read * visiting.weight_bytes)) if method.weights is Place.DISK else 0
+        forward, backward = block_seconds(block, work, share)
+        again = recompute_seconds(block, work, method, forward)
+        own = spread.divided(block.trainable, 1) if trains else 0.0
+        trained = held * int(method.host_share * own) if method.state is not Place.DEVICE else 0.0
+        return BlockTraffic(
+            **vars(crossing),
+            block_bytes=visiting.weight_bytes,
+            load_seconds=_load_seconds(crossing, fetched, share),
+            forward_seconds=forward,
+            backward_seconds=backward + again if trains else 0.0,
+            update_bytes=work.update_bytes * trained,
+            device_update_seconds=work.update_bytes * method.device_share * own / share.device_bytes_per_second,
+            norm_bytes=work.gradient_bytes * trained if work.clipped else 0.0,
+            state_bytes=round((work.master_bytes + work.state_bytes) * trained) if method.state is Place.DISK else 0,
+            fetch_bytes=fetched,
+            spill_bytes=fetched if work.training is Training.FULL and trained else 0,
+            activation_bytes=round(block.activation_bytes(work.tokens)) if index in leaving else 0,
+            activations_spill=method.activations is Activations.SPILLED,
+            over_link=shares and hardware.peer == OVER_LINK,
+            experts=loads[index],
+        )
+
+    return tuple(of_block(index, block) for index, block in enumerate(shape.blocks))
+
+
+def _load_seconds(crossing: Crossing, fetch_bytes: int, share: Hardware) -> float:
+    """The slowest hop of a block's way to the device: from disk, out of memory, over the own link, from the others."""
+    nbytes = crossing.load_bytes or 0
+    on_link = share.link_latency_seconds + nbytes / share.onload_bytes_per_second
+    hops = [on_link + crossing.gather_seconds * (share.peer == OVER_LINK), crossing.gather_seconds]
+    hops.append(nbytes / share.dram_bytes_per_second)
+    if fetch_bytes:
+        hops.append(share.disk_latency_seconds + fetch_bytes / share.disk_read_bytes_per_second)
+    return max(hops)
+
+
+def leaving_layers(shape: ModelShape, work: Work, method: Method) -> frozenset[int]:
+    """Indices of the layers whose activations leave: not the last one's, with which backward begins."""
+    if work.training is Training.NONE or method.activations not in (Activations.OFFLOADED, Activations.SPILLED):
+        return frozenset()
+    return frozenset([index for index, block in enumerate(shape.blocks) if block.kind is BlockKind.LAYER][:-1])
+
+
+def block_seconds(block: BlockShape, work: Work, hardware: Hardware) -> tuple[float, float]:
+    """Compute of one forward and one backward of a micro-batch, without recomputation.
+
+    Operations over their rate, and no less than the weights that are used over the device's memory rate. Backward is
+    twice the forward where weights are trained, once where only the gradient passes through.
+    """
+    flops = block.forward_flops(work.tokens, work.sequence_length)
+    if block.kind is BlockKind.EMBEDDING:
+        return 0.0, work.gradient_bytes * block.trainable / hardware.device_bytes_per_second
+    read_bytes = block.read_bytes(work.tokens)
+    forward = max(flops / hardware.flops_per_second, read_bytes / hardware.device_bytes_per_second)
+    share = 2.0 if work.training is Training.FULL and block.trainable else 1.0
+    return forward, share * forward
+
+
+def recompute_seconds(block: BlockShape, work: Work, method: Method, forward_seconds: float) -> float:
+    """What backward does again of a block's forward; heads and embeddings are not recomputed."""
+    if method.activations is not Activations.RECOMPUTED or block.kind is not BlockKind.LAYER:
+        return 0.0
+    return forward_seconds * block.again_share(work.sequence_length)

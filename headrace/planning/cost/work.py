@@ -85,69 +85,37 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Parallel degrees: `tensor` ways each layer, `pipeline` ways the layers, `data` replicas with a ZeRO stage.
-
-    `expert` of the replicas share the experts of a layer, each with some of them whole; tokens go to where theirs are.
-    On `nodes` equal nodes: those of a tensor degree are next to each other, then replicas, then stages.
-    """
+    """`data` replicas on `nodes` equal nodes: those of a node share one copy on the host, or ZeRO divides it."""
 
     data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
     zero_stage: int = 0
-    expert: int = 1
     nodes: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("data", "tensor", "pipeline", "expert", "nodes"):
+        for name in ("data", "nodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; give at least 1")
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_stage={self.zero_stage}; ZeRO has the stages 0 to 3")
-        if self.data % self.expert:
+        if self.zero_stage not in (0, 1, 2):
             raise ValueError(
-                f"expert={self.expert} but there are {self.data} replicas (devices over tensor times pipeline); give a"
-                " degree that divides them"
+                f"zero_stage={self.zero_stage}; give 1 (state is divided), 2 (gradients, too), or 0: without a stage,"
+                " replicas share one copy of offloaded weights on each node"
             )
-
-    @property
-    def devices(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        if self.data % self.nodes:
+            raise ValueError(f"nodes={self.nodes} but {self.data} devices cannot be spread over so many evenly")
 
     @property
     def ranks(self) -> int:
-        """Replicas within one node: they have the same part of the model."""
-        return math.gcd(self.data, max(1, self.devices // self.nodes // self.tensor))
+        """Replicas of one node."""
+        return self.data // self.nodes
 
     def shares(self, method: Method, training: Training) -> bool:
         """Whether replicas have a copy on the host, which those of a node share."""
         on_host = method.streamed or (training is not Training.NONE and method.state is not Place.DEVICE)
         return self.data > 1 and not self.zero_stage and on_host
 
-    def range_of(self, amount: float, experts: float = 0.0) -> float:
-        """What one of the replicas that share a copy loads, adds up or updates of `amount`: experts are of fewer."""
-        return amount * (1 - experts) / self.ranks + amount * experts / max(1, self.ranks // self.expert)
-
-    def between_nodes(self, amount: float, experts: float = 0.0) -> float:
-        """What one of them sends of its range to other nodes in half of an all-reduce."""
-        among, having = self.data // self.ranks, max(1, self.ranks // self.expert)
-        with_experts = max(1, self.data // self.expert // having)
-        plain = amount * (1 - experts) / self.ranks * (among - 1) / among
-        return plain + amount * experts / having * (with_experts - 1) / with_experts
-
-    @property
-    def weight_shards(self) -> int:
-        return self.data if self.zero_stage >= 3 else 1
-
-    def divided(self, amount: float, stage: int, experts: float = 0.0) -> float:
-        """A replica's own of what ZeRO divides from `stage` on: 1 master and state, 2 gradients, 3 weights.
-
-        `experts`: the share of `amount` that is of experts, which only data / expert replicas have in common.
-        """
-        shards = self.data if self.zero_stage >= stage else 1
-        if shards == 1 or self.expert == 1:
-            return amount / shards
-        return amount * (1 - experts) / shards + amount * experts / (shards // self.expert)
+    def divided(self, amount: float, stage: int) -> float:
+        """A replica's own of what ZeRO divides from `stage` on: 1 master and state, 2 gradients."""
+        return amount / self.data if self.zero_stage >= stage else amount
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +153,10 @@ class Method:
         rounds = math.ceil(work.micro_batches / self.together)
         return replace(work, batch_size=self.together * work.batch_size, micro_batches=rounds)
 
+    def changes(self, work: Work) -> bool:
+        """Whether weights change on the host at each step, and so cross to the device once at least."""
+        return work.training is Training.FULL and self.state is not Place.DEVICE
+
     def sent_in(self, work: Work) -> int:
         """Micro-batches over which gradients that the device adds up leave once; 1: each micro-batch's leave."""
         return work.micro_batches if self.host_share < 1 else 1
@@ -192,6 +164,13 @@ class Method:
     @property
     def uses_disk(self) -> bool:
         return Place.DISK in (self.weights, self.state) or self.activations is Activations.SPILLED
+
+    def without_disk(self) -> Method:
+        """The same with host memory in its place."""
+        weights, state = (Place.HOST if place is Place.DISK else place for place in (self.weights, self.state))
+        spilled = self.activations is Activations.SPILLED
+        activations = Activations.OFFLOADED if spilled else self.activations
+        return replace(self, weights=weights, state=state, activations=activations)
 
     def text(self, training: Training) -> str:
         """In words."""

@@ -18,6 +18,7 @@ import torch
 
 from headrace.memory.disk import Slot, StagingRing
 from headrace.memory.packed import unpack_in_place, unpacking_speed
+from headrace.planning.cost.packing import TIMES_AS_FAST
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.lanes import Copy, Event, Lane, Tick, Transfer
 from headrace.runtime.pace import Pace
@@ -26,10 +27,6 @@ from headrace.weights.meter import Meter
 from headrace.weights.rest.pieces import Landing, Piece, ReadEvent
 
 __all__ = ["Fetch", "Fetchable", "Fetching", "Target", "Way"]
-
-# As the drive is what unpacks in the caches: from memory it is a third of that, and compute is beside it.
-TIMES_AS_FAST = 4
-
 
 _AT_ONCE = 6  # requests, before a guess is read for a drive that has four threads: it may be asked for meanwhile
 _ENOUGH_BLOCKS = 3  # one that computes, one that comes, and the next

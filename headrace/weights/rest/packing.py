@@ -13,6 +13,7 @@ import torch
 from headrace.errors import DiskError
 from headrace.memory.disk import DiskStore, Extent, Request, disk_pages
 from headrace.memory.packed import pack_in_place
+from headrace.planning.cost.packing import LEFT_FREE_BYTES
 from headrace.runtime.lanes import Event
 from headrace.weights.model.slot import Slot
 from headrace.weights.rest.fetching import Way
@@ -23,7 +24,6 @@ __all__ = ["PackedCopy", "is_frozen"]
 # Writing 0.75 of the bytes costs what reading 0.75 of them saves in three fetches: whoever waits for that long does
 # not do more than twice what is best, however often the block comes.
 _FETCHES_BEFORE = 3
-_LEFT_FREE_BYTES = 1 << 30  # on the drive, for what comes later and has to be there
 
 
 @dataclass
@@ -97,7 +97,7 @@ class PackedCopy:
             return None
         try:
             if part is None:
-                store.check_free(_LEFT_FREE_BYTES + nbytes)
+                store.check_free(LEFT_FREE_BYTES + nbytes)
                 part = _Part(store.allocate(f"{self._name} (packed)", packed_bytes, "weights"))
             write = store.write(part.extent, chunk[:packed_bytes])
         except DiskError:  # no room: what is there is read on
