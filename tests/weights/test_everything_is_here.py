@@ -593,3 +593,18 @@ def test_gradients_of_layers_that_write_to_their_input_leave_block_by_block(comp
             model(torch.ones(1, 128, device=compute_device)).sum().backward()
         assert handle.stats().onload_bytes == 0
         assert handle.stats().device_gradient_peak_bytes <= 3 * layer_bytes
+
+
+@pytest.mark.parametrize("memory", [AMPLE, 6000])
+def test_a_backward_in_inference_mode(memory, compute_device) -> None:
+    """Adds to gradients, as a plain one does."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    plain = copy.deepcopy(model).to(compute_device)
+    x = torch.ones(2, 16, device=compute_device)
+    with headrace.offload(model, device=compute_device, device_memory=memory, blocks=list(model)):
+        for step in range(5):
+            for one in (model, plain):
+                loss = one(x).square().sum()
+                with torch.inference_mode(step in (1, 4)):
+                    loss.backward()
+            assert_same_gradients(model, plain)

@@ -62,15 +62,13 @@ def node_is_kept(parameter: nn.Parameter) -> bool:
 
     A node that nobody keeps is made anew.
     """
-    # In inference mode and function transforms there are no nodes, or other ones; homes wait for updates.
-    with torch.inference_mode(False), without_transforms(), without_overrides():
-        _node_of(parameter).metadata[_MARK] = True
-        return _MARK in _node_of(parameter).metadata
+    _node_of(parameter).metadata[_MARK] = True
+    return _MARK in _node_of(parameter).metadata
 
 
 def is_saved(parameter: nn.Parameter) -> bool:
     """Whether autograd has saved a parameter, or a view of it, and still needs it for a backward."""
-    with torch.inference_mode(False), without_transforms(), without_overrides():
+    with without_overrides():
         node = _node_of(parameter) if parameter.requires_grad else None  # of which there is one, and which has it
         return tensor_use_count(parameter) > 1 + (node is not None)
 
@@ -85,7 +83,8 @@ def is_accumulated_itself(parameter: nn.Parameter) -> bool:
 
 def _node_of(parameter: nn.Parameter) -> Any:
     """As `torch.autograd.graph.get_gradient_edge`, which is slower, and which homes take notice of."""
-    with torch.enable_grad(), without_overrides():
+    # In inference mode and function transforms there are no nodes, or other ones; homes wait for updates.
+    with torch.inference_mode(False), torch.enable_grad(), without_transforms(), without_overrides():
         grad_fn: Any = torch.Tensor.view_as(parameter, parameter).grad_fn
         return grad_fn.next_functions[0][0]
 
