@@ -80,8 +80,8 @@ class Block:
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
         self.generation = 0  # of what the homes hold, as far as anybody has looked: see `look`
         self.loaded = -1  # the generation that the device copy has; -1: there is none
-        self._last_loaded = -1  # ... and that the last one had, which may be gone
-        self._written = 0  # the generation at which a home was last written to, and not just handed out
+        self.last_loaded = -1  # ... and that the last one had, which may be gone
+        self.written = 0  # the generation at which a home was last written to, and not just handed out
         self._as_arena = -1  # at which generation a copy of the arena was all that it took
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
@@ -148,7 +148,7 @@ class Block:
             seen = zip(self.slots, versions, self._versions, addresses, self._addresses, strict=True)
             for slot, version, last_version, address, last_address in seen:
                 if version != last_version:
-                    self._written = slot.generation = self.generation
+                    self.written = slot.generation = self.generation
                 elif address != last_address:
                     slot.generation = self.generation
             self._versions, self._addresses = versions, addresses
@@ -173,17 +173,12 @@ class Block:
         self.generation += 1
         slot.generation = self.generation
         if written:
-            self._written = self.generation
+            self.written = self.generation
         self.leaves.touched()
         if self.users:
             self.places.hide_leaves()  # modules that are asked for one have it brought once more
         if self._homes[self.slots.index(slot)] is not slot.home:
             self._homes = [one.home for one in self.slots]
-
-    @property
-    def changed_since_load(self) -> bool:
-        """Whether a home was written to between the last device copy, present or not, and the last look."""
-        return 0 <= self._last_loaded < self._written
 
     # bytes ------------------------------------------------------------------------------------------------------------
     def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
@@ -201,7 +196,7 @@ class Block:
             self.keep_leaf_writes()  # they would be written over
         generation = self.look()
         if self._as_arena == generation and not only_changes:  # nor has a shape changed
-            self.loaded = self._last_loaded = generation
+            self.loaded = self.last_loaded = generation
             return [] if self.rest.memory is None else [(self.buffer, self.rest.memory)]
         self.make_homes_readable()
         changed = [slot for slot in self.slots if slot.generation > self.loaded or slot.others_may_write]
@@ -215,7 +210,7 @@ class Block:
         self.tell_autograd()
         for slot in self.slots:
             slot.loaded_token = slot.token
-        self.loaded = self._last_loaded = generation
+        self.loaded = self.last_loaded = generation
         if any(slot.others_may_write for slot in self.slots):
             self.loaded = -1  # nobody can say
         self._as_arena = generation if all(slot.in_place for slot in self.slots) else -1
@@ -482,7 +477,7 @@ class Block:
             return False
         if self.buffer is None:
             return True
-        if self.is_in_graph:
+        if self.may_be_saved and self.is_in_graph:
             return False
         views = self.leaves.views
         for destination, _ in () if self.arrival is None else self.arrival.copies:

@@ -134,7 +134,7 @@ class Executor:
 
     def _note_changes(self) -> None:
         for block in self._blocks:
-            if block.look() != block.loaded and block.changed_since_load:
+            if block.look() != block.loaded and 0 <= block.last_loaded < block.written:
                 self._changed_now.add(block.index)
                 if self._may_keep_weights:
                     block.tell_autograd()
