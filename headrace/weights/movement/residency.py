@@ -314,7 +314,10 @@ class Residency:
         candidates = [
             other
             for other in self.present()
-            if other.index >= 0 and (not other.users or other.may_be_taken_back) and id(other) not in kept
+            if other.index >= 0
+            and (not other.users or other.may_be_taken_back)
+            and id(other) not in kept
+            and not other.is_in_graph
         ]
         for other in sorted(candidates, key=lambda other: (other.is_free, next_use(other)), reverse=True):
             self.evict(other)
@@ -360,7 +363,7 @@ class Residency:
         """The budget is `nbytes` smaller from now on: blocks that no longer fit go. Not during a pass."""
         self.budget_bytes -= nbytes
         for block in [block for block in self.present() if block.index >= 0]:
-            if self.held_bytes > self.budget_bytes:
+            if self.held_bytes > self.budget_bytes and not block.is_in_graph:
                 self.evict(block)
         self._buffers.limit(self.budget_bytes)
 

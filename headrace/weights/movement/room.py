@@ -73,7 +73,7 @@ class Room:
         None whose memory a user refers to: it would not come free, and no longer be the parameters'.
         """
         here = (block for block in self._blocks() if not (block.rest.on_disk or block.users))
-        movable = [block for block in here if not block.memory_is_kept]
+        movable = [block for block in here if not (block.memory_is_kept or block.is_in_graph)]
         return sorted(movable, key=lambda block: (block.index < 0, -block.nbytes))
 
     def _free(self, nbytes: int) -> bool:

@@ -209,6 +209,8 @@ class ExpertsOfCall:
         missing[0].sort(key=lambda one: one != number)
         if len(self._slots) + sum(map(len, missing)) > self._bank.slots:
             self._keep_only(turn)
+            if number not in self._slots and len(self._slots) == self._bank.slots:  # another one came out of turn
+                self._keep_only(())
         for wanted in missing:
             self._bring(wanted[: self._bank.slots - len(self._slots)])
 
