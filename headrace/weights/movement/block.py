@@ -220,7 +220,7 @@ class Block:
         """Homes may have other contents than the device copy. A backward of what autograd has saved of these leaves
         itself, in a forward without visits, raises an error then, as it would of homes.
         """
-        others = [slot for slot in self.slots if slot.is_old_on_device]
+        others = [slot for slot in self.slots if slot.is_old_on_device] if self.may_be_saved else []
         if others:
             with without_overrides():
                 torch.autograd.graph.increment_version([slot.leaf for slot in others])

@@ -136,8 +136,7 @@ class Executor:
         for block in self._blocks:
             if block.look() != block.loaded and 0 <= block.last_loaded < block.written:
                 self._changed_now.add(block.index)
-                if self._may_keep_weights:
-                    block.tell_autograd()
+                block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
         for block in list(self._residency.present()):
@@ -408,8 +407,6 @@ class Executor:
             and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for all of it
-            for block in self.shares.whole_blocks if entry.gradients else ():
-                block.may_be_saved = True
             now, other_bytes = self._lanes.tick(), self._meter.lane_use.unplanned_bytes
             self._records.append(VisitRecord((), entry.phase, entry.site, now, now, other_bytes, self._meter.sample()))
 

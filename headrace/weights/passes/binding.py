@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
+
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.residency import Residency
@@ -75,6 +77,9 @@ class PassBindings:
         )
         bind(bound, adopts=bool(forward_on))
         self._bound.append(bound)
+        if everything and torch.is_grad_enabled():
+            for block in (*self.residents, *self._executor.shares.whole_blocks):
+                block.may_be_saved = True
         self.straight_for = forward_on if everything else 0
 
     def end(self) -> None:
