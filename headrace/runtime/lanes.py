@@ -117,7 +117,7 @@ class Lanes(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._host = OneThread("headrace-host")
+        self._host = OneThread("headrace-host", device)
 
     @abstractmethod
     def mark(self) -> Event:
