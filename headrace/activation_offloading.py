@@ -104,7 +104,7 @@ def offload_activations(
     lanes = open_lanes(resolve_device(None if first is None else first.device))
     ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
     check_targets(model, config)
-    store = DiskStore(disk, ledger) if disk else None
+    store = DiskStore(disk, ledger, device=lanes.device) if disk else None
     return ActivationOffloading(model, config, lanes, ledger, store)
 
 

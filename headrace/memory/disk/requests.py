@@ -21,6 +21,8 @@ from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
 
+import torch
+
 from headrace.errors import StateError
 from headrace.memory.disk.extent import Extent
 from headrace.runtime.lanes import Event
@@ -115,11 +117,11 @@ class Request:
 class Requests:
     """The requests of one store: `threads` that move bytes, and one that decides whose turn it is.
 
-    One more thread for reads and one for writes wait for the events that requests begin after.
+    One more thread for reads and one for writes wait for the events that requests begin after, which are of `device`.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._turns = _Turns(threads)
+    def __init__(self, threads: int, device: torch.device | None = None) -> None:
+        self._turns = _Turns(threads, device)
         self._owner = os.getpid()
         self._closer = weakref.finalize(self, self._turns.stop)
 
@@ -148,7 +150,7 @@ class Requests:
 class _Turns:
     """Who has to wait for whom: all of that happens on one thread, which takes one message after the other."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, device: torch.device | None) -> None:
         self._inbox: SimpleQueue[_Job | None] = SimpleQueue()
         self._work: SimpleQueue[_Job | None] = SimpleQueue()
         self._waits: dict[Access, SimpleQueue[_Job | None]] = {access: SimpleQueue() for access in Access}
@@ -156,8 +158,8 @@ class _Turns:
         self._failed: dict[Extent, list[Request]] = {}  # writes whose bytes did not land, nor others in their place
         self._stopped = False
         queues = [self._work] * threads + list(self._waits.values())
-        self._workers = [_start(_work_off, queue) for queue in queues]
-        self._thread = _start(self._run, queues)
+        self._workers = [_start(_work_off, queue, device) for queue in queues]
+        self._thread = _start(self._run, queues, device)
 
     def post(self, message: _Job) -> None:
         """Has `message` called on the thread of turns; once that has ended, at once (then nothing has a turn)."""
@@ -296,9 +298,9 @@ def _mends(request: Request, failed: Request) -> bool:
     return request.span[0] <= failed.span[0] and failed.span[1] <= request.span[1]
 
 
-def _start(target: Callable[..., None], argument: object) -> threading.Thread:
+def _start(target: Callable[..., None], argument: object, device: torch.device | None) -> threading.Thread:
     def run() -> None:
-        this_is_own_thread()
+        this_is_own_thread(device)
         target(argument)
 
     thread = threading.Thread(target=run, name="headrace-disk", daemon=True)

@@ -46,7 +46,7 @@ class DiskStore:
 
     With `node` its ranks share one file, which the first one makes: all of them make this store and its extents, in the
     same order, and each books its part. What they write is for them to agree on: mappings show it to all at once,
-    `read` what somebody has handed over since.
+    `read` what somebody has handed over since. `device`: of the events that requests wait for.
 
     Reads and writes of the same bytes happen in the order of their submission (reads beside each other). What `write`
     wrote is checked when `read` reads it; what was written through a mapping, when it was handed over.
@@ -63,6 +63,7 @@ class DiskStore:
         log: DiskLog | None = None,
         threads: int = _THREADS,
         node: Node | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._node = node
         self._path = Path(directory).expanduser().resolve()
@@ -70,7 +71,7 @@ class DiskStore:
         self._ledger = ledger
         self._log = log or DiskLog()
         self._file = DirectFile(self._create_file(), f"the spill file in {self._path}", writable=True)
-        self._requests = Requests(threads)
+        self._requests = Requests(threads, device)
         self._checksums = Checksums()
         self._lock = threading.Lock()
         self._extents: list[Extent] = []

@@ -83,7 +83,7 @@ class Gathers:
         self._lanes, self._pace, self._meter, self._ledger = pace.lanes, pace, meter, ledger
         self._group = DeviceGroup(self._node, self._lanes.device)
         self._counters = Counters(self._node, 4)
-        self._thread = OneThread("headrace-gather")
+        self._thread = OneThread("headrace-gather", self._lanes.device)
         self._agenda: deque[tuple[float, Block]] = deque()  # from which visit of the pass on, and which block
         self._begun = 0  # on this rank, ever
         self._known: list[Agreed] = []  # on all ranks the same

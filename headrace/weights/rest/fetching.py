@@ -286,8 +286,8 @@ class Fetching:
         self._chunks = chunks
         self._pace = pace
         self._turns = None if is_accelerator(pace.lanes.device) else Turns()
-        self._reader = OneThread("headrace-fetch")
-        self._sender = OneThread("headrace-send")
+        self._reader = OneThread("headrace-fetch", pace.lanes.device)
+        self._sender = OneThread("headrace-send", pace.lanes.device)
         self._way = Way(self._submit_read, self._submit_send, self._packing_pays)
         self._ahead: dict[Fetchable, Fetch] = {}  # in the order of submission: not asked for yet
         self._promised: set[int] = set()  # the ids of those that another thread will ask for

@@ -165,7 +165,7 @@ class HostTiers:
 
     def _opened(self, path: Path, node: Node | None) -> DiskStore:
         if path not in self._stores:
-            self._stores[path] = DiskStore(path, self._ledger, log=self._meter.disk_log, node=node)
+            self._stores[path] = DiskStore(path, self._ledger, log=self._meter.disk_log, node=node, device=self._device)
         return self._stores[path]
 
     @property
