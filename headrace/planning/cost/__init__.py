@@ -2,15 +2,12 @@
 
 from headrace.planning.cost.configs import is_counted, read_config, shape_of_config, stored_bits
 from headrace.planning.cost.hardware import (
-    DEVICES,
     DRIVES,
-    HOSTS,
     MACHINES,
     PEERS,
     Hardware,
     machine,
     nearest,
-    with_drives,
 )
 from headrace.planning.cost.modules import is_module, shape_of_module
 from headrace.planning.cost.run_plan import RunPlan, compare_text, plan_run
@@ -19,9 +16,7 @@ from headrace.planning.cost.wanted import METHODS, wanted
 from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 
 __all__ = [
-    "DEVICES",
     "DRIVES",
-    "HOSTS",
     "MACHINES",
     "METHODS",
     "PEERS",
@@ -48,5 +43,4 @@ __all__ = [
     "shape_of_module",
     "stored_bits",
     "wanted",
-    "with_drives",
 ]
