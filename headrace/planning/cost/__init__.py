@@ -13,7 +13,7 @@ from headrace.planning.cost.modules import is_module, shape_of_module
 from headrace.planning.cost.run_plan import RunPlan, compare_text, plan_run
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.wanted import METHODS, wanted
-from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.cost.work import Activations, Case, Method, Overlap, Place, Spread, Training, Work
 
 __all__ = [
     "DRIVES",
@@ -23,6 +23,7 @@ __all__ = [
     "Activations",
     "BlockKind",
     "BlockShape",
+    "Case",
     "Hardware",
     "Method",
     "ModelShape",
