@@ -113,7 +113,7 @@ class ExpertDispatch:
             return _NEEDS_ALL
         if access is not ExpertAccess.ONE_BY_ONE:
             with without_overrides():
-                bank = self._slices.bank_of(call.block, used.tolist())
+                bank = self._slices.bank_of(call.block, len(used))
             if len(used) <= bank.slots:
                 return self._at_once(call, bank, _Routing(hidden, weights, where, index.dtype), used)
             if access is ExpertAccess.GROUPED:
