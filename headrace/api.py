@@ -554,7 +554,7 @@ class Offloaded(Handle):
         self._meter.checkpoint_begun(saving)
 
     def _check_between_passes(self, what: str) -> None:
-        self._engine.process.check()
+        self._engine.progress.check_process()
         self._engine.quiesce(updates=False)
         if self._engine.progress.computes or self._engine.progress.runs_hooks:
             raise StateError(f"{what} was called within a forward or backward of the model; call it after that")

@@ -22,10 +22,10 @@ from headrace.weights.model.places import Member, Place
 from headrace.weights.model.tables import looks_rows_up
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.adapted_experts import adapts_experts
+from headrace.weights.passes.call import Companion, Site
 from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.managed import bring_attributes_back, lend_parameters, make_managed, make_plain, site_of
 from headrace.weights.passes.refusals import refuse_call, refuse_script
-from headrace.weights.passes.site import Companion, Site
 
 __all__ = ["Attachment"]
 
@@ -84,6 +84,7 @@ class Attachment:
     ) -> None:
         self._model = weakref.ref(model)
         self._engine = engine
+        self._under_way = engine.progress, engine.lending, engine.device
         self._make_resident = make_resident
         self._block_of: dict[int, Block] = {}  # by the id of the home
         self._mains = weakref.WeakKeyDictionary(mains)
@@ -200,7 +201,7 @@ class Attachment:
         all_experts = self._site_of_all(module, name, needed[0], inventory) if len(needed) == 1 else None
         encloses = any(inner in self._mains for inner in module.modules() if inner is not module)
         return Site(
-            self._engine,
+            *self._under_way,
             name or type(module).__name__,
             tuple(streamed),
             main=mains is not None and table is None and all_experts is None,
@@ -219,7 +220,7 @@ class Attachment:
         while outer is not None and not around:
             around = tuple(one for one in self._mains.get(outer, ()) if not one.travels_in_parts)
             outer = inventory.parents.get(outer)
-        return Site(self._engine, name, (*around, block), main=True, encloses=False)
+        return Site(*self._under_way, name, (*around, block), main=True, encloses=False)
 
     def _blocks(self) -> list[Block]:
         return [*self._engine.blocks, *self._engine.residents]

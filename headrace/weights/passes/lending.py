@@ -5,7 +5,7 @@ See weights/passes/parameter_access.py for how such uses come here.
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,28 +20,25 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.binding import bind
-from headrace.weights.passes.call import Call, MethodCall
-from headrace.weights.passes.state import Progress
+from headrace.weights.passes.call import MethodCall, Progress
 
 __all__ = ["Lending", "is_idle"]
 
 
 class Lending:
-    """Lends the leaves of one model. `calls`: those under way, outermost first; `methods`: of each thread."""
+    """Lends the leaves of one model. `begin_method`: a method that is no pass becomes one."""
 
     def __init__(
         self,
+        progress: Progress,
         executor: Executor,
         residency: Residency,
-        calls: Sequence[Call],
-        progress: Progress,
-        methods: Mapping[int, MethodCall],
+        begin_method: Callable[[MethodCall], None],
     ) -> None:
-        self._methods = methods
         self._progress = progress
         self._executor = executor
         self._residency = residency
-        self._calls = calls
+        self._begin_method = begin_method
         self._blocks: dict[Slot, Block] = {}
         self._lent_in_backward: list[Block] = []  # outside of any call
         self._idle: list[Block] = []  # experts that are called with no tokens
@@ -57,16 +54,17 @@ class Lending:
         with what is on the device: it may update, average or save weights.
         """
         block = self._blocks.get(slot)
-        method = None if block is None or self._progress.in_backward else self._methods.get(threading.get_ident())
-        if block is None or not (method or self._in_call() or self._progress.in_backward):
+        progress = self._progress
+        method = None if block is None else self._method()
+        if block is None or not (method or progress.in_call or progress.in_backward):
             return None
         if use is Use.LOOK:
             return slot.leaf
-        if method is not None and (not self._calls or self._calls[-1] is method):
+        if method is not None and (not progress.calls or progress.calls[-1] is method):
             if slot.leaf.device not in beside:
                 method.pause()
                 return None
-            method.begin()
+            self._begin_method(method)
         if use is Use.WRITE:  # as the user would, from outside
             slot.touch()
             return None
@@ -101,7 +99,8 @@ class Lending:
             self._executor.travels_whole(block)
         bind((block,))
         block.lent = True
-        (self._calls[-1].lent if self._calls else self._lent_in_backward).append(block)
+        calls = self._progress.calls
+        (calls[-1].lent if calls else self._lent_in_backward).append(block)
         return slot.leaf
 
     @contextlib.contextmanager
@@ -119,11 +118,15 @@ class Lending:
 
     def begin_method(self) -> bool:
         """A module is asked for a weight or a buffer outside of any pass. Whether a method has become one by that."""
-        method = None if self._progress.in_backward else self._methods.get(threading.get_ident())
+        method = self._method()
         if method is None:
             return False
-        method.begin()
+        self._begin_method(method)
         return True
+
+    def _method(self) -> MethodCall | None:
+        """The one that this thread calls, if that computes no gradients now."""
+        return None if self._progress.in_backward else self._progress.methods.get(threading.get_ident())
 
     def end_of_visit(self) -> None:
         """Backward goes on to another block, or ends: what was lent in between comes back."""
@@ -139,10 +142,7 @@ class Lending:
     @property
     def computes(self) -> bool:
         """Whether this thread computes with the model's weights now, and nobody's hooks do."""
-        return self._in_call() or (self._progress.in_backward and torch.is_grad_enabled())
-
-    def _in_call(self) -> bool:
-        return bool(self._calls) and self._calls[-1].thread == threading.get_ident()
+        return self._progress.in_call or (self._progress.in_backward and torch.is_grad_enabled())
 
 
 def is_idle(blocks: Sequence[Block], args: Any, kwargs: Any) -> bool:
