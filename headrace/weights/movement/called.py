@@ -36,7 +36,7 @@ class CalledExperts:
     def note_use(self, block: Block) -> None:
         """An expert is called. A call of its layer ends when one is called again, or one of another layer is."""
         key = block.called or (-1, -1)
-        self._meter.experts_used(1)
+        self._meter.expert_uses += 1
         if key[0] != self._layer or key in self._layer_call:
             self._keeps.used(self._layer, [expert for _, expert in self._layer_call])
             self._layer, self._layer_call = key[0], set()

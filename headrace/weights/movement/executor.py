@@ -175,6 +175,12 @@ class Executor:
             self._drop_old_copies()
             self._load_updated()
 
+    def close(self) -> None:
+        """Everything leaves the device, also what could not come from disk."""
+        self.slices.give_way()
+        self.slices.leave_host()
+        self._residency.close()
+
     def travels_whole(self, block: Block) -> None:
         """More than parts of the block was needed: it travels as other blocks do from now on."""
         block.row_bytes, block.experts = 0, None
@@ -336,7 +342,7 @@ class Executor:
         """Blocks on disk that the plan loads next begin their way, as far as the staging ring goes. Not those of the
         next cycle that are in `but_not`, and none behind them: their homes change before.
         """
-        if not self._residency.streams_from_disk or self._course is None or self._course.strayed:
+        if self._residency.fetching is None or self._course is None or self._course.strayed:
             return
         gathered = self._follows if self._entry is not None else self._followed
         for index in self._course.coming_loads(but_not=but_not):

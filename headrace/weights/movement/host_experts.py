@@ -70,7 +70,9 @@ class HostExpertCache(ExpertSlots):
             read.synchronize()
         elif read is not None:
             self._lanes.copy(Lane.OFFLOAD, (), read)
-        self._meter.expert_given_up(self._lanes.copy(Lane.OFFLOAD, [(self.memory(slot), source)], self._lanes.mark()))
+        transfer = self._lanes.copy(Lane.OFFLOAD, [(self.memory(slot), source)], self._lanes.mark())
+        self._meter.expert_kept_bytes += transfer.nbytes
+        self._meter.arrived(transfer, "expert")
         self.places[key] = slot
 
     def all_left(self) -> Event:

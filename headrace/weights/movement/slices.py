@@ -46,7 +46,6 @@ class Slices:
         self._banks: list[Bank] = []  # on the device
         self._host_cache: HostExpertCache | None = None  # what host memory keeps beside a disk; None: nothing
         self.unfinished: list[Callable[[], object]] = []  # give modules back what they had before stand-ins for weights
-        residency.beside = self
         shares.banks_bytes = lambda: self.bytes_wanted
 
     # the budget -------------------------------------------------------------------------------------------------------
@@ -179,7 +178,7 @@ class Slices:
         """
         block.keep_leaf_writes()
         bank.forget_stale(block.index, block.readable_generation())
-        self._meter.experts_used(len(experts))
+        self._meter.expert_uses += len(experts)
         wanted = [(block.index, expert) for expert in experts]
         kept = {*wanted, *bank.experts_in(keep).values()}
         for place, key in enumerate(wanted):

@@ -116,7 +116,7 @@ class Attachment:
     def _take_in(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             refuse_script(f"module {name!r}, which came after offload(),", module)
-        for block in self._blocks():
+        for block in self._engine.all_blocks():
             block.places.adopt_replacements()
         inventory = self._inventory(model)
         if not all(isinstance(member.parameter, nn.Parameter) for member in inventory.members.values()):
@@ -135,7 +135,12 @@ class Attachment:
         """Of these parameters, those for which there is no place: the others came to modules where one of their kind
         went (weight_norm makes `weight` into `weight_v`), and travel as that did.
         """
-        gone = [slot for block in self._blocks() for slot in block.slots if id(slot.home) not in inventory.members]
+        gone = [
+            slot
+            for block in self._engine.all_blocks()
+            for slot in block.slots
+            if id(slot.home) not in inventory.members
+        ]
         left = []
         for member in added:
             for slot in gone:
@@ -160,7 +165,7 @@ class Attachment:
         if self._leave_pipelines is not None:
             self._leave_pipelines()
         self._engine.before_call = lambda: None
-        for block in self._blocks():
+        for block in self._engine.all_blocks():
             block.release()
         bring_attributes_back(self._modules, self._engine.device)
         for module in list(self._modules):
@@ -179,8 +184,8 @@ class Attachment:
 
     def _link(self, inventory: Inventory) -> None:
         places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}
-        self._block_of = {id(slot.home): block for block in self._blocks() for slot in block.slots}
-        for block in self._blocks():
+        self._block_of = {id(slot.home): block for block in self._engine.all_blocks() for slot in block.slots}
+        for block in self._engine.all_blocks():
             block.places.move(block.slots, places)
             block.places.move_compounds(block.compounds, inventory.places_of_compounds)
         for module, name in inventory.names.items():
@@ -221,6 +226,3 @@ class Attachment:
             around = tuple(one for one in self._mains.get(outer, ()) if not one.travels_in_parts)
             outer = inventory.parents.get(outer)
         return Site(*self._under_way, name, (*around, block), main=True, encloses=False)
-
-    def _blocks(self) -> list[Block]:
-        return [*self._engine.blocks, *self._engine.residents]

@@ -31,7 +31,7 @@ from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.flow import GradientFlow
-from headrace.weights.movement.gradients import refuse_graph
+from headrace.weights.movement.gradients import refuse_graph, sum_of_rows
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.binding import PassBindings, bind, release
 from headrace.weights.passes.call import PassState, Progress, Site
@@ -75,6 +75,8 @@ class Backward:
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # lends leaves, until it ends, to what is recomputed
         self._within: dict[Slot, str] = {}  # weights that a user's autograd Function computes with now, and its name
+        # Gradients of rows that are not complete yet, by autograd's backward: a nested one adds up its own.
+        self._of_rows: dict[tuple[Slot, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._task = -1  # autograd's number of the outermost one
         self._given_within: list[Slot] = []  # parameters that got gradients from nested backwards
         self.settling = threading.RLock()  # one that raised may end on autograd's thread, in the next pass
@@ -154,20 +156,20 @@ class Backward:
         hook = function.register_hook(over)
 
     def rows_ready(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """A lookup's gradient of these rows of a table is there."""
+        """A gradient of some rows of a table, or of some experts, is there, each named once. Others may follow."""
         if self.refused:
             raise StateError(REMOVED)
         self.begin()
-        with without_overrides():
-            self._gradients.take_rows(slot, rows, gradient)
+        refuse_graph(slot, gradient)
+        self._of_rows.setdefault((slot, backward_task()), []).append((rows, gradient))
 
     def rows_complete(self, slot: Slot) -> None:
-        """All that one backward gives the rows of a table is there."""
-        with without_overrides():
-            if self.batch_sums is None:
-                self._gradients.add_up_rows(slot)
-            else:
-                self.batch_sums.take_rows(slot)
+        """No others follow: they become one gradient, as if whole tables had been added up."""
+        parts = self._of_rows.pop((slot, backward_task()), None)
+        if parts:
+            with without_overrides():
+                rows, gradients = sum_of_rows(parts)
+                (self.batch_sums or self._gradients).take(slot, *gradients, rows=rows)
 
     def begin(self) -> None:
         """The outermost backward begins, unless it has. Nested ones (reentrant checkpoints) are a part of it, and end
@@ -175,7 +177,7 @@ class Backward:
         """
         if self._under_way is not None:
             return
-        self._gradients.abandon()  # what is left of a backward whose end was interrupted
+        self._abandon_gradients()  # of a backward whose end was interrupted
         self.site, self._bound = None, ()
         self._within.clear()
         self._task = backward_task()
@@ -256,6 +258,10 @@ class Backward:
             for block in (*self._bindings.blocks, *self._bindings.residents):
                 for slot in block.slots:
                     slot.leaf.grad = None
+        self._abandon_gradients()
+
+    def _abandon_gradients(self) -> None:
+        self._of_rows.clear()
         self._gradients.abandon()
 
 

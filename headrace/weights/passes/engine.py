@@ -103,6 +103,10 @@ class Engine:
                 slot.follow_requires_grad()
         self.lending.add(block)
 
+    def all_blocks(self) -> list[Block]:
+        """Those that come and go, and those that stay."""
+        return [*self.blocks, *self.residents]
+
     def check_resident(self, what: str, nbytes: int) -> None:
         """Raises BudgetError when what came later and stays leaves no room beside it for the largest block."""
         whole = [block for block in self.blocks if not block.travels_in_parts]
@@ -281,7 +285,7 @@ class Engine:
     # updates ----------------------------------------------------------------------------------------------------------
     def wait_until_free(self) -> None:
         """The host may read and write all homes: no copy reads them, no optimizer writes them."""
-        for block in (*self.blocks, *self.residents):
+        for block in self.all_blocks():
             block.wait_until_free()
 
     def quiesce(self, *, updates: bool = True) -> None:
@@ -388,7 +392,7 @@ class Engine:
                 lending_leaves(self.lending).begin()
             self.lending.forget()
             self._bindings.reset()
-            self._residency.mend((*self.blocks, *self.residents))
+            self._residency.mend(self.all_blocks(), self._executor.slices.held_bytes)
             self.backward.undo()
             self.progress.state = PassState.AT_REST
 

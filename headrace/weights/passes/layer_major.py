@@ -255,7 +255,7 @@ class LayerMajor:
             yield from (one for one in block.slots if one.home.requires_grad and (any_of_them or one in of_several))
 
     def _check_owners(self, leaves: Iterable[torch.Tensor]) -> None:
-        own = {slot for block in (*self._engine.blocks, *self._engine.residents) for slot in block.slots}
+        own = {slot for block in self._engine.all_blocks() for slot in block.slots}
         for leaf in leaves:
             if isinstance(leaf, Home):
                 raise CannotCutError("the loss uses a weight directly, outside of the model")
