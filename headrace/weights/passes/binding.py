@@ -8,7 +8,6 @@ import torch
 from headrace.weights.model.module_buffers import ModuleBuffers
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.executor import Executor
-from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.call import Progress
 
 __all__ = ["PassBindings", "bind", "release"]
@@ -49,20 +48,16 @@ class PassBindings:
         blocks: Sequence[Block],
         residents: Sequence[Block],
         buffers: ModuleBuffers,
-        residency: Residency,
         executor: Executor,
     ) -> None:
         self._progress = progress
         self.blocks, self.residents, self.buffers = blocks, residents, buffers
-        self._residency = residency
         self._executor = executor
         self._bound: list[tuple[Bindable, ...]] = []  # of a forward, and of a backward within it
 
     def begin(self, *, forward_on: int = 0) -> None:
         """Residents come, and all are bound. `forward_on`: for a forward on that thread."""
-        for block in self.residents:
-            self._executor.bring(block)
-            self._residency.arrive(block)
+        self._executor.bring_back(self.residents)
         everything = bool(forward_on) and self._executor.everything_is_here
         bound = *self.residents, self.buffers, *(self._executor.shares.whole_blocks if everything else ())
         bind(bound, adopts=bool(forward_on))

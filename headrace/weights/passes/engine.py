@@ -78,9 +78,9 @@ class Engine:
         self._common = common
         self.progress = Progress()
         self._calls, self._methods = self.progress.calls, self.progress.methods
-        self.lending = Lending(self.progress, executor, residency, self._begin_method)
+        self.lending = Lending(self.progress, executor, self._begin_method)
         self._handover = Handover(device, residency)
-        self._bindings = PassBindings(self.progress, self.blocks, self.residents, buffers, residency, executor)
+        self._bindings = PassBindings(self.progress, self.blocks, self.residents, buffers, executor)
         self.updates = Updates(self.blocks, self.residents)
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
         self.backward = Backward(
@@ -148,8 +148,11 @@ class Engine:
             if not outermost and not self._is_visit(site):
                 return forward(*args, **kwargs)
             if self._calls and site.may_be_idle and is_idle(site.blocks, args, kwargs):
-                with self.lending.idle(site.blocks[0]):
+                bind(site.blocks)  # to leaves that are away: they have the shape
+                try:
                     return forward(*args, **kwargs)
+                finally:
+                    release(site.blocks)
             if outermost:
                 args, kwargs = self._begin_outermost(call, args, kwargs)
             elif not self._calls:  # a hook of backward may call the model, too; so may micro-batches that take turns
@@ -266,8 +269,6 @@ class Engine:
             # recomputes with no hooks on top, so its calls push ours.
             return site.encloses or (not self._calls and self.progress.in_backward and saving_is_left_to_autograd())
         if not site.main and all(block.users for block in site.blocks):  # as Site.is_inside, on whatever thread
-            return False
-        if site.may_be_idle and self.lending.is_idle(site.blocks):
             return False
         missing = list(site.blocks)
         for call in self._calls:
