@@ -136,13 +136,6 @@ class AveragedGradients(GradientFlow):
                 self.ledger.add(Tier.DEVICE, PURPOSE, gradient.nbytes)
             held[slot] = held[slot] + gradient if slot in held else gradient
 
-    def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Never called: tables travel whole."""
-        raise NotImplementedError(f"rows of {slot.name!r}")
-
-    def add_up_rows(self, slot: Slot) -> None:
-        """Nothing: tables travel whole."""
-
     def leave_block(self) -> None:
         """Backward goes on to another block. Where devices add up those of two blocks leave, and the host waits for no
         rank that is less than two behind.

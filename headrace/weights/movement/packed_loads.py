@@ -249,7 +249,8 @@ class PackedLoads:
         if copies[1:]:
             end = self._lanes.copy(Lane.ONLOAD, copies[1:], end).done
             nbytes += sum(source.nbytes for _, source in copies[1:])
-        self._meter.crossed_packed(packed.crossing_bytes, buffer.nbytes)
+        self._meter.onload_packed_bytes += packed.crossing_bytes
+        self._meter.onload_unpacked_bytes += buffer.nbytes
         transfer = Transfer(Lane.ONLOAD, (), nbytes, begun, end)
         packed.sends += 1
         if packed.sends == _JUDGED_SEND:
