@@ -1,6 +1,5 @@
 """How is training saved? `save()`: weights, optimizer, random numbers and the rest, beside training or not."""
 
-import contextlib
 import io
 import os
 import pickle
@@ -20,7 +19,7 @@ from headrace.checkpoint.manifest import EXTRA, MANIFEST, FileRecord, Manifest
 from headrace.checkpoint.model import SavedModel, check_model, saved_model
 from headrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
 from headrace.checkpoint.random_state import random_state
-from headrace.checkpoint.running import set_running, settle_running
+from headrace.checkpoint.running import Saving, settle_running
 from headrace.checkpoint.torn import check_whole
 from headrace.checkpoint.writing import LEAST_BYTES, Writing
 from headrace.config import Size, format_bytes, parse_bytes
@@ -32,51 +31,6 @@ __all__ = ["Saving", "save"]
 
 _HOST_BYTES = 32 << 20  # that a checkpoint passes through where training waits for it
 _HOST_BYTES_BESIDE = 256 << 20  # and where it goes on
-
-
-class Saving:
-    """A checkpoint on its way to the drive."""
-
-    def __init__(self, path: Path, writing: Writing) -> None:
-        self.path = path
-        self._writing = writing
-        self._told = False  # whether somebody knows how it ended
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._writing.done
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the checkpoint."""
-        return self._writing.nbytes
-
-    @property
-    def seconds(self) -> float:
-        """How long it took; 0.0 before it is done."""
-        return self._writing.seconds
-
-    @property
-    def waited_seconds(self) -> float:
-        """How long optimizers' updates waited for the parameters to be read."""
-        return self._writing.waited_seconds
-
-    def wait(self) -> None:
-        """Waits until the checkpoint is complete and safe from a loss of power. Raises what failed in saving it."""
-        self._told = True
-        self._writing.wait()
-
-    def ended(self) -> None:
-        """Waits until it has ended, well or not."""
-        with contextlib.suppress(Exception):
-            self._writing.wait()
-
-    def settle(self) -> None:
-        """Waits until it has ended. Raises what failed in saving it, if nobody was told before."""
-        told = self._told
-        with contextlib.suppress(Exception) if told else contextlib.nullcontext():
-            self.wait()
 
 
 def save(
@@ -148,8 +102,6 @@ def save(
         directory.discard()
         raise
     saving = Saving(path, writing)
-    writing.start()
-    set_running(saving)
     for handle in handles:
         handle.note_checkpoint(saving)
     if wait:

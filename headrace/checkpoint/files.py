@@ -16,15 +16,7 @@ import torch
 from torch.serialization import skip_data
 from torch.utils import deterministic
 
-from headrace.checkpoint.sources import (
-    Literal,
-    NotPlainError,
-    Source,
-    SourceAtRest,
-    TensorSource,
-    check_plain,
-    nbytes_of,
-)
+from headrace.checkpoint.sources import NotPlainError, Source, TensorSource, check_plain, nbytes_of, source_of
 from headrace.errors import CheckpointError
 from headrace.memory.disk import TensorAtRest
 from headrace.memory.disk.safetensors_header import DTYPES
@@ -42,7 +34,7 @@ class Stretch:
 
     begin: int
     end: int
-    source: Source
+    source: Source | TensorSource
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class Layout:
 
 def literal(name: str, data: bytes) -> Layout:
     """A small file."""
-    return Layout(name, len(data), [Stretch(0, len(data), Literal(name, data))])
+    return Layout(name, len(data), [Stretch(0, len(data), source_of(name, data))])
 
 
 def weight_files(tensors: Mapping[str, torch.Tensor], stem: str) -> tuple[list[Layout], dict[str, str]]:
@@ -106,7 +98,7 @@ def _safetensors(name: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    stretches = [Stretch(0, len(header), Literal(f"header of {name}", header))]
+    stretches = [Stretch(0, len(header), source_of(f"header of {name}", header))]
     stretches += [
         Stretch(len(header) + begin, len(header) + begin + nbytes_of(tensor), TensorSource(key, tensor, tensor))
         for begin, key, tensor in places
@@ -128,14 +120,14 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
 
     Every tensor has a storage of its own there.
     """
-    sources: list[Source] = []
+    sources: list[Source | TensorSource] = []
 
     def stand_in(value: Any, path: str, owner: Any = None) -> Any:
         """The same tree, with memory that nobody touches in the place of tensors: no page of it is ever there."""
         if isinstance(value, Owned):
             return stand_in(value.tree, path, value.owner)
         if isinstance(value, TensorAtRest):
-            sources.append(SourceAtRest(path, value, owner))
+            sources.append(Source(path, value.nbytes, value.read, owner))
             return torch.empty_strided(value.like.shape, value.like.stride(), dtype=value.like.dtype, device="cpu")
         if isinstance(value, torch.Tensor):
             check_plain(f"{path} of {name}", value)
@@ -182,7 +174,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
         skeleton.unlink(missing_ok=True)
 
 
-def _with_sources(name: str, skeleton: Path, sources: Sequence[Source]) -> Layout:
+def _with_sources(name: str, skeleton: Path, sources: Sequence[Source | TensorSource]) -> Layout:
     """The layout of a file of torch.save: a zip archive whose records `data/0`, `data/1`, ... are the tensors.
 
     They are numbered as the tensors come in the tree.
@@ -194,7 +186,7 @@ def _with_sources(name: str, skeleton: Path, sources: Sequence[Source]) -> Layou
         def between(begin: int) -> None:
             file.seek(end)
             if data := file.read(begin - end):
-                stretches.append(Stretch(end, begin, Literal(name, data)))
+                stretches.append(Stretch(end, begin, source_of(name, data)))
 
         for number, source in enumerate(sources):
             begin, nbytes = ranges[str(number)]

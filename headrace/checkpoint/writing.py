@@ -61,7 +61,7 @@ class Piece:
 
 
 class _Ranges:
-    """Ranges of addresses, first and last but one, and whose each is."""
+    """Ranges of addresses, `first` to before `last`, and whose each is."""
 
     def __init__(self, ranges: Iterable[tuple[int, int, Any]] = ()) -> None:
         self._ranges = sorted(ranges, key=itemgetter(0, 1))

@@ -181,10 +181,10 @@ class Checkpoint:
         `destination`, uint8 of shape (nbytes,), begins at a page and has whole pages or ends where the file does.
         """
         extent = Extent(Path(path).name, 0, self._states[path][0])
-        check_memory(extent, destination, offset)
+        check_memory(extent, destination, offset, destination.nbytes)
         jobs = [
-            partial(self._read_bytes, path, what, piece.begin, piece.end, destination, piece.begin - offset)
-            for piece in pieces(offset, destination.nbytes)
+            partial(self._read_bytes, path, what, begin, end, destination, begin - offset)
+            for begin, end in pieces(offset, destination.nbytes)
         ]
         return self._requests.submit(Request(extent, Access.READ, jobs, Kind.TRANSFER, (0, 0)), after)
 
@@ -345,8 +345,8 @@ def _ranges(parts: list[_Part], most_bytes: int) -> list[tuple[int, int, list[_P
             runs.append([part])
     ranges = []
     for run in runs:
-        for piece in pieces(run[0].begin, run[-1].end - run[0].begin, most_bytes):
-            among = [part for part in run if part.begin < piece.end and piece.begin < part.end]
+        for begin, end in pieces(run[0].begin, run[-1].end - run[0].begin, most_bytes):
+            among = [part for part in run if part.begin < end and begin < part.end]
             if among:  # else it lies between two parts
-                ranges.append((piece.begin, piece.end, among))
+                ranges.append((begin, end, among))
     return ranges

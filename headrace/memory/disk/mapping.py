@@ -212,9 +212,11 @@ class Mapping:
         elif sync(descriptor, self._offset, self._nbytes, _WAIT_WRITE_WAIT) != 0:
             raise _error("sync_file_range")
 
-    def written(self, offset: int, nbytes: int) -> bool | None:
+    def written(self, offset: int = 0, nbytes: int | None = None) -> bool | None:
         """Whether a page of these bytes of a private mapping was written to; None where the system does not say."""
-        first, last = (self.address + offset) // mmap.PAGESIZE, -(-(self.address + offset + nbytes) // mmap.PAGESIZE)
+        begin = self.address + offset
+        end = begin + (self._nbytes - offset if nbytes is None else nbytes)
+        first, last = begin // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as file:
                 found = read_some(file.fileno(), 8 * (last - first), 8 * first)
@@ -225,7 +227,9 @@ class Mapping:
         return bool((swapped | ours).any())
 
     def dirty(self) -> None:
-        """Writes to every page what it has, so that `flush` brings all of them to disk."""
+        """Writes to every page what it has: `flush` brings all of them to disk; of a private mapping all stay as they
+        are now, whatever others write.
+        """
         first_bytes = self.tensor(0, self._nbytes)[:: mmap.PAGESIZE]
         first_bytes.copy_(first_bytes.clone())
 
