@@ -3,7 +3,7 @@
 import io
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headrace.checkpoint.directory import NewDirectory, check_keep, remove_older, write_whole
-from headrace.checkpoint.files import literal, torch_file, weight_files
+from headrace.checkpoint.files import Layout, literal, torch_file, weight_files
 from headrace.checkpoint.manifest import EXTRA, MANIFEST, FileRecord, Manifest
 from headrace.checkpoint.model import SavedModel, check_model, saved_model
 from headrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
@@ -26,6 +26,7 @@ from headrace.config import Size, format_bytes, parse_bytes
 from headrace.errors import CheckpointError
 from headrace.live import handles_of
 from headrace.optim.optimizer import HostOptimizer
+from headrace.weights.movement.block import Block
 
 __all__ = ["Saving", "save"]
 
@@ -73,23 +74,51 @@ def save(
     that was there is still there.
     """
     check_model(model)
-    path = Path(path).expanduser().absolute()
-    path = path.resolve() if path.is_symlink() else path
-    if keep is not None:
-        check_keep(path, keep)
-    memory_bytes = _HOST_BYTES if wait else _HOST_BYTES_BESIDE
-    if host_memory is not None:
-        memory_bytes = parse_bytes(host_memory, name="host_memory")
-    if memory_bytes < LEAST_BYTES:
-        raise ValueError(
-            f"host_memory is {format_bytes(memory_bytes)}; a checkpoint passes through {format_bytes(LEAST_BYTES)} at"
-            " least, so give that, or leave it out"
-        )
+    path, memory_bytes = _checked(path, keep, host_memory, _HOST_BYTES if wait else _HOST_BYTES_BESIDE)
     optimizers = plain_optimizers(optimizer)
     check_whole(model)
     handles = handles_of(model)
     blocks = [block for handle in handles for block in handle.settled_blocks("headrace.save")]
     settle_running()
+    writing, tensors = _writing(path, model, blocks, optimizers, extra, files or {}, keep, memory_bytes)
+    saving = Saving(path, writing)
+    for handle in handles:
+        handle.note_checkpoint(saving)
+    if wait:
+        saving.wait()
+    else:
+        writing.hurry([tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)])
+    return saving
+
+
+def _checked(
+    path: str | os.PathLike[str], keep: int | None, host_memory: Size | None, default_bytes: int
+) -> tuple[Path, int]:
+    """The directory that a checkpoint becomes, and the bytes of memory that it passes through."""
+    path = Path(path).expanduser().absolute()
+    path = path.resolve() if path.is_symlink() else path
+    if keep is not None:
+        check_keep(path, keep)
+    memory_bytes = default_bytes if host_memory is None else parse_bytes(host_memory, name="host_memory")
+    if memory_bytes < LEAST_BYTES:
+        raise ValueError(
+            f"host_memory is {format_bytes(memory_bytes)}; a checkpoint passes through {format_bytes(LEAST_BYTES)} at"
+            " least, so give that, or leave it out"
+        )
+    return path, memory_bytes
+
+
+def _writing(
+    path: Path,
+    model: nn.Module,
+    blocks: Sequence[Block],
+    optimizers: Sequence[Optimizer],
+    extra: Any,
+    files: Mapping[str, bytes],
+    keep: int | None,
+    memory_bytes: int,
+) -> tuple[Writing, Collection[torch.Tensor]]:
+    """The checkpoint, laid out, with every file in it opened; and the tensors of the model that are in it."""
     directory = NewDirectory(path)
     try:
         for block in blocks:
@@ -97,32 +126,26 @@ def save(
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         saved = saved_model(model, directory.path)
-        writing = _writing(directory, saved, optimizers, extra, files or {}, keep, memory_bytes)
+        layouts, manifest = _laid_out(directory.path, saved, optimizers, extra, files)
+
+        def finish(records: Mapping[str, FileRecord]) -> None:
+            write_whole(directory.path / MANIFEST, manifest(files=records).to_json())
+            directory.publish()
+            if keep is not None:
+                remove_older(directory.target, keep)
+
+        return Writing(directory.path, layouts, memory_bytes, finish, directory.discard), saved.tensors.values()
     except BaseException:
         directory.discard()
         raise
-    saving = Saving(path, writing)
-    for handle in handles:
-        handle.note_checkpoint(saving)
-    if wait:
-        saving.wait()
-    else:
-        writing.hurry([tensor for tensor in saved.tensors.values() if not isinstance(tensor, nn.Parameter)])
-    return saving
 
 
-def _writing(
-    directory: NewDirectory,
-    saved: SavedModel,
-    optimizers: Sequence[Optimizer],
-    extra: Any,
-    files: Mapping[str, bytes],
-    keep: int | None,
-    memory_bytes: int,
-) -> Writing:
-    """The checkpoint, laid out, with every file in it opened."""
-    configuration = [path for path in sorted(directory.path.rglob("*")) if path.is_file()]
-    layouts = [literal(str(path.relative_to(directory.path)), path.read_bytes()) for path in configuration]
+def _laid_out(
+    directory: Path, saved: SavedModel, optimizers: Sequence[Optimizer], extra: Any, files: Mapping[str, bytes]
+) -> tuple[list[Layout], Callable[..., Manifest]]:
+    """The files of a checkpoint that is made in `directory`, and its manifest once their records are known."""
+    configuration = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    layouts = [literal(str(path.relative_to(directory)), path.read_bytes()) for path in configuration]
     for path in configuration:
         path.unlink()
     weights: dict[str, tuple[str, str]] = {}
@@ -130,32 +153,23 @@ def _writing(
         of_weights, places = weight_files({there: saved.tensors[name] for there, name in names.items()}, stem)
         layouts += of_weights
         weights |= {names[there]: (file, there) for there, file in places.items()}
-    for number, optimizer in enumerate(optimizers):
-        layouts.append(
-            torch_file(optimizer_file(number), state_of_optimizer(optimizer, _state(optimizer)), directory.path)
-        )
+    optimizer_files = [optimizer_file(number) for number in range(len(optimizers))]
+    for file, optimizer in zip(optimizer_files, optimizers, strict=True):
+        layouts.append(torch_file(file, state_of_optimizer(optimizer, _state(optimizer)), directory))
     layouts.append(literal(EXTRA, _extra_bytes(extra, saved.extra_state)))
     for name, data in files.items():
         taken = ("", "..", MANIFEST, *(layout.name for layout in layouts))
         if Path(name).name != name or name in taken:
             raise ValueError(f"files has {name!r}; give names without folders, none of those that a checkpoint has")
         layouts.append(literal(name, data))
-    manifest = partial(
+    return layouts, partial(
         Manifest,
         weights=weights,
         shared=saved.shared,
         trained_only=saved.trained_only,
-        optimizers=[optimizer_file(number) for number in range(len(optimizers))],
+        optimizers=optimizer_files,
         made_by={name: version(name) for name in ("headrace", "torch")},
     )
-
-    def finish(records: Mapping[str, FileRecord]) -> None:
-        write_whole(directory.path / MANIFEST, manifest(files=records).to_json())
-        directory.publish()
-        if keep is not None:
-            remove_older(directory.target, keep)
-
-    return Writing(directory.path, layouts, memory_bytes, finish, directory.discard)
 
 
 def _state(optimizer: Optimizer) -> Mapping[Any, Mapping[str, Any]]:

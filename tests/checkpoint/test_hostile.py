@@ -16,8 +16,9 @@ import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 
 import headrace
-from headrace.checkpoint.manifest import MANIFEST, PIECE_BYTES
+from headrace.checkpoint.manifest import MANIFEST
 from headrace.memory.disk.directory import StoreDirectory
+from headrace.memory.disk.saved_file import GRAIN_BYTES
 from headrace.memory.disk.torch_files import open_torch_file
 from headrace.runtime.system import host_name
 from tests.checkpoint.runs import Net, Run, run
@@ -61,7 +62,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], object]) -> None
     del content["checksum"]
     for name in content["files"]:
         data = (directory / name).read_bytes()
-        pieces = [data[begin : begin + PIECE_BYTES] for begin in range(0, len(data), PIECE_BYTES)]
+        pieces = [data[begin : begin + GRAIN_BYTES] for begin in range(0, len(data), GRAIN_BYTES)]
         sums = [xxhash.xxh3_64_hexdigest(piece) for piece in pieces]
         content["files"][name] = {"nbytes": len(data), "xxh3_64": sums}
     change(content)

@@ -1,7 +1,7 @@
 """What is a tensor in a file, and how do the bytes of files come to where they belong? In pieces, past the page cache.
 
-Tensors lie anywhere in a file, and direct I/O wants whole pages: so threads read pieces into memory of their own, compare
-checksums where a file has them, and lay the tensors out from there.
+Tensors lie anywhere in a file, and direct I/O wants whole pages: so threads read pieces into memory of their own,
+compare checksums where a file has them, and lay the tensors out from there.
 """
 
 import contextlib
@@ -24,11 +24,12 @@ from headrace.memory.disk.checksums import checksum
 from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, disk_pages, pieces
 from headrace.memory.disk.file import DirectFile
 from headrace.memory.pages import map_pages
-from headrace.runtime.system import CLOSED_IN_CHILDREN
+from headrace.runtime.system import CLOSED_IN_CHILDREN, read_some
 
-__all__ = ["GRAIN_BYTES", "Place", "SavedFile", "TensorInFile", "new_pages", "read_all"]
+__all__ = ["GRAIN_BYTES", "Place", "SavedFile", "TensorInFile", "new_pages", "read_all", "reading_memory"]
 
 GRAIN_BYTES = 4 << 20  # that a checksum of a checkpoint's file is of
+_READERS = 8
 _KEPT_GRAINS = 6  # that neighbours of what was read are in
 
 
@@ -42,12 +43,11 @@ class SavedFile:
         self.path = path
         try:
             self._file = DirectFile(os.open(path, os.O_RDONLY | CLOSED_IN_CHILDREN), str(path), writable=False)
+            self.descriptor, self.direct = self._file.descriptor, self._file.direct
+            self._state = self._state_now()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        self.descriptor, self.direct = self._file.descriptor, self._file.direct
-        self.checksums = checksums
-        self._state = self._state_now()
-        self.nbytes = self._state[0]
+        self.nbytes, self.checksums = self._state[0], checksums
         self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -56,7 +56,7 @@ class SavedFile:
 
         In one request where all are whole pages. Raises DiskError, also when the file was written to meanwhile.
         """
-        if self._state_now() != self._state:
+        if self.checksums is None and self._state_now() != self._state:
             raise DiskError(
                 errno.ESTALE, f"{what}: {self.path} was written to since it was opened; load the model again"
             )
@@ -89,6 +89,10 @@ class SavedFile:
                 self._kept[grain] = kept
                 ctypes.memmove(memory.data_ptr() + first - begin, kept.data_ptr() + first - grain, last - first)
 
+    def peek(self, begin: int, nbytes: int) -> bytes:
+        """A few bytes, as they lie there, without a look at checksums."""
+        return read_some(self.descriptor, nbytes, begin)
+
     def bytes(self) -> bytes:
         """All of a small file."""
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
@@ -107,7 +111,7 @@ class SavedFile:
         return status.st_size, status.st_mtime_ns
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TensorInFile:
     """A tensor whose elements are in memory as its bytes are: `like` (on meta), from byte `offset` of the file on."""
 
@@ -207,6 +211,11 @@ def _pieces(
             first = max(first, min(tensor.offset for tensor, _ in among) // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES)
             last = min(last, disk_pages(max(tensor.end for tensor, _ in among)))
         yield first, last, among
+
+
+def reading_memory() -> list[torch.Tensor]:
+    """For `read_all`: what keeps a drive busy, measured, see docs/design/checkpoints.md."""
+    return [new_pages(GRAIN_BYTES) for _ in range(_READERS)]
 
 
 def new_pages(nbytes: int) -> torch.Tensor:

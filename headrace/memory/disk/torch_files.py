@@ -3,6 +3,7 @@
 import io
 import struct
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 
 from headrace.errors import CheckpointError
-from headrace.memory.disk.safetensors_header import TensorRecord
+from headrace.memory.disk.saved_file import SavedFile, TensorInFile
 
-__all__ = ["TorchFile", "open_torch_file", "plain_values", "storage_ranges", "torch_records"]
+__all__ = ["TorchFile", "open_torch_file", "plain_values", "storage_ranges"]
 
 _NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record in a zip archive
 
@@ -25,9 +26,27 @@ class TorchFile:
     _first_byte: int  # of the file, that lies at `_address`
     _address: int
 
-    def offset(self, tensor: torch.Tensor) -> int:
-        """Where in the file the first byte of one of its tensors is."""
-        return tensor.data_ptr() - self._address + self._first_byte if tensor.numel() else 0
+    def place(self, name: str, tensor: torch.Tensor, file: SavedFile) -> TensorInFile:
+        """One of its tensors, none of whose elements are beside each other or twice, in the `file` that this is of."""
+        first = tensor.data_ptr() - self._address + self._first_byte if tensor.numel() else 0
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return TensorInFile(name, file, first, like)
+
+    def places(self, state: Any, file: SavedFile) -> dict[str, TensorInFile]:
+        """All tensors of a state_dict in it. Raises CheckpointError when there are none, or they lie otherwise."""
+        found = {}
+        for name, tensor in state.items() if isinstance(state, Mapping) else ():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                continue
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                raise CheckpointError(
+                    f"{name!r} is not contiguous in {file.path}, or a conjugated or negated view; save it as a"
+                    " safetensors file, or with .resolve_conj().resolve_neg().contiguous()"
+                )
+            found[name] = self.place(name, tensor, file)
+        if not found:
+            raise CheckpointError(f"{file.path} holds no tensors that are a model's state_dict")
+        return found
 
 
 def open_torch_file(path: Path) -> TorchFile:
@@ -95,22 +114,3 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, list | tuple):
         return [tensor for value in tree for tensor in tensors_of(value)]
     return []
-
-
-def torch_records(path: str) -> list[TensorRecord]:
-    """The tensors of a state_dict that `torch.save` wrote. Raises CheckpointError for anything else."""
-    content = open_torch_file(Path(path))
-    tree = content.tree
-    if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
-        raise CheckpointError(f"{path} holds a {type(tree).__name__}, and no state_dict of tensors by name")
-    records = []
-    for name, tensor in tree.items():
-        if isinstance(tensor, torch.Tensor):
-            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                raise CheckpointError(
-                    f"{name!r} is not contiguous in {path}, or a conjugated or negated view; save it anew, as a"
-                    " safetensors file"
-                )
-            shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
-            records.append(TensorRecord(name, path, tensor.dtype, shape, content.offset(tensor), nbytes))
-    return records

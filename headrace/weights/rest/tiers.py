@@ -271,7 +271,7 @@ class CheckpointRest(Rest):
 
     @property
     def is_as_in_files(self) -> bool:
-        return all(map(self._checkpoint.as_in_file, self._names))
+        return all(self._checkpoint.written(name) is False for name in self._names)
 
     def digest(self) -> int:
         """As SharedRest's."""
@@ -297,13 +297,13 @@ class CheckpointRest(Rest):
         nbytes = min(disk_pages(run.end), self._checkpoint.size_bytes(run.path)) - run.first
 
         def read(chunk: torch.Tensor) -> Request:
-            return self._checkpoint.read_range(run.path, run.first, chunk[:nbytes], what=self._what)
+            return self._checkpoint.read_range(run.path, run.first, [Part(chunk, 0, nbytes)], what=self._what)
 
         def read_into(chunk: torch.Tensor, buffer: torch.Tensor) -> Landing | None:
             memory, finish = _scattered(run.parts, nbytes, chunk, buffer)
             if finish is None:
                 return None
-            return Landing(self._checkpoint.read_scattered(run.path, run.first, memory, what=self._what), finish)
+            return Landing(self._checkpoint.read_range(run.path, run.first, memory, what=self._what), finish)
 
         return Piece(read=read, nbytes=nbytes, parts=tuple(run.parts), read_into=read_into)
 
