@@ -3,11 +3,9 @@
 import contextlib
 import os
 import warnings
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +315,7 @@ class _State:
         streams = isinstance(self._optimizer, HostOptimizer) and self._optimizer.state_on_disk
         state: dict[Any, Any] = {}
         on_disk: dict[Any, dict[str, TensorAtRest]] = {}
-        streamed: list[tuple[int, int]] = []
+        streamed: set[int] = set()  # grains of the file
         places: list[Place] = []
         for number, entries in self._saved.tree["state"].items():
             on_disk[number] = {}
@@ -330,19 +328,13 @@ class _State:
                 if _is_as_in_file(value):  # all of ours are
                     there = self._saved.place(f"state.{number}.{name}", value)
                     on_disk[number][name] = there.at_rest()
-                    streamed.append((there.offset, there.end))
+                    streamed.update(there.whole_grains)
             rest = entries
             if on_disk[number]:
                 rest = {name: value for name, value in entries.items() if name not in on_disk[number]}
             state[number] = self._in_memory(rest, f"state.{number}", places)
         groups = self._in_memory(self._saved.tree["param_groups"], "param_groups", places)
-        streamed.sort()
-
-        def read_otherwise(first: int, last: int) -> bool:
-            index = bisect_right(streamed, first, key=itemgetter(0)) - 1
-            return index >= 0 and last <= streamed[index][1]
-
-        read_all([(self._saved.file, places)], reading_memory(), but_not=read_otherwise)
+        read_all([(self._saved.file, places)], reading_memory(), but_not=streamed)
         return state, on_disk, groups
 
     def _in_memory(self, value: Any, name: str, places: list[Place]) -> Any:

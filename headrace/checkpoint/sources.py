@@ -131,14 +131,10 @@ class TensorSource:
         tensor = self._tensor
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             self._read_elements(begin, memory)
-        elif not self._read_file(begin, memory):
+        elif (found := origin_of(tensor)) is None or not read_bytes(found[0], found[1] + begin, memory):
             ctypes.memmove(memory.data_ptr(), tensor.data_ptr() + begin, memory.nbytes)
         if tensor is self._original and self.was_written:
             raise self.write_error()
-
-    def _read_file(self, begin: int, memory: torch.Tensor) -> bool:
-        found = origin_of(self._tensor)
-        return found is not None and read_bytes(found[0], found[1] + begin, memory)
 
     def _read_elements(self, begin: int, memory: torch.Tensor) -> None:
         """Rows of the first dimension, as few as hold the bytes, are made contiguous memory of the CPU."""

@@ -8,7 +8,6 @@ that rank, in copies of the pages that were written, until it is published or dr
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -22,19 +21,6 @@ __all__ = ["Common", "SharedArena", "SharedExtent", "close_descriptors"]
 
 _SLAB_BYTES = 64 << 20
 _SMALL_BYTES = 4 << 20  # of an arena that is part of a slab: a process may have some thousand descriptors only
-
-
-class Common(Protocol):
-    """Bytes of which a node has one copy."""
-
-    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Bytes `offset` to `offset + nbytes` as all ranks see them: shape (elements,), with a storage of its own."""
-
-    def own_view(self) -> Mapping:
-        """The same bytes, as user code of this rank sees them: what it writes there stays its own."""
-
-    def forget(self) -> None:
-        """What was touched counts no more as memory of this process, where it rests elsewhere."""
 
 
 class SharedArena:
@@ -68,11 +54,11 @@ class SharedArena:
         self.pinned = unlock is not None
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """As in Common."""
+        """Bytes `offset` to `offset + nbytes` as all ranks see them: shape (elements,), with a storage of its own."""
         return self._common.tensor(offset, nbytes, dtype)
 
     def own_view(self) -> Mapping:
-        """As in Common."""
+        """The same bytes, as user code of this rank sees them: what it writes there stays its own."""
         return Mapping(self._descriptor.number, self._offset, self.nbytes, shared=False)
 
     def forget(self) -> None:
@@ -87,16 +73,19 @@ class SharedExtent:
         self._common = store.mapping(extent)  # which keeps it mapped when the store is closed
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """As in Common."""
+        """As of a SharedArena."""
         return self._store.mapping(self.extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
 
     def own_view(self) -> Mapping:
-        """As in Common."""
+        """As of a SharedArena."""
         return self._store.own_mapping(self.extent)
 
     def forget(self) -> None:
-        """As in Common."""
+        """What was touched counts no more as memory of this process."""
         self._store.forget(self.extent)
+
+
+Common = SharedArena | SharedExtent  # bytes of which a node has one copy
 
 
 class _Descriptor:

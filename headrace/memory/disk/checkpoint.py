@@ -83,7 +83,7 @@ class Checkpoint:
         if mapped is None:
             file = record.file
             mapped = self._mappings[record.path] = mapping.Mapping(file.descriptor, 0, file.nbytes, shared=False)
-            mapped.show(_Bytes(weakref.ref(self), file))
+            mapped.show(_Bytes(self, file))
         memory = mapped.tensor(record.offset, record.nbytes)
         self._addresses[memory.data_ptr()] = name
         return memory.view(record.dtype).view(record.shape)
@@ -188,34 +188,28 @@ def _copy(destination: torch.Tensor, begin: int, memory: torch.Tensor) -> None:
     ctypes.memmove(destination.data_ptr() + begin, memory.data_ptr(), memory.nbytes)
 
 
-@dataclass(frozen=True)
-class _Bytes:
+class _Bytes(mapping.Origin):
     """What a private mapping shows: one of the files, where nothing was written to it."""
 
-    checkpoint: "weakref.ref[Checkpoint]"
-    file: SavedFile
+    grain_bytes = PIECE_BYTES
 
-    def grain(self, offset: int) -> tuple[int, int]:
-        first = offset // PIECE_BYTES * PIECE_BYTES
-        return first, min(first + PIECE_BYTES, self.file.nbytes)
+    def __init__(self, checkpoint: Checkpoint, file: SavedFile) -> None:
+        self._checkpoint, self._file, self.nbytes = weakref.ref(checkpoint), file, file.nbytes
 
     def read(self, destination: torch.Tensor, offset: int) -> Request | None:
-        checkpoint = self.checkpoint()
+        checkpoint = self._checkpoint()
         if checkpoint is None or not self._is_as_in_file(checkpoint, offset, destination.nbytes):
             return None
         part = Part(destination, 0, destination.nbytes)
-        return checkpoint.read_range(str(self.file.path), offset, [part], what=self.file.path.name)
+        return checkpoint.read_range(str(self._file.path), offset, [part], what=self._file.path.name)
 
     def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
-        checkpoint = self.checkpoint()
+        checkpoint = self._checkpoint()
         if checkpoint is None or offset != offset_there:
             return False
-        same = os.path.samestat(os.stat(path), os.fstat(self.file.descriptor))
+        same = os.path.samestat(os.stat(path), os.fstat(self._file.descriptor))
         return same and self._is_as_in_file(checkpoint, offset, nbytes)
 
-    def write(self, source: torch.Tensor, offset: int) -> Request | None:
-        return None
-
     def _is_as_in_file(self, checkpoint: Checkpoint, offset: int, nbytes: int) -> bool:
-        mapped = checkpoint._mappings.get(str(self.file.path))
+        mapped = checkpoint._mappings.get(str(self._file.path))
         return mapped is not None and mapped.written(offset, nbytes) is False

@@ -6,16 +6,18 @@ import functools
 import mmap
 import os
 import weakref
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.errors import DiskError
 from headrace.memory.disk.requests import Request
+from headrace.memory.ranges import Range
 from headrace.runtime.system import NO_FILE_MEMORY, libc, read_some
 
 __all__ = ["Mapping", "Origin", "copy_on_disk", "origin_of", "release_pages"]
@@ -58,20 +60,31 @@ def _madvise(address: int, nbytes: int, advice: int) -> int:
     return int(_call("madvise", _int, _address, _size, _int)(address, nbytes, advice))
 
 
-class Origin(Protocol):
-    """Bytes of a file, past the page cache. Offsets count from the first that a mapping shows."""
+class Origin(ABC):
+    """`nbytes` of a file, past the page cache, `grain_bytes` of which have a checksum together.
 
-    def grain(self, offset: int) -> tuple[int, int]:
-        """What to read for the byte at `offset`: first and last but one of those that have a checksum together."""
+    Offsets count from the first that a mapping shows.
+    """
 
+    nbytes: int
+    grain_bytes: int
+
+    def grain(self, offset: int) -> Range:
+        """What to read for the byte at `offset`."""
+        first = offset // self.grain_bytes * self.grain_bytes
+        return first, min(first + self.grain_bytes, self.nbytes)
+
+    @abstractmethod
     def read(self, destination: torch.Tensor, offset: int) -> Request | None:
         """Submits reading into uint8 memory of the CPU; None when only the mapping itself shows what is there."""
 
-    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
-        """Whether the bytes at `offset` are those at `offset_there` of the file `path`, unless they are written to."""
-
     def write(self, source: torch.Tensor, offset: int) -> Request | None:
         """Submits writing from uint8 memory of the CPU; None when what is there must be written through the mapping."""
+        return None
+
+    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
+        """Whether the bytes at `offset` are those at `offset_there` of the file `path`, unless they are written to."""
+        return False
 
 
 @dataclass

@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +141,11 @@ class TensorInFile:
         """The byte of the file behind its last."""
         return self.offset + self.nbytes
 
+    @property
+    def whole_grains(self) -> range:
+        """Those of the file that have no other bytes, by their first byte."""
+        return range(-(-self.offset // GRAIN_BYTES) * GRAIN_BYTES, self.end - GRAIN_BYTES + 1, GRAIN_BYTES)
+
     def at_rest(self) -> TensorAtRest:
         """The same for those who know nothing of files."""
         return TensorAtRest(
@@ -156,13 +161,13 @@ def read_all(
     work: Iterable[tuple[SavedFile, Sequence[Place]]],
     memory: Sequence[torch.Tensor],
     *,
-    but_not: Callable[[int, int], bool] = lambda *_: False,
+    but_not: Collection[int] = (),
 ) -> None:
     """Brings everything to its place: a thread for each of `memory`, which are whole pages, of GRAIN_BYTES at least
     where a file has checksums. Raises what failed first: CheckpointError, DiskError.
 
-    Files that have checksums are read as a whole, so that what is around the tensors is checked, too; but for grains of
-    which `but_not(first byte, the one behind the last)` says that they are read otherwise.
+    Files that have checksums are read as a whole, so that what is around the tensors is checked, too; `but_not` grains,
+    by their first byte, that are read otherwise.
     """
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
     for one in memory:
@@ -194,7 +199,7 @@ def read_all(
 
 
 def _pieces(
-    file: SavedFile, places: Sequence[Place], most_bytes: int, but_not: Callable[[int, int], bool]
+    file: SavedFile, places: Sequence[Place], most_bytes: int, but_not: Collection[int]
 ) -> Iterator[tuple[int, int, Sequence[Place]]]:
     """What is read at once, in order: first byte, the one behind the last, and the places that get some of it."""
     size = most_bytes if file.checksums is None else GRAIN_BYTES
@@ -202,8 +207,8 @@ def _pieces(
     for place in places:
         for begin, _ in pieces(place[0].offset, place[0].nbytes, size):
             found[begin // size * size].append(place)
-    for first, last in pieces(0, file.nbytes if file.checksums is not None else 0, size):
-        if not but_not(first, last):
+    for first, _ in pieces(0, file.nbytes if file.checksums is not None else 0, size):
+        if first not in but_not:
             found[first]  # which may have no place
     for first, among in sorted(found.items(), key=lambda item: item[0]):
         last = min(first + size, file.nbytes)

@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -174,7 +173,7 @@ class DiskStore:
 
     def origin(self, extent: Extent, part_bytes: int | None = None) -> Origin:
         """The extent for those who know nothing of stores; written in parts of that many bytes, or as a whole."""
-        return _Bytes(weakref.ref(self), extent, part_bytes)
+        return _Bytes(self, extent, part_bytes)
 
     def to_mapping(self, extent: Extent) -> Request:
         """Hands the extent over to those who use its mapping: done when all reads and writes before are."""
@@ -356,34 +355,25 @@ class DiskStore:
         warnings.warn(problem, RuntimeWarning, stacklevel=3)
 
 
-@dataclass(frozen=True)
-class _Bytes:
+class _Bytes(Origin):
     """An extent, as long as its store is open. `part_bytes`: where it is written in parts, the size of those."""
 
-    store: "weakref.ref[DiskStore]"
-    extent: Extent
-    part_bytes: int | None = None
-
-    def grain(self, offset: int) -> tuple[int, int]:
-        size = self.part_bytes or self.extent.grain_bytes
-        first = offset // size * size
-        return first, min(first + size, self.extent.nbytes)
+    def __init__(self, store: DiskStore, extent: Extent, part_bytes: int | None) -> None:
+        self._store, self._extent, self._parts = weakref.ref(store), extent, part_bytes is not None
+        self.nbytes, self.grain_bytes = extent.nbytes, part_bytes or extent.grain_bytes
 
     def read(self, destination: torch.Tensor, offset: int) -> Request | None:
         store = self._open()
-        if store is None or self.part_bytes is None:
-            return None if store is None else store.read(self.extent, destination, offset)
-        return store.read(store.part(self.extent, offset, destination.nbytes), destination)
-
-    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
-        return False  # its file has no name
+        if store is None or not self._parts:
+            return None if store is None else store.read(self._extent, destination, offset)
+        return store.read(store.part(self._extent, offset, destination.nbytes), destination)
 
     def write(self, source: torch.Tensor, offset: int) -> Request | None:
         store = self._open()
-        return None if store is None else store.write(self.extent, source, offset)
+        return None if store is None else store.write(self._extent, source, offset)
 
     def _open(self) -> DiskStore | None:
-        store = self.store()
+        store = self._store()
         return store if store is not None and store.is_open else None
 
 
