@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headrace.checkpoint.adapters import with_names_of
-from headrace.checkpoint.contents import Contents, SavedOptimizer, own_contents
-from headrace.checkpoint.destinations import filling, in_turn
+from headrace.checkpoint.contents import Contents, own_contents
+from headrace.checkpoint.destinations import filling
 from headrace.checkpoint.directory import restore_interrupted
 from headrace.checkpoint.foreign import foreign_contents
 from headrace.checkpoint.manifest import EXTRA, MANIFEST
@@ -29,9 +29,11 @@ from headrace.errors import CheckpointError
 from headrace.live import Handle, handles_of
 from headrace.memory.disk import SavedFile, TensorAtRest, TensorInFile, origin_of
 from headrace.memory.disk.saved_file import Place, read_all, reading_memory
+from headrace.memory.disk.torch_files import TorchFile
 from headrace.optim.eight_bit import SUFFIX, is_record
 from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.precision import adopt_exact, take_exact
+from headrace.runtime.device import is_accelerator
 from headrace.runtime.tensors import parameters_of
 from headrace.weights.movement.block import Block
 
@@ -121,10 +123,14 @@ def _read_weights(wanted: Sequence["_Wanted"], handles: Sequence[Handle]) -> Non
             aligned = one.saved.offset % one.saved.dtype.itemsize == 0
             puts = [filling(tensor, one.saved.dtype, aligned=aligned) for tensor in one.into]
             places[one.saved.file] += [(one.saved, put) for put in puts]
+        devices = {tensor.device for tensor in into if is_accelerator(tensor.device)}
         try:
-            with in_turn(into):
-                read_all(places.items(), reading_memory())
+            for device in devices:  # threads fill tensors after all that it was told before, on any stream
+                torch.accelerator.synchronize(device)
+            read_all(places.items(), reading_memory())
         finally:
+            for device in devices:
+                torch.accelerator.synchronize(device)
             # Memory was written past PyTorch; autograd and optimizers are to see that.
             torch.autograd.graph.increment_version([tensor for tensor in into if not tensor.is_inference()])
             for handle in handles:
@@ -229,7 +235,7 @@ def _check_names(contents: Contents, saved: set[str], present: Mapping[str, Any]
 class _State:
     """The state of one optimizer, on its way. Raises CheckpointError when it does not fit the optimizer."""
 
-    def __init__(self, optimizer: Optimizer, saved: SavedOptimizer) -> None:
+    def __init__(self, optimizer: Optimizer, saved: TorchFile) -> None:
         self._optimizer = optimizer
         self._saved = saved
         self._hooked = is_loaded_otherwise(optimizer)

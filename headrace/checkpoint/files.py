@@ -4,6 +4,7 @@ Weights are safetensors files as transformers has them, sharded by size; an opti
 would write of its state_dict, so that `torch.load` reads it.
 """
 
+import contextlib
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from headrace.checkpoint.sources import NotPlainError, Source, TensorSource, che
 from headrace.errors import CheckpointError
 from headrace.memory.disk import TensorAtRest
 from headrace.memory.disk.safetensors_header import DTYPES
+from headrace.memory.disk.saved_file import SavedFile
 from headrace.memory.disk.torch_files import open_torch_file, storage_ranges
 
 __all__ = ["Layout", "Owned", "Stretch", "literal", "torch_file", "weight_files"]
@@ -39,7 +41,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Layout:
-    """A file: its stretches in order, without overlap. What is between them is zeros."""
+    """A file: its stretches in order, without overlap or hole."""
 
     name: str
     nbytes: int
@@ -161,7 +163,8 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
         # On a thread of its own: what `skip_data` sets is a thread's, and Ctrl-C does not strike there.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(write).result()
-        open_torch_file(skeleton)
+        with contextlib.closing(SavedFile(skeleton)) as file:
+            open_torch_file(file)
         return _with_sources(name, skeleton, sources)
     except NotPlainError:
         raise

@@ -10,14 +10,16 @@
 | a safetensors file, index or directory | all | none | None |
 """
 
+import functools
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint.contents import Contents, SavedOptimizer, opener
+from headrace.checkpoint.contents import Contents
 from headrace.checkpoint.model import EXTRA_STATE
 from headrace.errors import CheckpointError
 from headrace.memory.disk.checkpoint_files import tensors_in
@@ -33,10 +35,14 @@ _OPTIMIZERS = ("optimizer_states", "optimizer_state_dict", "optimizer")
 
 def foreign_contents(path: Path, stack: ExitStack) -> Contents:
     """What is in `path`. Its files are open until `stack` ends. Raises CheckpointError when it is none of these."""
-    opened = opener(stack, lambda name: SavedFile(Path(name)))
+
+    @functools.cache
+    def opened(name: str) -> SavedFile:
+        return stack.enter_context(closing(SavedFile(Path(name))))
+
     is_adapter = path.name.startswith(f"{_ADAPTER}.")
     if path.is_file() and not path.name.endswith((".safetensors", ".json")) and not is_adapter:
-        return _torch_checkpoint(path, opened(str(path)))
+        return _torch_checkpoint(opened(str(path)))
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a checkpoint's directory, or its file")
     if path.is_file() and is_adapter:
@@ -46,8 +52,7 @@ def foreign_contents(path: Path, stack: ExitStack) -> Contents:
     optimizers = []
     for file in [path / "optimizer.pt", *sorted(path.glob("optimizer*.bin"), key=lambda file: (len(file.name), file))]:
         if file.is_file():
-            content = open_torch_file(file)
-            optimizers.append(SavedOptimizer(content.tree, content, opened(str(file))))
+            optimizers.append(open_torch_file(opened(str(file))))
     return Contents(
         path=path,
         weights=weights,
@@ -71,9 +76,9 @@ def _adapters(directory: Path) -> dict[str, Path]:
     return found
 
 
-def _torch_checkpoint(path: Path, file: SavedFile) -> Contents:
-    content = open_torch_file(path)
-    tree = content.tree
+def _torch_checkpoint(file: SavedFile) -> Contents:
+    content = open_torch_file(file)
+    path, tree = file.path, content.tree
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{path} holds a {type(tree).__name__}, and no state_dict")
     inner = next((name for name in _WEIGHTS if isinstance(tree.get(name), Mapping)), None)
@@ -84,8 +89,8 @@ def _torch_checkpoint(path: Path, file: SavedFile) -> Contents:
     rest = None if inner is None else {name: tree[name] for name in tree if name not in (inner, *_OPTIMIZERS)}
     return Contents(
         path=path,
-        weights=content.places({name: state[name] for name in state if not _is_module_state(name)}, file),
-        optimizers=[SavedOptimizer(one, content, file) for one in several if inner is not None and _is_optimizer(one)],
+        weights=replace(content, tree={name: state[name] for name in state if not _is_module_state(name)}).places(),
+        optimizers=[replace(content, tree=one) for one in several if inner is not None and _is_optimizer(one)],
         module_state=deepcopy({name: state[name] for name in state if _is_module_state(name)}),
         extra=deepcopy(rest),
     )

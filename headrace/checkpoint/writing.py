@@ -51,14 +51,9 @@ class Piece:
 
     def fill(self, memory: torch.Tensor) -> None:
         """Reads it into `memory`."""
-        reached = self.begin
         for stretch in self.stretches:
             begin, end = max(stretch.begin, self.begin), min(stretch.end, self.end)
-            if begin > reached:
-                memory[reached - self.begin : begin - self.begin].zero_()
             stretch.source.read(begin - stretch.begin, memory[begin - self.begin : end - self.begin])
-            reached = end
-        memory[reached - self.begin :].zero_()
 
 
 class _Ranges:

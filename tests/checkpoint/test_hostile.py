@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import headrace
 from headrace.checkpoint.manifest import MANIFEST
 from headrace.memory.disk.directory import StoreDirectory
-from headrace.memory.disk.saved_file import GRAIN_BYTES
+from headrace.memory.disk.saved_file import GRAIN_BYTES, SavedFile
 from headrace.memory.disk.torch_files import open_torch_file
 from headrace.runtime.system import host_name
 from tests.checkpoint.runs import Net, Run, run
@@ -232,7 +232,7 @@ def test_compressed_records_are_not_unpacked(tmp_path: Path) -> None:
         for record in sound.namelist():
             bomb.writestr(record, sound.read(record), compress_type=zipfile.ZIP_DEFLATED)
     with pytest.raises(headrace.CheckpointError, match="is compressed"):
-        open_torch_file(tmp_path / "bomb.pt")
+        open_torch_file(SavedFile(tmp_path / "bomb.pt"))
 
 
 def test_trees_without_end_are_refused(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_trees_without_end_are_refused(tmp_path: Path) -> None:
     tree.append(tree)
     torch.save({"weight": torch.zeros(4), "tree": tree}, tmp_path / "endless.pt")
     with pytest.raises(headrace.CheckpointError, match="recursion"):
-        open_torch_file(tmp_path / "endless.pt")
+        open_torch_file(SavedFile(tmp_path / "endless.pt"))
 
 
 def state_of(change: Callable[[dict[str, Any]], object], path: Path) -> None:

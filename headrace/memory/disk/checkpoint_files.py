@@ -28,8 +28,7 @@ def tensors_in(path: Path, opened: Callable[[str], SavedFile]) -> dict[str, Tens
     for path_there, names in _find_files(path).items():
         file = opened(str(path_there))
         if file.peek(0, len(_ZIP)) == _ZIP or file.path.suffix == ".bin":  # as files of torch.save are
-            found = open_torch_file(file.path)
-            here = found.places(found.tree, file)
+            here = open_torch_file(file).places()
         else:
             here = {tensor.name: tensor for tensor in read_header(file)}
         missing = sorted(names - here.keys()) if names is not None else []
