@@ -61,13 +61,11 @@ class Request:
         jobs: Sequence[_Job],
         kind: Kind,
         span: Span,
-        reach: Span | None = None,
     ) -> None:
         self.extent = extent  # None: of all
         self.access = access
         self.kind = kind
         self.span = span  # bytes of the extent that it is about
-        self.reach = reach or span  # those that nobody else may write meanwhile
         self.jobs: list[_Job | None] = list(jobs)  # None: done
         self.ended_jobs = itertools.count(1)  # next() of it is atomic
         self.waits_for = 0  # requests and events that must be done before this one begins
@@ -286,7 +284,7 @@ def _meet(one: Span, other: Span) -> bool:
 
 def _exclude(one: Request, other: Request) -> bool:
     """Whether one of them has to wait for the other, being of the same extent, or one of them of all."""
-    if one.kind is Kind.TRANSFER is other.kind and not _meet(one.reach, other.reach):
+    if one.kind is Kind.TRANSFER is other.kind and not _meet(one.span, other.span):
         return False
     return Access.WRITE in (one.access, other.access)
 

@@ -354,7 +354,7 @@ class AveragedGradients(GradientFlow):
         slots = [slot for slot in homes.offsets if slot in self._averaged]
         if not slots:
             return
-        homes.view.drop()
+        homes.view.forget()
         homes.arena.forget()
         for slot in slots:
             dtype = self.dtype(slot)

@@ -359,7 +359,7 @@ class HostTiers:
         reads = {name: index for index, name in enumerate(names) if name is not None}
         if self._materialized is not None and reads and (self._node is None or self._node.is_first):
             into = rest.common_places(layouts) if isinstance(rest, SharedRest) else places
-            self._materialized.checkpoint.read({name: into[index] for name, index in reads.items()}).synchronize()
+            self._materialized.checkpoint.read({name: into[index] for name, index in reads.items()})
         moved = list(reads.values())
         if isinstance(rest, SharedRest):
             moved = list(range(len(names)))
