@@ -17,11 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from headrace.errors import LayoutError, StateError
 from headrace.runtime.autograd import data_of, make_subclass, without_overrides
-from headrace.runtime.pending import OWNER
 from headrace.weights.model.anatomy import OWN_DATA, Attributes, parts_of, rebuilt
-from headrace.weights.model.home import GONE, AwayLeaf, Home, Leaf, Part, WatchedBuffer, owner_of, raw_data
+from headrace.weights.model.home import GONE, AwayLeaf, Home, Leaf, Part, owner_of, raw_data
 
-__all__ = ["AwayCompound", "Compound", "TravellingBuffer", "compound_of", "is_compound", "outer_of"]
+__all__ = ["AwayCompound", "Compound", "compound_of", "is_compound", "outer_of"]
 
 _VIEWS = frozenset(("t", "view", "detach"))
 _PLAIN = frozenset((torch.Tensor, nn.Parameter, Home, Leaf, AwayLeaf, Part))
@@ -54,10 +53,6 @@ class Compound:
     def own_views(self) -> int:
         """How many tensors of its own lie in the block's buffer, beside the leaves of its parts."""
         return 1 + len(self._kept_views()) if OWN_DATA in self.parts else 0
-
-    def part_name(self, path: str) -> str:
-        """What a part is called in a block."""
-        return f"{self.name}.{path}"
 
     def make_leaf(self, leaves: Mapping[str, Leaf]) -> None:
         """The leaf, around those of the parts, by their names."""
@@ -191,63 +186,6 @@ class Compound:
         for known in (self.outer, self.leaf):
             _known.pop(known, None)
         self.leaf.__class__ = self._kind
-
-
-class TravellingBuffer(Compound):
-    """A large buffer of a module with packed weights (of GPTQ, of AWQ), as a weight of one part."""
-
-    def __init__(self, name: str, buffer: torch.Tensor) -> None:
-        self.name = name
-        self.outer = buffer
-        self.parts = {OWN_DATA: Part.of(buffer)}
-        self.own_references = 2  # `leaf` and `_leaves`
-        self._kind = type(buffer)
-        self._seen_version = version_of(buffer)
-        _known[buffer] = weakref.ref(self)
-
-    def part_name(self, path: str) -> str:
-        """As in Compound: it is its one part."""
-        return self.name
-
-    own_views = 0
-    references = 0  # which are counted as of its part's leaf
-
-    def make_leaf(self, leaves: Mapping[str, Leaf]) -> None:
-        """As in Compound. From now on writes through the buffer's `data` are noticed."""
-        self._leaves = dict(leaves)
-        self.leaf = leaves[OWN_DATA]
-        self.outer.__class__ = WatchedBuffer
-        self.outer.__dict__[OWNER] = self.owner
-
-    def leaf_is(self, *, present: bool) -> None:
-        """As that of its part is."""
-
-    def follow(self) -> None:
-        """There is nothing else to point."""
-
-    def undo_rewrites(self) -> None:
-        """Its leaf is a plain one, of which that is seen elsewhere."""
-
-    def catch_up(self) -> None:
-        """As in Compound, of `buffer.set_(t)` and `buffer.resize_(n)`."""
-        home = self.parts[OWN_DATA]
-        with without_overrides():
-            if self.outer.data_ptr() != home.data_ptr() or self.outer.shape != home.shape:
-                home.data = data_of.__get__(self.outer)
-                owner_of(home).check_shape()
-
-    def check(self) -> None:
-        """It may be written to, and is never trained."""
-
-    def adopt(self, weight: torch.Tensor) -> bool:
-        """What a module puts in the place of its buffer stays there as it is."""
-        return False
-
-    def release(self) -> None:
-        """As in Compound."""
-        _known.pop(self.outer, None)
-        self.outer.__dict__.pop(OWNER, None)
-        self.outer.__class__ = torch.Tensor
 
 
 class LeafView(torch.Tensor):

@@ -8,7 +8,7 @@ object and taken off again, so optimizers and ties that refer to the object stay
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
@@ -98,6 +98,11 @@ class Home(nn.Parameter):
         owner.give(value)
         data_of.__set__(self, value)
 
+    @property
+    def shown(self) -> torch.Tensor:
+        """What the user's module has in the place that the leaf takes."""
+        return self
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "grad" and value is None:
             owner_of(self).discard_gradient()
@@ -160,14 +165,15 @@ class Part(nn.Parameter):
     """A tensor inside of a weight (weights/model/compound.py), as a parameter of ours: the same memory and versions."""
 
     tensor: torch.Tensor  # that is inside of the weight
+    is_buffer: bool  # it is a buffer of a module, all of the weight
     leads: bool  # the tensor goes where this goes: another weight's part, which has it too, does not lead it
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Part":
+    def of(cls, tensor: torch.Tensor, *, is_buffer: bool = False) -> "Part":
         """The part that `tensor` is."""
         with without_overrides():
             part: Part = make_subclass(cls, tensor.detach(), False)
-        part.tensor = tensor
+        part.tensor, part.is_buffer = tensor, is_buffer
         leader = _leaders.get(tensor)
         part.leads = leader is None or leader() is None
         if part.leads:
@@ -179,7 +185,13 @@ class PartHome(Home):
     """A managed part. What it is pointed to, the tensor inside of the weight is as well."""
 
     tensor: torch.Tensor
+    is_buffer: bool
     leads: bool
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """As in Home."""
+        return self.tensor if self.is_buffer else self
 
     def point(self, value: torch.Tensor) -> None:
         """As in Home."""
@@ -192,7 +204,9 @@ _leaders: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the part that
 
 
 class WatchedBuffer(torch.Tensor):
-    """A buffer of a module that travels with its block, as the user sees it. Its `data` tells whoever manages it."""
+    """A large buffer of a module with packed weights (of GPTQ, of AWQ), which travels with its block, as the user sees
+    it. Other memory that it is given (`data`, `set_`, `resize_`) is that of its home.
+    """
 
     __torch_function__ = no_override
 
@@ -205,6 +219,16 @@ class WatchedBuffer(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         self.__dict__[OWNER].home.data = value
         data_of.__set__(self, value)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Self:
+        super().set_(*args, **kwargs)
+        self.__dict__[OWNER].home.data = data_of.__get__(self)
+        return self
+
+    def resize_(self, *args: Any, **kwargs: Any) -> Self:
+        super().resize_(*args, **kwargs)
+        self.__dict__[OWNER].home.data = data_of.__get__(self)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
@@ -296,19 +320,26 @@ class AwayLeaf(Leaf):
 
 def as_home(parameter: nn.Parameter, owner: Owner) -> Home:
     """Makes the object itself a home of `owner`."""
-    parameter.__class__ = PartHome if isinstance(parameter, Part) else Home
-    parameter.__dict__[OWNER] = owner
-    return parameter  # type: ignore[return-value]
+    home: Any = parameter
+    home.__class__ = PartHome if isinstance(parameter, Part) else Home
+    home.__dict__[OWNER] = owner
+    if home.shown is not home:
+        home.shown.__class__ = WatchedBuffer
+        home.shown.__dict__[OWNER] = owner
+    return home  # type: ignore[no-any-return]
 
 
 def as_parameter(home: nn.Parameter) -> nn.Parameter:
     """The inverse of `as_home`."""
+    if isinstance(home, PartHome) and home.is_buffer:
+        home.tensor.__dict__.pop(OWNER, None)
+        home.tensor.__class__ = torch.Tensor
     home.__dict__.pop(OWNER, None)
     home.__class__ = nn.Parameter
     return home
 
 
-def owner_of(home: Home) -> Any:
+def owner_of(home: Home | WatchedBuffer) -> Any:
     """The Owner that was given to `as_home`."""
     return home.__dict__[OWNER]
 

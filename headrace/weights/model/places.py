@@ -104,7 +104,7 @@ class Places:
                 if attributes is not None:
                     attributes.setdefault(name, leaf)  # not in the place of what the user has put there
         for place, slot in self._others:
-            if place.get() is slot.home or (adopts and self._adopt_replacement(place, slot)):
+            if place.get() is slot.home.shown or (adopts and self._adopt_replacement(place, slot)):
                 slot.follow_requires_grad()
                 place.put(slot.leaf)
         for place, compound in self.compounds:
@@ -119,7 +119,7 @@ class Places:
         self.hide_leaves()
         for place, slot in self._others:
             if place.get() is slot.leaf:
-                place.put(slot.home)
+                place.put(slot.home.shown)
         for place, compound in self.compounds:
             if place.get() is compound.leaf:
                 place.put(compound.outer)
@@ -151,7 +151,7 @@ class Places:
     def _adopt_replacement(self, place: Place, slot: Slot) -> bool:
         """Whether the user put another parameter in the home's place: it is the home now."""
         held = place.get()
-        if held is slot.home or not _is_replacement(held):
+        if held is slot.home.shown or not _is_replacement(held):
             return False
         self._adopt(slot, place, held)
         return True

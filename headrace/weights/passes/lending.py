@@ -13,7 +13,7 @@ import torch
 from headrace.planning import Phase
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.tensors import tensors_in
-from headrace.weights.model.home import AwayLeaf
+from headrace.weights.model.home import AwayLeaf, PartHome
 from headrace.weights.model.slot import Slot
 from headrace.weights.model.uses import Use
 from headrace.weights.movement.block import Block
@@ -150,7 +150,9 @@ def is_idle(blocks: Sequence[Block], args: Any, kwargs: Any) -> bool:
 
     Where code loops over all experts of a layer, most calls are such ones. See docs/design/experts.md.
     """
-    if len(blocks) != 1 or blocks[0].called is None or blocks[0].compounds or blocks[0].users:
+    if len(blocks) != 1 or blocks[0].called is None or blocks[0].users:
+        return False
+    if any(isinstance(slot.home, PartHome) for slot in blocks[0].slots):
         return False
     given = list(tensors_in((args, kwargs)))
     if not given or any(tensor.numel() for tensor in given):

@@ -49,7 +49,7 @@ class LendingDict(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
-        if type(held) is Home:
+        if type(held) is Home or type(held) is WatchedBuffer:
             return borrow(held)
         if isinstance(held, HostBuffer):  # it rests on the host, as outside of passes
             return super().__getitem__(name) if pass_begins() else held
@@ -332,7 +332,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)  # parameters, buffers and hooks h
 
 def _home_or_own(member: Any) -> Any:
     if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
-        return borrow_compound(member)
+        return borrow(member)
     return member if isinstance(member, Leaf) else outer_of(member)  # the former: a buffer that travels with its block
 
 
