@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from headrace.memory.ledger import Ledger, Tier
-from headrace.runtime.autograd import data_of, no_override, tree_flatten, without_overrides
-from headrace.weights.model.home import WatchedBuffer
-from headrace.weights.model.uses import Use, use_of
+from headrace.runtime.autograd import data_of, no_override, without_overrides
+from headrace.weights.model.home import PlainCopies, WatchedBuffer
+from headrace.weights.model.uses import StandIn
 
 __all__ = ["HostBuffer", "ModuleBuffers", "may_rest_on_host", "overlapping_buffers", "plain_buffer"]
 
 _Key = tuple[int, str]  # of a place: the id of a module's `_buffers`, and the name
 
 
-class HostBuffer(torch.Tensor):
+class HostBuffer(PlainCopies):
     """A buffer as the user sees it. It notices when it may have been written to."""
 
     __torch_function__ = no_override
@@ -42,17 +42,10 @@ class HostBuffer(torch.Tensor):
         self.touched = True
         data_of.__set__(self, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            self.make_good()
-            memo[id(self)] = data_of.__get__(self).clone()
-        return memo[id(self)]  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain_buffer(self).__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return plain_buffer(self).__repr__()
+    def plain(self) -> torch.Tensor:
+        """As in PlainCopies, with what the device's copy holds."""
+        self.make_good()
+        return data_of.__get__(self)  # type: ignore[no-any-return]
 
     def stale(self) -> None:
         """The device's copy may hold something else from now on."""
@@ -84,18 +77,13 @@ class HostBuffer(torch.Tensor):
         return copied
 
 
-class StaleBuffer(HostBuffer):
+class StaleBuffer(StandIn, HostBuffer):
     """A buffer whose copy on the device is newer."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with without_overrides():
-            if func is torch.Tensor.__hash__ or (func.__name__ == "__get__" and use_of(func) in (Use.ASK, Use.LOOK)):
-                return func(*args, **(kwargs or {}))
-            for value in tree_flatten((args, kwargs))[0]:
-                if isinstance(value, StaleBuffer):
-                    value.make_good()
-        return func(*args, **(kwargs or {}))
+    def used(self) -> torch.Tensor:
+        """As in StandIn: itself, made good."""
+        self.make_good()
+        return self
 
     @property
     def data(self) -> torch.Tensor:
@@ -110,11 +98,8 @@ class StaleBuffer(HostBuffer):
 
 def plain_buffer(buffer: torch.Tensor | None) -> torch.Tensor | None:
     """A buffer in a tensor of no class of ours, on the host."""
-    if isinstance(buffer, HostBuffer):
-        buffer.make_good()
-        return data_of.__get__(buffer)  # type: ignore[no-any-return]
-    if isinstance(buffer, WatchedBuffer):
-        return data_of.__get__(buffer)  # type: ignore[no-any-return]
+    if isinstance(buffer, PlainCopies):
+        return buffer.plain()
     return buffer if buffer is None else buffer.to("cpu")
 
 
