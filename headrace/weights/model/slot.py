@@ -109,6 +109,11 @@ class Slot:
         self._move_in()
 
     @property
+    def shown(self) -> torch.Tensor:
+        """What the user's modules have where they are to have the leaf in a visit."""
+        return self.home.shown
+
+    @property
     def casts(self) -> bool:
         """Whether it travels in another dtype than its home has."""
         return self.dtype != self.layout.dtype
@@ -217,7 +222,7 @@ class Slot:
         """`rest` has the cast of what the home holds."""
         self._cast = self.generation
 
-    def follow_requires_grad(self) -> None:
+    def prepare_leaf(self) -> None:
         """The leaf wants a gradient exactly when the home does."""
         wanted = self.home.requires_grad
         if self.leaf.requires_grad != wanted:

@@ -27,7 +27,7 @@ from headrace.runtime.module_calls import (
     withdraw,
 )
 from headrace.runtime.tensors import map_tensors
-from headrace.weights.model.compound import is_compound, outer_of
+from headrace.weights.model.compound import is_compound, shown_for
 from headrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
 from headrace.weights.model.inventory import is_left_to_user
 from headrace.weights.model.module_buffers import HostBuffer, plain_buffer
@@ -333,7 +333,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)  # parameters, buffers and hooks h
 def _home_or_own(member: Any) -> Any:
     if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
         return borrow(member)
-    return member if isinstance(member, Leaf) else outer_of(member)  # the former: a buffer that travels with its block
+    return member if isinstance(member, Leaf) else shown_for(member)  # the former: a buffer that travels with its block
 
 
 _copies_on_host: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # weakly, of parameters left to the user

@@ -152,7 +152,7 @@ def borrow_compound(weight: Any) -> Any:
     if compound is None or (weight is compound.leaf and not isinstance(weight, AwayCompound)):
         return weight
     owner = compound.owner
-    return compound.outer if _first(lambda lender: lender.lend_to_module(owner)) is None else compound.leaf
+    return compound.shown if _first(lambda lender: lender.lend_to_module(owner)) is None else compound.leaf
 
 
 def pass_begins() -> bool:
