@@ -7,7 +7,7 @@ cost no copy in a step, and reading, writing, keeping or saving a buffer is as w
 
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -154,21 +154,8 @@ class ModuleBuffers:
         self._book()
 
     def unbind(self) -> None:
-        """Modules have the user's own."""
-        replaced = self._unbind()
-        found = [(self._places[key][0], key[1]) for key in replaced]
-        self._drop(replaced)
-        for container, name in found:
-            held = container.get(name)
-            if type(held) is torch.Tensor and held.device == self._device:
-                host = torch.empty_like(held, device="cpu")
-                self._manage(container, name, host, held.detach() if held.requires_grad else held)
-                self._places[id(container), name][1].stale()
-        self._book()
-
-    def _unbind(self) -> list[_Key]:
-        """Returns the places in which modules have put something else."""
-        replaced = []
+        """Modules have the user's own. What they have put in the place of one on the device is one from now on."""
+        replaced = {}
         for key, (container, buffer) in self._places.items():
             held = container.get(key[1])
             if held is buffer or key in self._lent:
@@ -178,8 +165,14 @@ class ModuleBuffers:
             if held is not None and held is buffer.on_device:
                 container[key[1]] = buffer
             else:
-                replaced.append(key)
-        return replaced
+                replaced[key] = container
+        self._drop(replaced)
+        for (_, name), container in replaced.items():
+            held = container.get(name)
+            if type(held) is torch.Tensor and held.device == self._device:
+                host = torch.empty_like(held, device="cpu")
+                self._manage(container, name, host, held.detach() if held.requires_grad else held).stale()
+        self._book()
 
     def release(self) -> None:
         """All buffers are ordinary ones again, on the host."""
@@ -187,18 +180,21 @@ class ModuleBuffers:
         self._drop(list(self._places))
         self._book()
 
-    def _drop(self, keys: Sequence[_Key]) -> None:
+    def _drop(self, keys: Iterable[_Key]) -> None:
         """These places are no longer managed, and a buffer that was in no other one is an ordinary tensor again."""
         buffers = [weakref.ref(self._places.pop(key)[1]) for key in keys]  # what nobody has need not come to the host
         kept = {id(buffer) for _, buffer in self._places.values()}
         for weak_buffer in buffers:
             buffer = weak_buffer()
             if isinstance(buffer, HostBuffer) and id(buffer) not in kept:
-                _let_go(buffer)
+                buffer.make_good()
+                buffer.__class__ = torch.Tensor  # type: ignore[assignment]
+                for attribute in ("on_device", "seen", "touched"):
+                    buffer.__dict__.pop(attribute, None)
 
     def _manage(
         self, container: dict[str, Any], name: str, tensor: torch.Tensor, on_device: torch.Tensor | None = None
-    ) -> None:
+    ) -> HostBuffer:
         with torch.inference_mode(False):
             if tensor.is_inference():
                 tensor = tensor.clone()
@@ -207,6 +203,7 @@ class ModuleBuffers:
         buffer.on_device, buffer.seen, buffer.touched = on_device, tensor._version, False
         container[name] = buffer
         self._places[id(container), name] = container, buffer
+        return buffer  # type: ignore[no-any-return]
 
     def _book(self) -> None:
         """The ledger has the bytes of what is on the device now."""
@@ -223,14 +220,6 @@ class ModuleBuffers:
         container, buffer = self._places[key]
         held = container.get(key[1])
         return held is not buffer and (held is None or held is not buffer.on_device) and key not in self._lent
-
-
-def _let_go(buffer: HostBuffer) -> None:
-    """It is an ordinary tensor again, with what the device's copy holds, which goes."""
-    buffer.make_good()
-    buffer.__class__ = torch.Tensor  # type: ignore[assignment]
-    for attribute in ("on_device", "seen", "touched"):
-        buffer.__dict__.pop(attribute, None)
 
 
 def may_rest_on_host(buffer: torch.Tensor) -> bool:
