@@ -288,7 +288,7 @@ class Offloaded(Handle):
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:
-            self._tiers.room = Room(
+            room = Room(
                 self._blocks,
                 self._residency,
                 self._executor,
@@ -297,6 +297,7 @@ class Offloaded(Handle):
                 self._tiers.has_room,
                 self._budgets.ranks,
             )
+            self._tiers.make_room = room.make
         gradients: GradientFlow
         metered = self._lanes, self._ledger, self._meter
         if self._common is None:

@@ -29,7 +29,7 @@ from headrace.weights.meter import Meter
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.trace import Course, VisitKey
-from headrace.weights.rest.fetching import Fetch, Fetching, Target, Way
+from headrace.weights.rest.fetching import Fetch, Fetching, Target
 from headrace.weights.rest.pieces import Range
 
 __all__ = ["Agreed", "Gathered", "Gathers"]
@@ -291,9 +291,9 @@ class OwnPart:
     def look(self) -> int:
         return self.block.look()
 
-    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+    def fetch(self, by: Fetching) -> Fetch:
         """As the block's."""
-        return self.block.fetch(chunk_bytes, way, self.ranges, always=True)
+        return self.block.fetch(by, self.ranges, always=True)
 
 
 def _fetched(fetching: Fetching, fetch: Fetch, scratch: torch.Tensor, after: Event) -> LateTransfer:

@@ -21,7 +21,7 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.host_experts import FEWEST_SLOTS, HostExpertCache
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.shares import Shares
-from headrace.weights.rest.fetching import Fetch, Target, Way
+from headrace.weights.rest.fetching import Fetch, Fetching, Target
 from headrace.weights.rest.pieces import Range
 
 __all__ = ["Slices"]
@@ -323,6 +323,6 @@ class _OneExpert:
         """As its block's."""
         return self._block.look()
 
-    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+    def fetch(self, by: Fetching) -> Fetch:
         """As a block's."""
-        return self._block.fetch(chunk_bytes, way, self._ranges)
+        return self._block.fetch(by, self._ranges)

@@ -100,7 +100,7 @@ class Engine:
         with without_overrides():  # a leaf that is away
             for slot in block.slots:
                 slot.on_gradient = self.backward.on_gradient
-                slot.follow_requires_grad()
+                slot.prepare_leaf()
         self.lending.add(block)
 
     def all_blocks(self) -> list[Block]:

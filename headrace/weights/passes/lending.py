@@ -79,7 +79,7 @@ class Lending:
         """The block comes, for a visit until the innermost call ends, or in backward the visit that it is at; or until
         its memory is needed, see `Block.may_be_taken_back`.
         """
-        slot.follow_requires_grad()
+        slot.prepare_leaf()
         if block.experts is not None and torch.is_grad_enabled() and slot.home.requires_grad:
             block.trains_whole = True  # its experts get gradients one by one in other calls
         if block.users:  # a home may have been written to while the block was bound
