@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headrace.activations.course import Course, Expected, Others, UseRecord
+from headrace.activations.course import Course, Entry, Expected, Others, UseRecord
 from headrace.activations.meter import ActivationMeter
 from headrace.config import ActivationConfig
 from headrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
@@ -17,11 +17,9 @@ from headrace.runtime.lanes import Lanes, Tick
 from headrace.runtime.link import LinkSpeed
 from headrace.runtime.tensors import tensors_in
 
-__all__ = ["ActivationBook", "Entry", "entry_of"]
+__all__ = ["ActivationBook", "entry_of"]
 
 _MOST_ENTRIES = 64  # shapes of inputs that are remembered, and kinds of them; the one used longest ago goes first
-
-Entry = tuple[Any, ...]
 
 
 def entry_of(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Entry:
@@ -101,8 +99,9 @@ class ActivationBook:
         if kind in self._similar and self._similar[kind][0] == entry:
             del self._similar[kind]
 
-    def learn(self, entry: Entry, course: Course, end: Tick) -> None:
+    def learn(self, course: Course, end: Tick) -> None:
         """Plans for a course that was timed from its first save to the end of its first backward."""
+        entry = course.entry
         try:
             plan = plan_activations(self._problem(course, end))
         except Exception as error:  # whatever it is: no step depends on a plan

@@ -44,9 +44,6 @@ class Decisions(Protocol):
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
         """What is sent for now that backward uses the item."""
 
-    def goes(self, item: Item) -> None:
-        """The device memory of the item goes right after this."""
-
 
 class AsPlanned:
     """Every item is the one that the plan has at its index."""
@@ -69,9 +66,6 @@ class AsPlanned:
         """As `Decisions`."""
         position = self._plan.position_of_use.get(item.index)
         return () if position is None else self._present(self._plan.reloads[position])
-
-    def goes(self, item: Item) -> None:
-        """As `Decisions`."""
 
     def _present(self, indices: Iterable[int]) -> Iterable[Item]:
         """Of these, those that somebody can ask for. A backward within the forward comes before the last are saved."""
@@ -114,9 +108,6 @@ class Unplanned:
                 if len(found) == _UNPLANNED_COPIES:
                     break
         return found
-
-    def goes(self, item: Item) -> None:
-        """As `Decisions`."""
 
 
 class ByCeiling:
@@ -196,10 +187,6 @@ class ByCeiling:
                 found.append(other)
             self._next -= 1
         return found
-
-    def goes(self, item: Item) -> None:
-        """As `Decisions`."""
-        self._present.goes(item)
 
     @property
     def _stays_in_a_crowd(self) -> bool:

@@ -1,12 +1,14 @@
 """Where is one piece of device memory that autograd keeps? On the device, on its way, or on the host."""
 
 import weakref
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from headrace.memory.disk import Extent
 from headrace.memory.pool import Slab
 from headrace.runtime.autograd import WeakTensor, address_of, storage_use_count
 from headrace.runtime.lanes import LateTransfer, Transfer
@@ -63,7 +65,8 @@ class Item:
         self.identity = StorageWeakRef(storage), WeakTensor(root)
         self._together = together  # items of this storage, as far as is known
         together.append(weakref.ref(self))
-        self.slab: Slab | None = None
+        self.slab: Slab | None = None  # its host memory
+        self.extent: Extent | None = None  # its place on disk
         self.sent = False  # there is, or will be, a copy outside of the device
         self.leaving: Transfer | None = None  # the copy out, until compute has waited for it
         self.arriving: Transfer | LateTransfer | None = None  # the copy in, until compute has waited for it
@@ -71,6 +74,8 @@ class Item:
         self.claims: set[Claim] = set()  # of saved tensors that are part of it and were not let go; without any it ends
         self.round = -1  # the backward that used it last
         self.seen: set[Claim] = set()  # those that this backward has used
+        self.use: Any = None  # its first one that was recorded: a `UseRecord`
+        self.goes: Callable[[Item], None] = _untold  # called right before its device memory goes
         self.note_version()
 
     @property
@@ -101,6 +106,10 @@ class Item:
     def _holds_storage(self) -> bool:
         """Whether its memory is that of the storage that it was saved from."""
         return self.memory is not None and not self.returned
+
+
+def _untold(_item: Item) -> None:
+    pass
 
 
 def _references(memory: torch.Tensor) -> int:

@@ -8,10 +8,11 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from headrace.activations.book import ActivationBook, Entry
-from headrace.activations.course import Course
+from headrace.activations.book import ActivationBook
+from headrace.activations.course import Course, Entry
 from headrace.activations.item import Item
 from headrace.activations.meter import ActivationMeter
 from headrace.activations.saving import Saving
@@ -24,7 +25,7 @@ from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Ledger
 from headrace.runtime.autograd import NO_TASK, EndOfBackward, backward_task
 from headrace.runtime.device import is_capturing
-from headrace.runtime.lanes import Lanes
+from headrace.runtime.lanes import Lanes, Tick
 from headrace.runtime.link import LaneUse
 
 __all__ = ["Forward", "Passes"]
@@ -49,7 +50,6 @@ class Passes:
         # Under way, by autograd's number of their graph task, which holds them.
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
         self._whole: _Backward | None = None  # that consists of several
-        self._entries: weakref.WeakKeyDictionary[Course, Entry] = weakref.WeakKeyDictionary()
 
     def begin(self, entry: Entry, selection: Selection) -> "Forward":
         """A forward begins. Raises StateError while a CUDA graph is captured: a plan is no part of a graph."""
@@ -58,15 +58,13 @@ class Passes:
                 "activations cannot be offloaded while a CUDA graph is captured, because copies would be replayed into"
                 " memory of another step; capture layers whose activations stay, or run without graphs"
             )
-        course = self.stash.guard(self._begin, entry, selection)
-        return Forward(self, course, entry, Saving(course, self.stash, selection, self._use))
+        return self.stash.guard(self._begin, entry, selection)
 
-    def _begin(self, entry: Entry, selection: Selection) -> Course:
+    def _begin(self, entry: Entry, selection: Selection) -> "Forward":
         self.stash.begin()
         selection.begin()
-        course = Course(self.stash, self.book.expect(entry), selection.gradient_bytes)
-        self._entries[course] = entry
-        return course
+        course = Course(self.stash, entry, self.book.expect(entry), selection.gradient_bytes)
+        return Forward(course, self.stash, selection, self._use, self.book)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _use(self, item: Item) -> int:
@@ -113,26 +111,22 @@ class Passes:
             return self._whole
         backward = self._backwards.get(task)
         if backward is None:
-            backward = _Backward(self, task, next(self._rounds))
-            EndOfBackward(backward.ended).queue()
+            backward = _Backward(task, next(self._rounds), self._lanes.tick())
+            EndOfBackward(functools.partial(self._ended, backward)).queue()
             self._backwards[task] = backward
         return backward
 
-    def completed(self, backward: "_Backward") -> None:
-        """Backward returned."""
-        self.stash.guard(self._complete, backward)
+    def _ended(self, backward: "_Backward", *, completed: bool) -> None:
+        """Backward returned; or autograd has let go of it, in whatever thread and whatever that is doing."""
+        if completed:
+            self.stash.guard(self._end_backward, backward, completed)
+        elif not backward.is_over:  # it raised
+            self.stash.between_moves(functools.partial(self._end_backward, backward, completed))
 
-    def let_go(self, backward: "_Backward") -> None:
-        """Autograd has let go of a backward, in whatever thread and whatever that is doing."""
-        if not backward.is_over:  # it raised
-            self.stash.between_moves(functools.partial(self._end_backward, backward, completed=False))
-
-    def _complete(self, backward: "_Backward") -> None:
-        self.stash.settle()
-        self._end_backward(backward, completed=True)
-
-    def _end_backward(self, backward: "_Backward", *, completed: bool) -> None:
+    def _end_backward(self, backward: "_Backward", completed: bool) -> None:
         """May be done again, where Ctrl-C kept it from being done wholly."""
+        if completed:
+            self.stash.settle()
         self._backwards.pop(backward.task, None)
         self.meter.backward_ended(backward.begun)
         for course in backward.courses:
@@ -146,20 +140,25 @@ class Passes:
             return
         if course.timed and not course.is_part:
             course.learned = True
-            self.book.learn(self._entries[course], course, self._lanes.tick())
+            self.book.learn(course, self._lanes.tick())
         elif course.used_unplanned and not course.timed and not course.strayed:
-            self.book.forget(self._entries[course])
+            self.book.forget(course.entry)
 
 
-class Forward:
+class Forward(Saving):
     """One forward: its hooks, which may be put on top and taken off several times, and its end."""
 
-    def __init__(self, passes: Passes, course: Course, entry: Entry, saving: Saving) -> None:
-        self._passes = passes
-        self._course = course
-        self._entry = entry
-        self._saving = saving
-        self._begun = passes.stash.lanes.tick()
+    def __init__(
+        self,
+        course: Course,
+        stash: Stash,
+        selection: Selection,
+        on_use: Callable[[Item], int],
+        book: ActivationBook,
+    ) -> None:
+        super().__init__(course, stash, selection, on_use)
+        self._book = book
+        self._begun = stash.lanes.tick()
 
     def enter(self) -> None:
         """A call of the model begins: a backward within it is a part of this forward."""
@@ -177,25 +176,17 @@ class Forward:
     @property
     def is_gone(self) -> bool:
         """Whether autograd has let go of all that was saved."""
-        self._passes.stash.guard(self._passes.stash.settle)
+        self._stash.guard(self._stash.settle)
         return self._course.is_gone
-
-    def push(self) -> None:
-        """From now on autograd saves through the forward's hooks."""
-        self._saving.push()
-
-    def pop(self) -> None:
-        """The hooks that were on top before are again."""
-        self._saving.pop()
 
     def end(self, *, completed: bool) -> None:
         """Nothing more is saved."""
-        with self._passes.stash.lock:
+        with self._stash.lock:
             if completed:
                 self._course.end_forward()
-            self._passes.meter.forward_ended(self._begun, self._course.basis)
+            self._stash.meter.forward_ended(self._begun, self._course.basis)
             if self._course.strayed:
-                self._passes.book.strayed(self._entry)
+                self._book.strayed(self._course.entry)
 
 
 def _make_stash(
@@ -208,20 +199,12 @@ def _make_stash(
     return DiskStash(lanes, ledger, meter, config, store)
 
 
+@dataclass(eq=False)
 class _Backward:
     """One backward, by autograd's own count."""
 
-    def __init__(self, passes: Passes, task: int, number: int) -> None:
-        self.passes = passes
-        self.task = task
-        self.round = number
-        self.begun = passes.stash.lanes.tick()
-        self.courses: dict[Course, None] = {}  # whose items it has used
-        self.is_over = False
-
-    def ended(self, *, completed: bool) -> None:
-        """As an EndOfBackward tells it."""
-        if completed:
-            self.passes.completed(self)
-        else:
-            self.passes.let_go(self)
+    task: int
+    round: int
+    begun: Tick
+    courses: dict[Course, None] = field(default_factory=dict)  # whose items it has used
+    is_over: bool = False

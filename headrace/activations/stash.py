@@ -18,7 +18,7 @@ from headrace.config import ActivationConfig
 from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.pool import HostPool, Slab
 from headrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
-from headrace.runtime.threads import on_own_thread
+from headrace.runtime.threads import OneThread, on_own_thread
 
 __all__ = ["PURPOSE", "Stash"]
 
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 class Stash:
     """The host memory of one model's activations, and the copies to and from it."""
+
+    sender: OneThread | None = None  # a thread that submits copies, where there is one
 
     def __init__(self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, config: ActivationConfig) -> None:
         self.lanes = lanes
@@ -129,7 +131,7 @@ class Stash:
             self._drop(item)
 
     def _drop(self, item: Item) -> None:
-        item.course.goes(item)
+        item.goes(item)
         item.leaving = item.arriving = item.memory = None
         self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
 
@@ -160,10 +162,6 @@ class Stash:
         slab, item.slab = item.slab, None
         if slab is not None:
             self.pool.give_back(slab)
-
-    def closers(self, *, wait: bool) -> list[Callable[[], None]]:
-        """What ends the threads of the stash, and waits for that; none of it refers to the stash itself."""
-        return []
 
     # ends -------------------------------------------------------------------------------------------------------------
     def claim(self, item: Item, handle: object) -> Claim:

@@ -35,9 +35,11 @@ class Participant(Protocol):
     @property
     def methods(self) -> Mapping[str, Method]:
         """What takes the place of methods of the instance."""
+        return {}
 
     def leaves_out(self) -> bool:
         """Whether `call` would do nothing of its own now. Asked at every call."""
+        return False
 
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -49,12 +51,15 @@ class Participant(Protocol):
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
         """Calls of the module are to be compiled. Whether something was compiled in their place."""
+        return False
 
     def stopped(self, module: nn.Module) -> None:
         """The compiler stopped at a call of the module, which is made without it."""
+        return
 
     def plain(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the module's attributes are what they would be without us, to be copied or pickled."""
+        return contextlib.nullcontext()
 
 
 class _Calls:

@@ -93,9 +93,6 @@ class PlainByCeiling:
             self.next -= 1
         return found
 
-    def goes(self, item: Item) -> None:
-        pass
-
     def scale(self) -> float:
         if self.factor is not None:
             return self.factor
@@ -141,9 +138,6 @@ class PlainUnplanned:
         before = [other for ref in reversed(self.items[: item.index]) if (other := ref()) is not None]
         return [other for other in before if other.presence is not Presence.HERE and other.round != backward_round][:2]
 
-    def goes(self, item: Item) -> None:
-        pass
-
 
 class Both:
     """Two that must say the same. `counts`: of what they said."""
@@ -165,9 +159,6 @@ class Both:
         ours = self.ours.to_send_for(item, backward_round)
         return self.same(ours, self.plain.to_send_for(item, backward_round), "sent for")
 
-    def goes(self, item: Item) -> None:
-        self.ours.goes(item)
-
     def same(self, ours: Iterable[Item], plain: Iterable[Item], what: str) -> list[Item]:
         found = list(ours)
         assert [item.index for item in found] == [item.index for item in plain]
@@ -182,7 +173,7 @@ class Autograd:
         self.stash = stash
         stash.streams.now()
         self.expected = expected
-        self.course = Course(stash, expected, lambda: 0)
+        self.course = Course(stash, (), expected, lambda: 0)
         self.count = 0
         self.handles: dict[int, tuple[Item, Callable[[], None]]] = {}  # a handle is anything that can end
         self.held: dict[int, torch.Tensor] = {}  # by the user
