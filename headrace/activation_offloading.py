@@ -126,7 +126,7 @@ class ActivationOffloading(Handle):
         self._ledger = ledger
         self._store = store
         self._passes = Passes(config, lanes, ledger, store, shared)
-        self._meter, self._stash, self._book = self._passes.meter, self._passes.stash, self._passes.book
+        self._meter, self._stash, self._plans = self._passes.meter, self._passes.stash, self._passes.plans
         if self._shares:
             self._stash.pool.reserve()
         layers, modules = chosen_layers(model, config.layers), chosen_modules(model, config.modules)
@@ -138,7 +138,7 @@ class ActivationOffloading(Handle):
     @property
     def plan(self) -> ActivationPlan | None:
         """The plan that is followed now, or was last; None before the first backward is over."""
-        return self._book.last_plan
+        return self._plans.last_plan
 
     def stats(self) -> ActivationStats:
         """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.activations.book import entry_of
 from headrace.activations.passes import Forward, Passes
+from headrace.activations.plan_cache import entry_of
 from headrace.activations.saving import may_save, pop_left_over
 from headrace.activations.selection import Selection
 from headrace.errors import StateError

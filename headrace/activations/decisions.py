@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Protocol
 
 from headrace.activations.item import Item, Presence
-from headrace.activations.present import Items, Present
+from headrace.activations.resident_index import Items, ResidentIndex
 from headrace.planning import ActivationPlan
 
 __all__ = ["AsPlanned", "Basis", "ByCeiling", "Decisions", "Unplanned"]
@@ -31,7 +31,7 @@ class Basis(Enum):
 
 
 class Decisions(Protocol):
-    """What a course asks, in the order of events."""
+    """What a trace asks, in the order of events."""
 
     basis: Basis
 
@@ -113,7 +113,7 @@ class Unplanned:
 class ByCeiling:
     """Keeps to the ceiling of a plan that was made for other sizes; without `budget_bytes`, in proportion to the sizes.
 
-    `items`: of the course, of which so many as there are now were saved as planned.
+    `items`: of the trace, of which so many as there are now were saved as planned.
     """
 
     basis = Basis.SIMILAR
@@ -131,7 +131,7 @@ class ByCeiling:
         self._begins = {saved.name: index for index, saved in reversed(list(enumerate(problem.saved)))}
         self._reached = count  # of the plan's saves, when that was done last
         self._factor = 1.0 if count else None
-        self._present = Present(items)
+        self._residents = ResidentIndex(items)
         self._round = -1
         self._next = 0  # items from here on were sent for in this round, or need not be
 
@@ -141,7 +141,7 @@ class ByCeiling:
         if begin > self._reached and self._saved_bytes:
             self._reached, self._factor = begin, self._saved_bytes / self._planned_bytes[begin]
         stays_in_a_crowd = self._stays_in_a_crowd
-        self._present.note(item)  # to be counted when it is known whether it leaves
+        self._residents.note(item)  # to be counted when it is known whether it leaves
         self._saved_bytes += item.nbytes
         self._largest_bytes = max(self._largest_bytes, item.nbytes)
         staying_bytes = self._scale * self._plan.problem.nbytes - self._sent_bytes
@@ -150,7 +150,7 @@ class ByCeiling:
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
         """As `Decisions`. Room is made for the next one too, whatever it is."""
-        problem, here = self._plan.problem, self._present
+        problem, here = self._plan.problem, self._residents
         here.look()
         over_bytes = here.nbytes + self._largest_bytes - self._forward_ceiling_bytes
         crowd = 0 if problem.most_in_flight is None else here.leaving - problem.most_in_flight
@@ -173,9 +173,9 @@ class ByCeiling:
         if backward_round != self._round:
             self._round, self._next = backward_round, item.index
         self._next = min(self._next, item.index)
-        self._present.note(item)
-        self._present.look()
-        here_bytes = self._present.nbytes
+        self._residents.note(item)
+        self._residents.look()
+        here_bytes = self._residents.nbytes
         found: list[Item] = []
         while self._next > 0:
             other = self._items[self._next - 1]()
@@ -183,7 +183,7 @@ class ByCeiling:
                 here_bytes += other.nbytes
                 if here_bytes > self._ceiling_bytes:
                     break
-                self._present.note(other)
+                self._residents.note(other)
                 found.append(other)
             self._next -= 1
         return found
@@ -194,8 +194,8 @@ class ByCeiling:
         problem = self._plan.problem
         if problem.most_in_flight is None or problem.budget_bytes is not None or problem.all_leave:
             return False
-        self._present.look()
-        return self._present.leaving >= problem.most_in_flight
+        self._residents.look()
+        return self._residents.leaving >= problem.most_in_flight
 
     @property
     def _scale(self) -> float:

@@ -13,7 +13,7 @@ from headrace.memory.pool import Slab
 from headrace.runtime.autograd import WeakTensor, address_of, storage_use_count
 from headrace.runtime.lanes import LateTransfer, Transfer
 
-__all__ = ["Claim", "Item", "Presence"]
+__all__ = ["HandleRef", "Item", "Presence"]
 
 
 class Presence(Enum):
@@ -25,7 +25,7 @@ class Presence(Enum):
     ARRIVING = "on its way to the device"
 
 
-class Claim(weakref.ref[Any]):
+class HandleRef(weakref.ref[Any]):
     """What is known of one handle on an item, as long as that lives, and the note that it does no longer."""
 
     __slots__ = ("item", "round")
@@ -42,7 +42,7 @@ class Item:
 
     def __init__(
         self,
-        course: Any,
+        trace: Any,
         index: int,
         storage: torch.UntypedStorage,
         start: int,
@@ -52,7 +52,7 @@ class Item:
         stream: Any,
         name: str,
     ) -> None:
-        self.course = course  # the forward that has saved it, and its backward: a `Course`
+        self.trace = trace  # the forward that has saved it, and its backward: a `ForwardTrace`
         self.index = index  # in the order of saving
         self.nbytes = nbytes
         self.stream = stream  # on which it was saved, and is used
@@ -71,9 +71,11 @@ class Item:
         self.leaving: Transfer | None = None  # the copy out, until compute has waited for it
         self.arriving: Transfer | LateTransfer | None = None  # the copy in, until compute has waited for it
         self.returned = False  # `memory` is a storage of its own, filled from the host
-        self.claims: set[Claim] = set()  # of saved tensors that are part of it and were not let go; without any it ends
+        self.handles: set[HandleRef] = (
+            set()
+        )  # of saved tensors that are part of it and were not let go; without any it ends
         self.round = -1  # the backward that used it last
-        self.seen: set[Claim] = set()  # those that this backward has used
+        self.seen: set[HandleRef] = set()  # those that this backward has used
         self.use: Any = None  # its first one that was recorded: a `UseRecord`
         self.goes: Callable[[Item], None] = _untold  # called right before its device memory goes
         self.note_version()

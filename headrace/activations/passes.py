@@ -1,6 +1,6 @@
 """What is one forward, and what is one backward, to activations? Each is told apart by autograd's own marks.
 
-A forward opens a course and puts hooks on top; they need not stay on all the time. A backward begins with the first use
+A forward opens a trace and puts hooks on top; they need not stay on all the time. A backward begins with the first use
 of an item, and ends when autograd's engine says so, or lets go of what would have said so.
 """
 
@@ -11,14 +11,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from headrace.activations.book import ActivationBook
-from headrace.activations.course import Course, Entry
 from headrace.activations.item import Item
 from headrace.activations.meter import ActivationMeter
+from headrace.activations.plan_cache import PlanCache
 from headrace.activations.saving import Saving
 from headrace.activations.selection import Selection
 from headrace.activations.spilling import DiskStash
 from headrace.activations.stash import Stash
+from headrace.activations.trace import Entry, ForwardTrace
 from headrace.config import ActivationConfig
 from headrace.errors import StateError
 from headrace.memory.disk import DiskStore
@@ -44,7 +44,7 @@ class Passes:
     ) -> None:
         self.meter = ActivationMeter(lanes, shared or LaneUse())
         self.stash = _make_stash(config, lanes, ledger, self.meter, store)
-        self.book = ActivationBook(config, lanes, self.meter)
+        self.plans = PlanCache(config, lanes, self.meter)
         self._lanes = lanes
         self._rounds = itertools.count()
         # Under way, by autograd's number of their graph task, which holds them.
@@ -63,8 +63,8 @@ class Passes:
     def _begin(self, entry: Entry, selection: Selection) -> "Forward":
         self.stash.begin()
         selection.begin()
-        course = Course(self.stash, entry, self.book.expect(entry), selection.gradient_bytes)
-        return Forward(course, self.stash, selection, self._use, self.book)
+        trace = ForwardTrace(self.stash, entry, self.plans.expect(entry), selection.gradient_bytes)
+        return Forward(trace, self.stash, selection, self._use, self.plans)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _use(self, item: Item) -> int:
@@ -74,17 +74,17 @@ class Passes:
             backward_round = next(self._rounds)
         else:
             backward_round = backward.round
-            backward.courses[item.course] = None
+            backward.traces[item.trace] = None
         if item.round != backward_round:
             item.round, item.seen = backward_round, set()
-            if backward is not None and not item.course.calls:
-                item.course.end_forward()
-            item.course.used(item, backward_round, recorded=backward is not None)
+            if backward is not None and not item.trace.calls:
+                item.trace.end_forward()
+            item.trace.used(item, backward_round, recorded=backward is not None)
         else:
             if item.memory is None:  # a part of a graph is gone through twice
                 self.stash.send_for(item, needed=True)
             self.stash.arrive(item)
-            item.course.used_again(item)
+            item.trace.used_again(item)
         return backward_round
 
     def recomputed(self) -> None:
@@ -92,8 +92,8 @@ class Passes:
         backward = self._whole or self._backwards.get(backward_task())
         if backward is not None:
             with self.stash.lock:
-                for course in backward.courses:
-                    course.recomputed()
+                for trace in backward.traces:
+                    trace.recomputed()
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:
@@ -129,20 +129,20 @@ class Passes:
             self.stash.settle()
         self._backwards.pop(backward.task, None)
         self.meter.backward_ended(backward.begun)
-        for course in backward.courses:
-            course.end_backward()
-            if completed and course.is_over and not course.learned:
-                self._learn(course)
+        for trace in backward.traces:
+            trace.end_backward()
+            if completed and trace.is_over and not trace.learned:
+                self._learn(trace)
         backward.is_over = True
 
-    def _learn(self, course: Course) -> None:
-        if any(course in other.courses for other in self._backwards.values()):  # a backward within another one
+    def _learn(self, trace: ForwardTrace) -> None:
+        if any(trace in other.traces for other in self._backwards.values()):  # a backward within another one
             return
-        if course.timed and not course.is_part:
-            course.learned = True
-            self.book.learn(course, self._lanes.tick())
-        elif course.used_unplanned and not course.timed and not course.strayed:
-            self.book.forget(course.entry)
+        if trace.timed and not trace.is_part:
+            trace.learned = True
+            self.plans.learn(trace, self._lanes.tick())
+        elif trace.used_unplanned and not trace.timed and not trace.strayed:
+            self.plans.forget(trace.entry)
 
 
 class Forward(Saving):
@@ -150,43 +150,43 @@ class Forward(Saving):
 
     def __init__(
         self,
-        course: Course,
+        trace: ForwardTrace,
         stash: Stash,
         selection: Selection,
         on_use: Callable[[Item], int],
-        book: ActivationBook,
+        plans: PlanCache,
     ) -> None:
-        super().__init__(course, stash, selection, on_use)
-        self._book = book
+        super().__init__(trace, stash, selection, on_use)
+        self._plans = plans
         self._begun = stash.lanes.tick()
 
     def enter(self) -> None:
         """A call of the model begins: a backward within it is a part of this forward."""
-        self._course.calls += 1
+        self._trace.calls += 1
 
     def leave(self) -> None:
         """The call ends."""
-        self._course.calls -= 1
+        self._trace.calls -= 1
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended, by itself or because its backward has begun."""
-        return self._course.is_over
+        return self._trace.is_over
 
     @property
     def is_gone(self) -> bool:
         """Whether autograd has let go of all that was saved."""
         self._stash.guard(self._stash.settle)
-        return self._course.is_gone
+        return self._trace.is_gone
 
     def end(self, *, completed: bool) -> None:
         """Nothing more is saved."""
         with self._stash.lock:
             if completed:
-                self._course.end_forward()
-            self._stash.meter.forward_ended(self._begun, self._course.basis)
-            if self._course.strayed:
-                self._book.strayed(self._course.entry)
+                self._trace.end_forward()
+            self._stash.meter.forward_ended(self._begun, self._trace.basis)
+            if self._trace.strayed:
+                self._plans.strayed(self._trace.entry)
 
 
 def _make_stash(
@@ -206,5 +206,5 @@ class _Backward:
     task: int
     round: int
     begun: Tick
-    courses: dict[Course, None] = field(default_factory=dict)  # whose items it has used
+    traces: dict[ForwardTrace, None] = field(default_factory=dict)  # whose items it has used
     is_over: bool = False

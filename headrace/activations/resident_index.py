@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from headrace.activations.item import Item, Presence
 from headrace.memory.least import LeastTree
 
-__all__ = ["Items", "Present"]
+__all__ = ["Items", "ResidentIndex"]
 
-Items = Sequence[weakref.ref[Item]]  # of a course, in the order of saving
+Items = Sequence[weakref.ref[Item]]  # of a trace, in the order of saving
 
 
 _GONE = (0, 0)
@@ -30,7 +30,7 @@ class _Note(weakref.ref[Item]):
     seen: tuple[int, int]  # at the last look: its bytes on the device, and 1 if it was being copied out
 
 
-class Present:
+class ResidentIndex:
     """`nbytes`: of what was on the device at the last `look()`. `leaving`: how many of them were being copied out."""
 
     def __init__(self, items: Items) -> None:

@@ -1,6 +1,6 @@
 """What happens during one forward and its backward? Items leave and come back, and are compared with the plan.
 
-Each outermost forward has a course of its own, which its saved tensors keep alive. So any number of forwards may come
+Each outermost forward has a trace of its own, which its saved tensors keep alive. So any number of forwards may come
 before any number of backwards. What leaves and when is decided in decisions.py.
 """
 
@@ -16,7 +16,7 @@ from headrace.planning import ActivationPlan
 from headrace.runtime.device import allocated_bytes
 from headrace.runtime.lanes import Tick
 
-__all__ = ["Course", "Entry", "Expected", "Others", "SaveRecord", "UseRecord"]
+__all__ = ["Entry", "Expected", "ForwardTrace", "Others", "SaveRecord", "UseRecord"]
 
 Entry = tuple[Any, ...]  # what was known of a forward when it began: see `entry_of`
 
@@ -50,7 +50,7 @@ class UseRecord:
 
 
 class Others(NamedTuple):
-    """What was on the device at a moment, beside what the course had there: bytes that stay, and others."""
+    """What was on the device at a moment, beside what the trace had there: bytes that stay, and others."""
 
     gradient_bytes: int  # of parameters
     passing_bytes: int  # weights, and values that nobody saved
@@ -67,7 +67,7 @@ class Expected(NamedTuple):
     timed: bool
 
 
-class Course:
+class ForwardTrace:
     """One forward and its backward."""
 
     def __init__(self, stash: Stash, entry: Entry, expected: Expected, gradient_bytes: Callable[[], int]) -> None:
@@ -86,7 +86,7 @@ class Course:
         self._items: list[weakref.ref[Item]] = []
         self._decisions = _decisions(expected, self._items)
         self._others = Others(0, 0)  # at the last look
-        # Of a course that is timed: somebody else held their memory at the last look.
+        # Of a trace that is timed: somebody else held their memory at the last look.
         self._shared: list[tuple[Item, SaveRecord]] = []
 
     @property
@@ -127,7 +127,7 @@ class Course:
             self.look_who_is_alone()
 
     def _look_at_others(self) -> Others:
-        """Looks at every item, so only a course that a plan is refined by asks, and in long ones not every time."""
+        """Looks at every item, so only a trace that a plan is refined by asks, and in long ones not every time."""
         looks = len(self.saves) + len(self.uses)
         if self.plan is not None and looks % (1 + len(self.plan.problem.saved) // _MOST_LOOKS) == 0:
             self._others = self._others_now()
