@@ -102,7 +102,7 @@ class _Calls:
     def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Every participant's `call`, around `forward`."""
         for participant in self.participants[:0:-1]:
-            forward = _Around(participant, module, forward)
+            forward = _around(participant, module, forward)
         return self.participants[0].call(module, forward, args, kwargs)
 
     def forward(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -141,15 +141,9 @@ def _outside_of_compiler() -> Callable[..., Any]:
     return _outside
 
 
-class _Around:
+def _around(participant: Participant, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A participant's call, as what the one around it calls."""
-
-    def __init__(self, participant: Participant, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._all = participant, module, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        participant, module, forward = self._all
-        return participant.call(module, forward, args, kwargs)
+    return lambda *args, **kwargs: participant.call(module, forward, args, kwargs)
 
 
 class _Bound:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
 from headrace.runtime.threads import OneThread
 
-__all__ = ["Pace", "Submitted"]
+__all__ = ["Pace"]
 
 _PIECES = 16  # in a window
 _LEAST_SECONDS = 1e-6  # to sleep: rounding would make it none
@@ -30,19 +29,6 @@ class _Limit:
 
     nbytes: int
     seconds: float
-
-
-class Submitted:
-    """The end of copies that another thread submits."""
-
-    def __init__(self, submitted: "Future[Transfer]") -> None:
-        self._submitted = submitted
-
-    def synchronize(self) -> None:
-        self._submitted.result().done.synchronize()
-
-    def query(self) -> bool:
-        return self._submitted.done() and self._submitted.result().done.query()
 
 
 class Pace:
@@ -72,8 +58,8 @@ class Pace:
             transfer = self.lanes.copy(lane, copies, after)
             return transfer, transfer.done
         nbytes = sum(source.nbytes for _, source in copies)
-        submitted = self._thread.submit(self.copy, lane, list(copies), after)
-        return LateTransfer(lane, nbytes, submitted), Submitted(submitted)
+        late = LateTransfer(lane, nbytes, self._thread.submit(self.copy, lane, list(copies), after))
+        return late, late
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
         """As `Lanes.copy`, for a thread of ours: with a limit it returns when they have arrived. Empties `copies`."""

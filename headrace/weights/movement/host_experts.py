@@ -12,8 +12,7 @@ import torch
 from headrace.memory.arena import Arena
 from headrace.memory.ledger import Ledger
 from headrace.planning import Keeping, Key
-from headrace.runtime.lanes import Event, Lane, Lanes
-from headrace.runtime.pace import Submitted
+from headrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
 from headrace.weights.meter import Meter
 
 __all__ = ["FEWEST_SLOTS", "HostExpertCache"]
@@ -83,7 +82,7 @@ class HostExpertCache:
             return
         slot = self._free.popleft()
         read = self._read.pop(slot, None)
-        if isinstance(read, Submitted):
+        if isinstance(read, LateTransfer):
             read.synchronize()
         elif read is not None:
             self._lanes.copy(Lane.OFFLOAD, (), read)
