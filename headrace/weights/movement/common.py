@@ -95,7 +95,7 @@ class CommonHomes:
                 () if self.node.across is None else (rest, *([] if rest.homes is None else [rest.homes.rest]))
             ):
                 part = shared.common[self.node.part(len(shared.common))]
-                with self.node.together(f"block {block.name!r}, as the first node has it"):
+                with self.node.together(f"block {block.name!r}, as the first node has it", across=True):
                     distributed.broadcast(part, group_src=0, group=self.node.across)
             if self.node.across is not None:
                 self.node.meet(f"block {block.name!r}, as the first node has it")
