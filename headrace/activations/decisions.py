@@ -55,15 +55,12 @@ class AsPlanned:
         self._items = items
 
     def leaves(self, item: Item) -> bool:
-        """As `Decisions`."""
         return item.index in self._plan.offloaded
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        """As `Decisions`."""
         return self._present(self._plan.releases[item.index])
 
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
-        """As `Decisions`."""
         position = self._plan.position_of_use.get(item.index)
         return () if position is None else self._present(self._plan.reloads[position])
 
@@ -84,11 +81,9 @@ class Unplanned:
         self._leaving: list[weakref.ref[Item]] = []  # at the last save
 
     def leaves(self, item: Item) -> bool:
-        """As `Decisions`."""
         return True
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        """As `Decisions`."""
         if item.presence is Presence.LEAVING:  # there was room for it
             self._sent.append(item.index)
             self._leaving.append(weakref.ref(item))
@@ -99,7 +94,6 @@ class Unplanned:
         return [other for other in leaving[:-_UNPLANNED_COPIES] if other.is_alone]
 
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
-        """As `Decisions`."""
         found: list[Item] = []
         for place in range(bisect_left(self._sent, item.index) - 1, -1, -1):
             other = self._items[self._sent[place]]()
@@ -136,7 +130,7 @@ class ByCeiling:
         self._next = 0  # items from here on were sent for in this round, or need not be
 
     def leaves(self, item: Item) -> bool:
-        """As `Decisions`. The earliest saved do, until what stays fits under the ceiling."""
+        # The earliest saved do, until what stays fits under the ceiling.
         begin = self._begins.get(item.name, 0)
         if begin > self._reached and self._saved_bytes:
             self._reached, self._factor = begin, self._saved_bytes / self._planned_bytes[begin]
@@ -149,7 +143,7 @@ class ByCeiling:
         return needed and not stays_in_a_crowd and self._sends(item)
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        """As `Decisions`. Room is made for the next one too, whatever it is."""
+        # Room is made for the next one too, whatever it is.
         problem, here = self._plan.problem, self._residents
         here.look()
         over_bytes = here.nbytes + self._largest_bytes - self._forward_ceiling_bytes
@@ -169,7 +163,6 @@ class ByCeiling:
         return found
 
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
-        """As `Decisions`."""
         if backward_round != self._round:
             self._round, self._next = backward_round, item.index
         self._next = min(self._next, item.index)

@@ -285,22 +285,6 @@ class _Passed(_Reached):
         return self._moment
 
 
-class _JobEvent:
-    """The end of a job on a worker thread."""
-
-    def __init__(self, job: "Future[float]") -> None:
-        self._job = job
-
-    def synchronize(self) -> None:
-        self._job.result()
-
-    def query(self) -> bool:
-        return self._job.done()
-
-    def reached_at(self) -> float:
-        return self._job.result()
-
-
 class ThreadLanes(Lanes):
     """Lanes where the CPU computes: a worker thread for each direction; a copy releases the interpreter lock.
 
@@ -344,7 +328,7 @@ class ThreadLanes(Lanes):
 
         submitted = self._threads[lane].submit(job)
         self._last[lane] = weakref.ref(submitted)
-        return Transfer(lane, tuple(copies), nbytes, _JobEvent(begun), _JobEvent(submitted))
+        return Transfer(lane, tuple(copies), nbytes, begun, submitted)
 
     def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
         after.synchronize()

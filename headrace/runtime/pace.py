@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -23,20 +22,12 @@ _PIECES = 16  # in a window
 _LEAST_SECONDS = 1e-6  # to sleep: rounding would make it none
 
 
-@dataclass(frozen=True)
-class _Limit:
-    """Bytes in any window of so many seconds."""
-
-    nbytes: int
-    seconds: float
-
-
 class Pace:
     """The limit of one model's copies to its device. Without one, they go to the lane at once."""
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
-        self._limit: _Limit | None = None
+        self._limit: tuple[int, float] | None = None  # bytes in any window of so many seconds
         self.is_limited = False
         self._thread: OneThread | None = None
         self._one_at_a_time = threading.Lock()
@@ -48,7 +39,7 @@ class Pace:
         if bytes_per_second is None:
             self._limit = None
             return
-        self._limit = _Limit(max(1, int(bytes_per_second * window_seconds)), window_seconds)
+        self._limit = max(1, int(bytes_per_second * window_seconds)), window_seconds
         if self._thread is None:
             self._thread = OneThread("headrace-pace")
 
@@ -68,14 +59,14 @@ class Pace:
             return self.lanes.copy(lane, copies, after)
         after.synchronize()
         with torch.no_grad():
-            pieces = deque(piece for copy in copies for piece in _pieces(*copy, max(1, limit.nbytes // _PIECES)))
+            pieces = deque(piece for copy in copies for piece in _pieces(*copy, max(1, limit[0] // _PIECES)))
         if isinstance(copies, list):
             copies.clear()  # who waits for the result finds that nobody refers to the memory any more
         nbytes = 0
         with self._one_at_a_time, torch.no_grad():
             first = last = self.lanes.copy(lane, (), after)
             while pieces:
-                self._wait_for_turn(limit, pieces[0][1].nbytes)
+                self._wait_for_turn(*limit, pieces[0][1].nbytes)
                 last = self.lanes.copy(lane, [pieces[0]], after)
                 first = first if nbytes else last
                 last.done.synchronize()
@@ -84,15 +75,15 @@ class Pace:
                 del pieces[0]
         return Transfer(lane, (), nbytes, first.begun, last.done)
 
-    def _wait_for_turn(self, limit: _Limit, nbytes: int) -> None:
+    def _wait_for_turn(self, most_bytes: int, seconds: float, nbytes: int) -> None:
         while True:
             now = time.perf_counter()
-            while self._ended and self._ended[0][0] <= now - limit.seconds:
+            while self._ended and self._ended[0][0] <= now - seconds:
                 self._ended.popleft()
             recent = sum(size for _, size in self._ended)
-            if not recent or recent + nbytes <= limit.nbytes:
+            if not recent or recent + nbytes <= most_bytes:
                 return
-            time.sleep(max(self._ended[0][0] + limit.seconds - now, _LEAST_SECONDS))
+            time.sleep(max(self._ended[0][0] + seconds - now, _LEAST_SECONDS))
 
     def wait(self) -> None:
         """The caller waits until all that was submitted has arrived, or failed."""
