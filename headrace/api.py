@@ -16,8 +16,8 @@ from torch import nn
 from headrace import live
 from headrace.accumulating import MicroBatches
 from headrace.activation_offloading import ActivationOffloading
+from headrace.activations.calls import refuse_watched
 from headrace.activations.targets import check_targets
-from headrace.activations.watched import refuse_watched
 from headrace.ahead import probed_rates
 from headrace.config import (
     BlocksSpec,
@@ -163,7 +163,7 @@ def offload(
         onload=onload,
         packed=packed,
     )
-    refuse_watched(model)
+    refuse_watched(model, ", and pass activations=True here")
     refuse_unmanageable(model, with_checkpoint=config.checkpoint is not None)
     if config.activations is not None:
         check_targets(model, config.activations)

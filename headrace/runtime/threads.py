@@ -46,7 +46,7 @@ class _Condition(threading.Condition):
 
 
 class Job(Future[T]):
-    """A Future that may be waited for on the main thread."""
+    """A Future that may be waited for on the main thread. Also the event of its end (runtime/lanes.py)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +55,18 @@ class Job(Future[T]):
     def cancel(self) -> bool:
         """No: what was handed over is done."""
         return False
+
+    def synchronize(self) -> None:
+        """The caller waits for it; raises what it raised."""
+        self.result()
+
+    def query(self) -> bool:
+        """Whether it is done."""
+        return self.done()
+
+    def reached_at(self) -> T:
+        """When it was done, for one that gives that; waits for it."""
+        return self.result()
 
 
 class OneThread(ThreadPoolExecutor):

@@ -259,7 +259,7 @@ class DiskStore:
             do()
         else:
             with _as_disk_error():
-                self._node.once(number, what, do)
+                self._node.hand_out(number, what, do)
 
     def _check_free(self, nbytes: int, what: str) -> None:
         if self._directory is not None:

@@ -23,7 +23,7 @@ from headrace.planning import Plan
 from headrace.runtime.counters import Counters
 from headrace.runtime.device_group import DeviceGroup
 from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, LateTransfer, Transfer
-from headrace.runtime.pace import Pace, Submitted
+from headrace.runtime.pace import Pace
 from headrace.runtime.threads import OneThread
 from headrace.weights.meter import Meter
 from headrace.weights.movement.block import Block
@@ -68,7 +68,7 @@ class Gathered(LateTransfer):
     def settle(self) -> None:
         """Waits until nothing is written any more, whatever came of it."""
         with suppress(Exception):
-            self._submitted.result().done.synchronize()
+            self.synchronize()
 
 
 class Gathers:
@@ -181,7 +181,8 @@ class Gathers:
                 self._counters.break_off(error)
                 raise
 
-        return Gathered(len(buffer), submitted, others_come), Submitted(submitted) if others else read
+        gathered = Gathered(len(buffer), submitted, others_come)
+        return gathered, gathered if others else read
 
     def part_of(self, block: Block) -> "OwnPart":
         """What this rank brings of a block: one of as many equal ranges as there are ranks, and what is behind them."""
@@ -209,7 +210,7 @@ class Gathers:
             raise RankError(f"block {block.name!r} is to be gathered, and is not there on this rank")
         number, _ = self._begins(block)
         done = self._thread.submit(self._fill, bring, whole, part, number)
-        block.read_until(Submitted(done))
+        block.read_until(LateTransfer(Lane.ONLOAD, part.own_bytes, done))
         self._meter.onloaded(part.own_bytes)
 
     def close(self) -> None:

@@ -328,7 +328,6 @@ class HostTiers:
             self._materialized.checkpoint.close()
         if self._node is not None:
             close_descriptors(self._node)
-            self._node.close()
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> list[str | None]:
         """The parameters' tensors in the checkpoint; None for those that are not there."""
