@@ -11,7 +11,7 @@ import torch
 from headrace.compat.sub_optimizers import TorchSteps, our_arguments, shared_rule
 from headrace.optim import SGD, Adam, AdamW, Muon
 from headrace.optim.optimizer import HostOptimizer
-from headrace.optim.rules import AdamRule, ElementRule
+from headrace.optim.rules import AdamRule
 from headrace.runtime.tensors import parameters_of
 
 __all__ = ["HybridDeviceOptimizer"]
@@ -80,8 +80,8 @@ class HybridDeviceOptimizer(HostOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_corrects": self._corrects}
 
-    def _rule(self, group: dict[str, Any], step: float) -> ElementRule:
-        rule: ElementRule = super()._rule(group, step)  # type: ignore[misc]  # of a kind below
+    def _rule(self, group: dict[str, Any], step: float) -> Any:
+        rule = super()._rule(group, step)  # type: ignore[misc]  # of a kind below
         return replace(rule, bias_correction=self._corrects) if isinstance(rule, AdamRule) else rule
 
     @property

@@ -111,7 +111,7 @@ class TorchSteps(MatrixOptimizer):
     def _apply(
         self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
     ) -> None:
-        kind = self._kinds["host" if weight.device.type == "cpu" else "device"]
+        kind: Any = self._kinds["host" if weight.device.type == "cpu" else "device"]
         parameter = nn.Parameter(weight)
         parameter.grad = gradient
         unchanged = [name for name in group.get(_EACH_ITS_OWN, ()) if group[name] == self.defaults[name]]
