@@ -28,7 +28,7 @@ from headrace.memory.disk.extent import Extent
 from headrace.runtime.lanes import Event
 from headrace.runtime.threads import Gate, this_is_own_thread
 
-__all__ = ["Access", "Kind", "Request", "Requests"]
+__all__ = ["Access", "Ended", "Kind", "Request", "Requests"]
 
 _Job = Callable[[], None]
 
@@ -110,6 +110,19 @@ class Request:
         self._ended_at = time.perf_counter()
         self._ended = True
         self._end.open()
+
+
+class Ended:
+    """The end of a request as an event, whatever came of it: who waits for its memory has nothing to do with that."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def synchronize(self) -> None:
+        self._request.settle()
+
+    def query(self) -> bool:
+        return self._request.query()
 
 
 class Requests:

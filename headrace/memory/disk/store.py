@@ -21,7 +21,7 @@ import torch
 from headrace.config import format_bytes
 from headrace.errors import DiskError, StateError
 from headrace.memory.disk.checksums import Checksums
-from headrace.memory.disk.directory import StoreDirectory
+from headrace.memory.disk.directory import StoreDirectory, own_directory
 from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, pieces
 from headrace.memory.disk.file import HAS_DIRECT, DirectFile
 from headrace.memory.disk.log import DiskLog
@@ -41,8 +41,9 @@ _THREADS = 4  # that move bytes; measured, see docs/design/disk.md
 class DiskStore:
     """Extents of a spill file in `directory`, read and written in the background. Safe to call from any thread.
 
-    The directory is this store's alone until `close`; it is made, for its owner only, when it is missing. The file has
-    no name and is gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
+    The directory is this store's alone until `close`; it is made, for its owner only, when it is missing. With `own`,
+    a word for what rests there, it is one inside of `directory` that goes with the store. The file has no name and is
+    gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
 
     With `node` its ranks share one file, which the first one makes: all of them make this store and its extents, in the
     same order, and each books its part. What they write is for them to agree on: mappings show it to all at once,
@@ -64,9 +65,11 @@ class DiskStore:
         threads: int = _THREADS,
         node: Node | None = None,
         device: torch.device | None = None,
+        own: str | None = None,
     ) -> None:
         self._node = node
-        self._path = Path(directory).expanduser().resolve()
+        self._is_own = own is not None
+        self._path = (Path(directory) if own is None else own_directory(directory, own)).expanduser().resolve()
         self._directory: StoreDirectory | None = None  # of the first rank of a node
         self._ledger = ledger
         self._log = log or DiskLog()
@@ -245,7 +248,7 @@ class DiskStore:
 
     def _create_file(self) -> int:
         def create() -> int:
-            self._directory = StoreDirectory(self._path)
+            self._directory = StoreDirectory(self._path, own=self._is_own)
             return self._directory.create_file()
 
         if self._node is None:
