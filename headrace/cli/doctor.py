@@ -8,10 +8,9 @@ from headrace.checkpoint.directory import newest
 from headrace.checkpoint.manifest import MANIFEST, read_manifest
 from headrace.checkpoint.reading import SavedFile
 from headrace.cli import InputError, about_input
-from headrace.cli.checks import Finding, Machine, findings
+from headrace.cli.checks import Machine, findings
 from headrace.cli.symptoms import SYMPTOMS, matching
 from headrace.config import format_bytes
-from headrace.optim import kernel
 from headrace.runtime.device import resolve_device
 
 
@@ -45,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--disk {disk} is no directory; make it, or name another")
     with about_input(ValueError):
         device = resolve_device(arguments.device)
-    missing = () if kernel.available() else (Finding(kernel.SLOWER, kernel.INSTALL),)
-    found = findings(Machine(device=device, disk=disk, missing=missing))
+    found = findings(Machine(device=device, disk=disk))
     for finding in found:
         print(f"{'SEVERE' if finding.severe else 'note'}: {finding.problem}\n  fix: {finding.fix}")
     if not found:
