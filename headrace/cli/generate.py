@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
 from headrace.cli import InputError, about_input
 from headrace.config import counted, format_bytes, parse_budget
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
     from headrace import Offloaded
@@ -102,7 +104,6 @@ def _write(
     handle: "Offloaded",
 ) -> None:
     """Writes the text as it comes, or those of several prompts at the end, and then what was measured."""
-    import torch
     from transformers import TextStreamer
 
     if tokenizer.pad_token_id is None:
@@ -157,10 +158,8 @@ def _write(
     )
 
 
-def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: "Tensor") -> None:
+def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: torch.Tensor) -> None:
     """Raises InputError where the model cannot go on from these; `tokens` has shape (prompts, length)."""
-    from torch import nn
-
     from headrace.train.model import check_vocabulary
 
     if not model.can_generate():
@@ -203,7 +202,7 @@ class _Clock:
         self._text = text
         self._steps = 0  # the prompt is one
 
-    def put(self, tokens: "Tensor") -> None:
+    def put(self, tokens: torch.Tensor) -> None:
         """The prompt, or the next token of each text."""
         self._steps += 1
         if self._steps == 2:
