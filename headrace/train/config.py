@@ -17,11 +17,23 @@ from headrace.activation_offloading import offload_activations
 from headrace.config import activation_config, parse_budget
 from headrace.errors import TrainInputError
 
-__all__ = ["DTYPES", "HEAD_SIZE", "OPTIMIZERS", "TrainConfig", "flag", "kinds_of", "refuse_idle", "setting", "words_of"]
+__all__ = [
+    "DTYPES",
+    "HEAD_SIZE",
+    "OPTIMIZERS",
+    "Kind",
+    "TrainConfig",
+    "flag",
+    "kinds_of",
+    "refuse_idle",
+    "setting",
+    "words_of",
+]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_SIZE = 64  # of the built-in model: its hidden size is a multiple of this
 
+Kind = Literal["text", "jsonl", "chat"]  # of a file
 _Dtype = Literal["float32", "bfloat16", "float16"]
 _WeightDtype = Literal["float32", "bfloat16"]
 _Optimizer = Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"]
@@ -64,7 +76,7 @@ class TrainConfig:
         ("*.txt", "*.md", "*.jsonl"), "files to take from directories", metavar="PATTERN", decides=False
     )
     exclude: tuple[str, ...] = setting((), "files to leave out, such as 'tests/*'", metavar="PATTERN", decides=False)
-    format: Literal["text", "jsonl", "chat"] | None = setting(
+    format: Kind | None = setting(
         None,
         'text, jsonl ({"text": ...} in each line) or chat ({"messages": [...]} or ShareGPT\'s {"conversations": [...]},'
         " loss on assistant turns only) (default: from each file's name and content)",

@@ -18,13 +18,14 @@ from torch.nn.utils.rnn import pad_sequence
 from headrace.config import counted
 from headrace.errors import TrainInputError
 from headrace.train.chat import IGNORED, Conversations
-from headrace.train.config import TrainConfig
-from headrace.train.files import Kind, find_files, kind_of
+from headrace.train.config import Kind, TrainConfig
+from headrace.train.files import find_files, kind_of
 from headrace.train.model import Tokens
 
 __all__ = ["Batch", "Batches", "Sequences", "read_sequences"]
 
 Batch = dict[str, torch.Tensor]
+Examples = dict[str, list[Any]]  # by column
 
 _EXAMPLES_AT_ONCE = 100
 
@@ -130,13 +131,11 @@ class Batches:
         self._taken = state["taken"]
 
 
-def read_sequences(
-    config: TrainConfig, tokens: Tokens, *, paths: Sequence[Path], option: str, note: Callable[[str], None]
-) -> Sequences:
-    """The sequences of all files in `paths`, tokenized. Raises TrainInputError for what cannot be read or learned."""
-    files = find_files(config, paths, option)
+def read_sequences(config: TrainConfig, tokens: Tokens, name: str, note: Callable[[str], None]) -> Sequences:
+    """The sequences of all files of the setting `name`, tokenized. Raises TrainInputError for what cannot be used."""
+    files = find_files(config, name)
     kinds = [kind_of(path, config.format) for path in files]
-    chat = Kind.CHAT in kinds
+    chat = "chat" in kinds
     packing = not chat if config.packing is None else config.packing
     longest = None if packing else config.sequence_length
     columns = ["input_ids", "labels"] if chat else ["input_ids"]
@@ -145,9 +144,11 @@ def read_sequences(
     for kind, group in groupby(zip(files, kinds, strict=True), key=lambda pair: pair[1]):
         same = [path for path, _ in group]
         # An error names the example of a file, and a text file is an example.
-        for some in [same] if kind is Kind.TEXT else [[path] for path in same]:
+        encode = partial(_encode_texts, tokens=tokens, longest=longest, labels=chat)
+        if kind == "chat":
+            encode = partial(_encode_chat, conversations=Conversations(tokens.tokenizer), longest=longest)
+        for some in [same] if kind == "text" else [[path] for path in same]:
             examples = _load(kind, some)
-            encode = _encode_chat(tokens, longest) if kind is Kind.CHAT else _encode_texts(tokens, longest, chat)
             encoded = examples.map(
                 partial(encode, file=str(some[0])),
                 batched=True,
@@ -156,7 +157,7 @@ def read_sequences(
                 remove_columns=examples.column_names,
                 features=features,
             )
-            dropped += (len(examples) - len(encoded)) * (kind is Kind.CHAT)
+            dropped += (len(examples) - len(encoded)) * (kind == "chat")
             parts.append(encoded)
     if dropped:
         left_out = counted(dropped, "conversation")
@@ -184,42 +185,38 @@ def _load(kind: Kind, files: Sequence[Path]) -> datasets.Dataset:
     """The examples of files of one kind, as the library reads them."""
     names = [glob.escape(str(path.absolute())) for path in files]
     how: dict[str, Any] = {"path": "json"}
-    if kind is Kind.TEXT:
+    if kind == "text":
         how = {"path": "text", "sample_by": "document", "encoding_errors": "replace"}
     try:
         return datasets.load_dataset(**how, data_files=names, split="train")
     except datasets.exceptions.DatasetGenerationError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
-        raise TrainInputError(f"{files[0]} cannot be read as {kind.value}: {reason}") from error
+        raise TrainInputError(f"{files[0]} cannot be read as {kind}: {reason}") from error
 
 
-def _encode_texts(tokens: Tokens, longest: int | None, labels: bool) -> Callable[..., dict[str, list[Any]]]:
-    def encode(examples: dict[str, list[Any]], numbers: list[int], *, file: str) -> dict[str, list[Any]]:
-        encoded = []
-        for number, text in zip(numbers, examples["text"], strict=True):
-            if not isinstance(text, str | None):
-                raise TrainInputError(f'{file}, example {number + 1}: "text" is a {type(text).__name__}; give text')
-            if text is None or not text.strip():
-                continue
-            ids = tokens.encode(text).numpy()[:longest]
-            if longest is None or len(ids) > 1:  # one token alone is no example: nothing follows it
-                encoded.append(ids)
-        return {"input_ids": encoded, **({"labels": encoded} if labels else {})}
+def _encode_texts(
+    examples: Examples, numbers: list[int], *, tokens: Tokens, longest: int | None, labels: bool, file: str
+) -> Examples:
+    encoded = []
+    for number, text in zip(numbers, examples["text"], strict=True):
+        if not isinstance(text, str | None):
+            raise TrainInputError(f'{file}, example {number + 1}: "text" is a {type(text).__name__}; give text')
+        if text is None or not text.strip():
+            continue
+        ids = tokens.encode(text).numpy()[:longest]
+        if longest is None or len(ids) > 1:  # one token alone is no example: nothing follows it
+            encoded.append(ids)
+    return {"input_ids": encoded, **({"labels": encoded} if labels else {})}
 
-    return encode
 
-
-def _encode_chat(tokens: Tokens, longest: int | None) -> Callable[..., dict[str, list[Any]]]:
-    conversations = Conversations(tokens.tokenizer)
-
-    def encode(examples: dict[str, list[Any]], numbers: list[int], *, file: str) -> dict[str, list[Any]]:
-        encoded: dict[str, list[Any]] = {"input_ids": [], "labels": []}
-        for row, number in enumerate(numbers):
-            example = {name: values[row] for name, values in examples.items()}
-            both = conversations.encode(example, where=f"{file}, example {number + 1}")
-            if any(label != IGNORED for label in both["labels"][1:longest]):
-                for name, values in both.items():
-                    encoded[name].append(values[:longest])
-        return encoded
-
-    return encode
+def _encode_chat(
+    examples: Examples, numbers: list[int], *, conversations: Conversations, longest: int | None, file: str
+) -> Examples:
+    encoded: Examples = {"input_ids": [], "labels": []}
+    for row, number in enumerate(numbers):
+        example = {name: values[row] for name, values in examples.items()}
+        both = conversations.encode(example, where=f"{file}, example {number + 1}")
+        if any(label != IGNORED for label in both["labels"][1:longest]):
+            for name, values in both.items():
+                encoded[name].append(values[:longest])
+    return encoded

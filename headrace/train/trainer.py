@@ -98,12 +98,8 @@ def _read(config: TrainConfig, world: World, progress: Progress) -> Job:
         progress.note("--device-fraction: the device is the CPU, so all state is in host memory")
     with world.first_alone():  # the others find what `datasets` keeps
         tokens = load_tokens(config)
-        sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
-        eval_sequences = None
-        if config.eval_text:
-            eval_sequences = read_sequences(
-                config, tokens, paths=config.eval_text, option="--eval-text", note=progress.note
-            )
+        sequences = read_sequences(config, tokens, "text", progress.note)
+        eval_sequences = read_sequences(config, tokens, "eval_text", progress.note) if config.eval_text else None
     steps = config.steps or _batches(sequences, config).steps(config.epochs)
     eval_data = None if eval_sequences is None else eval_sequences.digest()
     terms = resume.Terms.of(config, device, data=sequences.digest(), eval_data=eval_data, steps=steps)

@@ -40,7 +40,7 @@ class Recorder(Progress):
 
 def train_plainly(config: TrainConfig) -> tuple[tuple[float, ...], dict[str, torch.Tensor]]:
     """The losses of all steps of a run without headrace, and the weights that it comes to."""
-    sequences = read_sequences(config, load_tokens(config), paths=config.text, option="--text", note=print)
+    sequences = read_sequences(config, load_tokens(config), "text", print)
     batches = Batches(sequences, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed)
     model = load_model(config).model
     set_seed(config.seed)
