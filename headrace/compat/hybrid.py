@@ -2,8 +2,7 @@
 
 | Megatron-Core | here |
 |---|---|
-| `offload_fraction`: whole parameters, the first ones | the first ones, split inside a tensor: exact to 128 elements; |
-| | checked to be in [0, 1] |
+| `offload_fraction`: whole parameters, the first ones | the same; checked to be in [0, 1] |
 | `cpu_optimizer_cls`, `gpu_optimizer_cls`: the classes that step | one rule of `headrace.optim` by its name, in one |
 | | pass over memory; any others of PyTorch, or two rules, step by themselves, as there |
 | arguments of TransformerEngine's FusedAdam and FusedSGD | the same (`sub_optimizers.py` says what is refused) |
@@ -99,7 +98,7 @@ class HybridDeviceOptimizer(HostOptimizer):
             group.update(lr=0.0, weight_decay=0.0)
         for parameter in parameters:
             parameter.grad = (
-                torch.zeros_like(parameter) if self._local_shards.of(parameter) not in self.entries else None
+                torch.zeros_like(parameter) if self._local_shards.to_local(parameter) not in self.entries else None
             )
         try:
             self.step()

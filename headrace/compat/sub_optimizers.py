@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.optim.matrices import MatrixOptimizer
-from headrace.optim.options import Given, Options
+from headrace.optim.optimizer import HostOptimizer
+from headrace.optim.options import Given, Options, snapshot
+from headrace.optim.rules import MatrixRule
 from headrace.optim.weights import FULL, REMAINDER
 
 __all__ = ["TorchSteps", "our_arguments", "shared_rule"]
@@ -92,12 +93,14 @@ def _moment_dtype(given: dict[str, torch.dtype]) -> torch.dtype:
 
 
 # any class of PyTorch ------------------------------------------------------------------------------------------------
-class TorchSteps(MatrixOptimizer):
+class TorchSteps(HostOptimizer):
     """Runs optimizers of PyTorch: one class for the parameters on the host, and one for those that stay on the device.
 
     The arithmetic is that of the class itself, on whole parameters: float32 (or float64) weights get its bits, and
     low-precision ones have a float32 master that it updates.
     """
+
+    _updates_whole = True
 
     def __init__(self, params: Any, *, on_host: Any, on_device: Any, **settings: Any) -> None:
         settings = {name: value for name, value in settings.items() if name not in ("capturable", "differentiable")}
@@ -118,20 +121,28 @@ class TorchSteps(MatrixOptimizer):
         probe = kind([nn.Parameter(torch.zeros(1, device="cpu"))], **{**arguments, **settings})
         return dict(probe.defaults)
 
-    def _apply(
-        self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
-    ) -> None:
-        kind, arguments, settings = self._kinds["host" if weight.device.type == "cpu" else "device"]
-        parameter = nn.Parameter(weight)
-        parameter.grad = gradient
-        own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        inner = kind([{"params": [parameter], **own}], **{**arguments, **settings})
-        inner.state[parameter] = {name: value for name, value in state.items() if name not in (REMAINDER, FULL)}
-        _plain_step(kind)(inner)
-        state.update(inner.state[parameter])
+    def _rule(self, group: dict[str, Any], step: float) -> MatrixRule:
+        return MatrixRule(functools.partial(_torch_step, self._kinds, snapshot(group)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kinds": self._kinds}
+
+
+def _torch_step(
+    kinds: dict[str, Any],
+    group: dict[str, Any],
+    state: dict[str, Any],
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    kind, arguments, settings = kinds["host" if weight.device.type == "cpu" else "device"]
+    parameter = nn.Parameter(weight)
+    parameter.grad = gradient
+    own = {name: value for name, value in group.items() if name != "param_names"}
+    inner = kind([{"params": [parameter], **own}], **{**arguments, **settings})
+    inner.state[parameter] = {name: value for name, value in state.items() if name not in (REMAINDER, FULL)}
+    _plain_step(kind)(inner)
+    state.update(inner.state[parameter])
 
 
 def _plain_step(kind: Any) -> Callable[[Any], Any]:
