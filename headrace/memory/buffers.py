@@ -10,7 +10,13 @@ import torch
 
 from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.pages import map_pages
-from headrace.runtime.autograd import address_of, in_transform, storage_use_count, without_transforms
+from headrace.runtime.autograd import (
+    address_of,
+    in_transform,
+    storage_use_count,
+    tensor_use_count,
+    without_transforms,
+)
 from headrace.runtime.device import is_accelerator
 
 __all__ = ["SAVED", "DeviceBuffers", "SavedView", "plain_tensors", "references_beside", "saved_view"]
@@ -124,14 +130,31 @@ def saved_view(buffer: torch.Tensor, view: SavedView) -> torch.Tensor:
 
 
 def references_beside(buffer: torch.Tensor) -> int:
-    """How many tensors and storage objects share the memory of a buffer, not counting views that are kept with it."""
+    """How many tensors and storage objects share the memory of a buffer, not counting views that are kept with it.
+
+    Others may have one of these views itself: a graph that a backward with `create_graph=True` has made, or a Function
+    that keeps what it saved.
+    """
     storage = buffer.untyped_storage()  # which counts as well: tensors in C++, and holders of its one Python object
     own: int = buffer.__dict__.get(_OWN, _looking)
-    return storage_use_count(address_of(storage)) + sys.getrefcount(storage) - own
+    beside = storage_use_count(address_of(storage)) + sys.getrefcount(storage) - own
+    for view in buffer.__dict__.get(SAVED, _NONE).values():
+        beside += tensor_use_count(view) + sys.getrefcount(view) - _looking_at_view
+    return beside
 
 
-_looking = 0
+_NONE: dict[SavedView, torch.Tensor] = {}
+_looking = _looking_at_view = 0
 _looking = references_beside(torch.empty(1, device="cpu"))
+
+
+def _references_to_kept_view() -> int:
+    buffer = torch.empty(1, dtype=torch.uint8, device="cpu")
+    saved_view(buffer, (torch.uint8, torch.Size([1]), (1,), 0))
+    return references_beside(buffer)
+
+
+_looking_at_view = _references_to_kept_view()
 
 
 def plain_tensors() -> contextlib.AbstractContextManager[object]:

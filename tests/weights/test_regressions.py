@@ -212,3 +212,36 @@ def test_a_sparse_gradient_after_a_dense_one_that_has_not_left() -> None:
                 one.zero_grad()
                 one(ids).square().sum().backward()
             assert_same_gradients(model, plain, some_missing=True)
+
+
+class Scaled(nn.Module):
+    """Computes with a frozen weight as it is, so that the gradient's own graph saves just that."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width, width), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.scale)
+
+
+def test_what_a_graph_of_a_gradient_has_saved_stays_as_it_was(compute_device: torch.device) -> None:
+    """Its memory is given to no other block before that graph is gone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (Scaled(16), nn.Linear(16, 16))))
+    plain = copy.deepcopy(model).to(compute_device)
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 256, device=compute_device).view(16, 16).requires_grad_()
+        loss = model(x).square().mean()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
+        for _ in range(2):
+            model.zero_grad()
+            plain.zero_grad()
+            for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+                assert torch.equal(ours, theirs)
+        assert handle.stats().onload_bytes > weight_bytes(model)
