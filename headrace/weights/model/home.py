@@ -111,16 +111,6 @@ class Home(PlainCopies, nn.Parameter):
         """`self.data = value`, unnoticed."""
         data_of.__set__(self, value)
 
-    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
-        """As a tensor's. That is how Horovod, Apex and Megatron find the node that accumulates the gradient."""
-        owner_of(self).watch_node()
-        return super().expand_as(other)
-
-    def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """As a tensor's, and as in `expand_as`: `torch.autograd.graph` finds the node by it."""
-        owner_of(self).watch_node()
-        return super().view_as(other)
-
     def plain(self) -> nn.Parameter:
         """As in PlainCopies. The host waits until no optimizer writes the home any more."""
         owner_of(self).wait_for_updates()
@@ -133,21 +123,27 @@ _NO_WRITES = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_",
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 
 
-def _announced(name: str) -> Callable[..., Any]:
-    """The method of tensors that writes in place, of which the home's owner knows before."""
-    write = getattr(torch.Tensor, name)
+# That is how Horovod, Apex and Megatron, and `torch.autograd.graph`, find the node that accumulates the gradient.
+_FIND_NODES = ("expand_as", "view_as")
 
-    @functools.wraps(write)
+
+def _announced(name: str, notice: Callable[[Any], None]) -> Callable[..., Any]:
+    """The method of tensors, of which the home's owner has notice before."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
     def announced(home: Home, *args: Any, **kwargs: Any) -> Any:
-        owner_of(home).before_write()
-        return write(home, *args, **kwargs)
+        notice(owner_of(home))
+        return method(home, *args, **kwargs)
 
     return announced
 
 
 _METHODS = {name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")} - _NO_WRITES
 for _name in (*_METHODS, "__setitem__", *(f"__i{name}__" for name in _OPERATORS)):
-    setattr(Home, _name, _announced(_name))
+    setattr(Home, _name, _announced(_name, lambda owner: owner.before_write()))
+for _name in _FIND_NODES:
+    setattr(Home, _name, _announced(_name, lambda owner: owner.watch_node()))
 
 
 class Part(nn.Parameter):
