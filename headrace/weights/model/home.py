@@ -28,11 +28,11 @@ from headrace.runtime.pending import OWNER, name_of
 
 __all__ = [
     "GONE",
+    "AliasHome",
+    "AliasParam",
     "AwayLeaf",
     "Home",
     "Leaf",
-    "Part",
-    "PartHome",
     "PlainCopies",
     "WatchedBuffer",
     "as_home",
@@ -146,18 +146,18 @@ for _name in _FIND_NODES:
     setattr(Home, _name, _announced(_name, lambda owner: owner.watch_node()))
 
 
-class Part(nn.Parameter):
-    """A tensor inside of a weight (weights/model/compound.py), as a parameter of ours: the same memory and versions."""
+class AliasParam(nn.Parameter):
+    """A tensor inside of a weight (compound.py), or a buffer that travels, as a parameter: same memory and versions."""
 
     tensor: torch.Tensor  # that is inside of the weight
     is_buffer: bool  # it is a buffer of a module, all of the weight
     leads: bool  # the tensor goes where this goes: another weight's part, which has it too, does not lead it
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *, is_buffer: bool = False) -> "Part":
+    def of(cls, tensor: torch.Tensor, *, is_buffer: bool = False) -> "AliasParam":
         """The part that `tensor` is."""
         with without_overrides():
-            part: Part = make_subclass(cls, tensor.detach(), False)
+            part: AliasParam = make_subclass(cls, tensor.detach(), False)
         part.tensor, part.is_buffer = tensor, is_buffer
         leader = _leaders.get(tensor)
         part.leads = leader is None or leader() is None
@@ -166,7 +166,7 @@ class Part(nn.Parameter):
         return part
 
 
-class PartHome(Home):
+class AliasHome(Home):
     """A managed part. What it is pointed to, the tensor inside of the weight is as well."""
 
     tensor: torch.Tensor
@@ -295,7 +295,7 @@ class AwayLeaf(Leaf):
 def as_home(parameter: nn.Parameter, owner: Any) -> Home:
     """Makes the object itself a home, which `owner` (a `Slot`) manages."""
     home: Any = parameter
-    home.__class__ = PartHome if isinstance(parameter, Part) else Home
+    home.__class__ = AliasHome if isinstance(parameter, AliasParam) else Home
     home.__dict__[OWNER] = owner
     if home.shown is not home:
         home.shown.__class__ = WatchedBuffer
@@ -305,7 +305,7 @@ def as_home(parameter: nn.Parameter, owner: Any) -> Home:
 
 def as_parameter(home: nn.Parameter) -> nn.Parameter:
     """The inverse of `as_home`."""
-    if isinstance(home, PartHome) and home.is_buffer:
+    if isinstance(home, AliasHome) and home.is_buffer:
         home.tensor.__dict__.pop(OWNER, None)
         home.tensor.__class__ = torch.Tensor
     home.__dict__.pop(OWNER, None)

@@ -15,7 +15,7 @@ from headrace.runtime.autograd import without_overrides
 from headrace.runtime.pending import Unit
 from headrace.weights.model.accumulation import node_is_kept
 from headrace.weights.model.data_parallel import ADVICE
-from headrace.weights.model.home import AwayLeaf, Home, Leaf, Part, as_home, as_parameter, raw_data
+from headrace.weights.model.home import AliasParam, AwayLeaf, Home, Leaf, as_home, as_parameter, raw_data
 
 __all__ = ["REMOVED", "Layout", "Slot", "Token"]
 
@@ -244,7 +244,7 @@ class Slot:
     def adopt(self, parameter: nn.Parameter) -> None:
         """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
         kind = type(parameter if type(parameter) is not nn.Parameter else raw_data(parameter))
-        if kind not in (nn.Parameter, torch.Tensor, Part):
+        if kind not in (nn.Parameter, torch.Tensor, AliasParam):
             advice = f": {ADVICE}" if kind.__name__ == "DTensor" else ""
             raise LayoutError(
                 f"parameter {self.name!r} was offloaded as a plain one and is a {kind.__name__} now, whose bytes lie"

@@ -13,7 +13,7 @@ import torch
 from headrace.planning import Phase
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.tensors import tensors_in
-from headrace.weights.model.home import AwayLeaf, PartHome
+from headrace.weights.model.home import AliasHome, AwayLeaf
 from headrace.weights.model.slot import Slot
 from headrace.weights.model.uses import Use
 from headrace.weights.movement.block import Block
@@ -152,7 +152,7 @@ def is_idle(blocks: Sequence[Block], args: Any, kwargs: Any) -> bool:
     """
     if len(blocks) != 1 or blocks[0].called is None or blocks[0].users:
         return False
-    if any(isinstance(slot.home, PartHome) for slot in blocks[0].slots):
+    if any(isinstance(slot.home, AliasHome) for slot in blocks[0].slots):
         return False
     given = list(tensors_in((args, kwargs)))
     if not given or any(tensor.numel() for tensor in given):
