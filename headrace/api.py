@@ -16,8 +16,8 @@ from torch import nn
 from headrace import live
 from headrace.accumulating import MicroBatches
 from headrace.activation_offloading import ActivationOffloading
+from headrace.activations.calls import refuse_watched
 from headrace.activations.targets import check_targets
-from headrace.activations.watched import refuse_watched
 from headrace.ahead import probed_rates
 from headrace.config import (
     BlocksSpec,
@@ -163,7 +163,7 @@ def offload(
         onload=onload,
         packed=packed,
     )
-    refuse_watched(model)
+    refuse_watched(model, ", and pass activations=True here")
     refuse_unmanageable(model, with_checkpoint=config.checkpoint is not None)
     if config.activations is not None:
         check_targets(model, config.activations)
@@ -458,18 +458,10 @@ class Offloaded(Handle):
             host_bytes=self._ledger.held_bytes(Tier.HOST),
             host_peak_bytes=self._ledger.peak_bytes(Tier.HOST),
             disk_bytes=self._ledger.held_bytes(Tier.DISK),
-            onload_bytes=self._meter.onload_bytes,
-            offload_bytes=self._meter.offload_bytes,
-            fetch_bytes=self._meter.fetch_bytes,
-            spill_bytes=self._meter.spill_bytes,
-            onloads=self._meter.onloads,
-            demand_onloads=self._meter.demand_onloads,
             stall_seconds=stall_seconds,
             compute_seconds=compute_seconds,
-            steps=self._meter.steps,
-            skipped_steps=self._meter.skipped_steps,
             not_finite_steps=self._steps.not_finite_steps(wait=wait_for_updates),
-            **self._meter.others() | self._ledger.locked(),
+            **self._meter.counts() | self._ledger.locked(),
         )
 
     def reset_stats(self) -> None:
@@ -556,7 +548,7 @@ class Offloaded(Handle):
         self._meter.checkpoint_begun(saving)
 
     def _check_between_passes(self, what: str) -> None:
-        self._engine.process.check()
+        self._engine.progress.check_process()
         self._engine.quiesce(updates=False)
         if self._engine.progress.computes or self._engine.progress.runs_hooks:
             raise StateError(f"{what} was called within a forward or backward of the model; call it after that")
@@ -579,7 +571,7 @@ class Offloaded(Handle):
             steps.callback(live.handles.discard, self)
             steps.callback(setattr, self, "_attachment", None)
             steps.callback(self._attachment.detach)
-            steps.callback(self._residency.close)
+            steps.callback(self._executor.close)
             if self.activations is not None:
                 steps.callback(self.activations.remove)
             steps.callback(self._gradients.close)
@@ -613,4 +605,4 @@ class Offloaded(Handle):
             block.forked()
 
     def _blocks(self) -> list[Block]:
-        return [*self._engine.blocks, *self._engine.residents]
+        return self._engine.all_blocks()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.compat.sizes import tensor_bytes
+from headrace.compat.visiting import tensor_bytes
 from headrace.memory.arena import Arena, aligned
 from headrace.memory.ledger import Ledger
 from headrace.runtime.device import resolve_device

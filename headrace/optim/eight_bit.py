@@ -13,6 +13,7 @@ float32 in each row. The native kernel has the same arithmetic.
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = [
@@ -46,7 +47,7 @@ class _Code:
         self.base = (127 - octaves) << 23  # bits of the offset
         self.offset = 2.0**-octaves
         self.top = 0.96875 - self.offset  # what the largest value of a run becomes: the last code
-        self.inverse = float(torch.tensor(1.0).div_(torch.tensor(self.top)))  # rounded to float32, as the kernel's
+        self.inverse = float(np.float32(1) / np.float32(self.top))  # rounded as the kernel's
         self.largest = largest
 
 

@@ -122,8 +122,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[list[DiskStore], DiskLog]:
     stores: list[DiskStore] = []
     log = DiskLog()
 
-    def opens(directory: Path, ledger: Ledger) -> DiskStore:
-        stores.append(DiskStore(directory, ledger, log=log))
+    def opens(directory: Path, ledger: Ledger, *, own: str) -> DiskStore:
+        stores.append(DiskStore(directory, ledger, log=log, own=own))
         return stores[-1]
 
     monkeypatch.setattr(disk_state, "DiskStore", opens)

@@ -22,11 +22,10 @@ from headrace.compat.tutorial.configs import (
     TensorLocation,
 )
 from headrace.compat.tutorial.loaders import DoubleBufferedLoader, OverlappedOffloader, TripleBufferedLoader
-from headrace.compat.tutorial.nvme import NVMeOffloadManager
+from headrace.compat.tutorial.managers import NVMeOffloadManager, UnifiedOffloadManager
 from headrace.compat.tutorial.optimizer import CPUOffloadOptimizer
 from headrace.compat.tutorial.packing import pack_layers_sequentially
 from headrace.compat.tutorial.prefetching import LayerPrefetcher, compute_optimal_prefetch
-from headrace.compat.tutorial.unified import UnifiedOffloadManager
 
 __all__ = [
     "CPUOffloadOptimizer",

@@ -93,7 +93,7 @@ class CommonHomes:
             rest.drop()
             for shared in () if self.node.across is None else (rest, *([] if rest.homes is None else [rest.homes])):
                 part = shared.common[self.node.part(len(shared.common))]
-                with self.node.together(f"block {block.name!r}, as the first node has it"):
+                with self.node.together(f"block {block.name!r}, as the first node has it", across=True):
                     distributed.broadcast(part, group_src=0, group=self.node.across)
             if self.node.across is not None:
                 self.node.meet(f"block {block.name!r}, as the first node has it")

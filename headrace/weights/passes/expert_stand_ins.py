@@ -96,7 +96,7 @@ class ExpertsOfCall:
         self._block = block
         self._gradients = gradients
         self._gathers = gathers
-        self._banks = [slices.bank_of(block, used)]  # none any more where all of the weights are needed
+        self._banks = [slices.bank_of(block, len(used))]  # none any more where all of the weights are needed
         self._used = [number for number in used if 0 <= number < self.count]
         self._order = {number: place for place, number in enumerate(self._used)}
         slots = self._bank.slots

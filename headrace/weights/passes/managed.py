@@ -31,6 +31,7 @@ from headrace.weights.model.compound import is_compound, shown_for
 from headrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
 from headrace.weights.model.inventory import is_left_to_user
 from headrace.weights.model.module_buffers import HostBuffer, plain_buffer
+from headrace.weights.passes.call import Site
 from headrace.weights.passes.compiling import compile_blocks, note_not_compiled
 from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.parameter_access import (
@@ -39,7 +40,6 @@ from headrace.weights.passes.parameter_access import (
     homes_as_they_are,
     pass_begins,
 )
-from headrace.weights.passes.site import Site
 
 __all__ = ["Managed", "bring_attributes_back", "lend_parameters", "make_managed", "make_plain", "site_of"]
 
@@ -149,7 +149,7 @@ class Managed:
         if site.is_inside():
             return forward(*args, **kwargs)
         engine = self._engine
-        if engine.bindings.straight_for == get_ident() and site.needs_no_visit():
+        if engine.progress.straight_for == get_ident() and site.needs_no_visit():
             output = forward(*args, **kwargs)
             engine.backward.watch_output(site, output)
             return output

@@ -203,7 +203,8 @@ class Fetch:
 def _send(piece: DiskRead, chunk: torch.Tensor, target: Target, pace: Pace, meter: Meter) -> tuple[Tick, Tick]:
     if not piece.plain_bytes:
         return _copy(piece.copies(chunk, target.buffer), target, pace)
-    meter.unpacked(piece.nbytes, piece.plain_bytes)
+    meter.packed_bytes += piece.nbytes
+    meter.unpacked_bytes += piece.plain_bytes
     if target.buffer.device.type == "cpu" and not pace.is_limited and piece.has_whole_words:
         begun, _ = _copy((), target, pace)
         target.after.synchronize()
@@ -278,8 +279,8 @@ class Fetching:
         self._chunks = chunks
         self._pace = pace
         self._turns = None if is_accelerator(pace.lanes.device) else Turns()
-        self._reader = OneThread("headrace-fetch")
-        self._sender = OneThread("headrace-send")
+        self._reader = OneThread("headrace-fetch", pace.lanes.device)
+        self._sender = OneThread("headrace-send", pace.lanes.device)
         self._ahead: dict[Fetchable, Fetch] = {}  # in the order of submission: not asked for yet
         self._promised: set[int] = set()  # the ids of those that another thread will ask for
         self._seconds_per_byte = float("inf")
@@ -323,7 +324,7 @@ class Fetching:
                 self._withdraw(other)
             if fetch.ask(target):
                 del self._ahead[block]
-                self._meter.fetched_ahead(fetch.ahead_bytes)
+                self._meter.ahead_bytes += fetch.ahead_bytes
                 return fetch
         self.withdraw_all()
         fetch = block.fetch(self)
@@ -373,6 +374,6 @@ class Fetching:
 
     def _send(self, fetch: Fetch) -> None:
         nbytes, seconds = fetch.send(self._ring, self._pace, self._meter)
-        self._meter.fetched(nbytes)
+        self._meter.fetch_bytes += nbytes
         if seconds > 0:
             self._seconds_per_byte = min(self._seconds_per_byte, seconds / nbytes)

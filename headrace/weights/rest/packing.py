@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from headrace.errors import DiskError
-from headrace.memory.disk import DiskStore, Extent, Request, disk_pages
+from headrace.memory.disk import DiskStore, Ended, Extent, Request, disk_pages
 from headrace.memory.packed import pack_in_place
 from headrace.planning.cost.packing import LEFT_FREE_BYTES
 from headrace.runtime.lanes import Event
@@ -105,20 +105,7 @@ class PackedCopy:
             return None
         self._parts[index] = _PackedRead(part.extent, of, packed_bytes, write)
         self._spilled(packed_bytes)
-        return _End(write)
-
-
-@dataclass(frozen=True)
-class _End:
-    """The end of a write, whatever came of it: who needs what it wrote asks the write itself."""
-
-    write: Request
-
-    def synchronize(self) -> None:
-        self.write.settle()
-
-    def query(self) -> bool:
-        return self.write.query()
+        return Ended(write)
 
 
 def is_frozen(slots: Sequence[Slot]) -> bool:

@@ -160,7 +160,7 @@ class HostTiers:
 
     def _opened(self, path: Path, node: Node | None) -> DiskStore:
         if path not in self._stores:
-            self._stores[path] = DiskStore(path, self._ledger, log=self._meter.disk_log, node=node)
+            self._stores[path] = DiskStore(path, self._ledger, log=self._meter.disk_log, node=node, device=self._device)
         return self._stores[path]
 
     @property
@@ -328,7 +328,6 @@ class HostTiers:
             self._materialized.checkpoint.close()
         if self._node is not None:
             close_descriptors(self._node)
-            self._node.close()
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> list[str | None]:
         """The parameters' tensors in the checkpoint; None for those that are not there."""
@@ -344,7 +343,7 @@ class HostTiers:
         reads = {name: index for index, name in enumerate(names) if name is not None}
         if self._materialized is not None and reads and (self._node is None or self._node.is_first):
             into = rest.common_places(layouts) if isinstance(rest, SharedRest) else places
-            self._materialized.checkpoint.read({name: into[index] for name, index in reads.items()}).synchronize()
+            self._materialized.checkpoint.read({name: into[index] for name, index in reads.items()})
         moved = list(reads.values())
         if isinstance(rest, SharedRest):
             moved = list(range(len(names)))

@@ -102,14 +102,14 @@ class DiskRest(Rest):
         if ranks > 1:
             self._chunk_bytes = self.range_bytes = _grain_bytes(nbytes // ranks, chunk_bytes)
         self.store = store
-        self.extent = store.allocate(name, nbytes, "weights")
+        self.extent = store.allocate(name, nbytes, "weights", self._chunk_bytes)
         self._spilled = spilled
         self._flushing: Request | None = None
 
     def fill(self, source: Source) -> None:
         """All bytes of the block come from `source`, past the page cache. To be called when the places were made."""
         self._spilled(self.extent.nbytes)
-        self.store.expect(self.extent, self._chunk_bytes)
+        self.store.expect(self.extent)
         fill(self.extent.nbytes, self._chunk_bytes, source, partial(self.store.write, self.extent))
         self.filled = True
 
@@ -139,7 +139,7 @@ class DiskRest(Rest):
         self._spilled(self.extent.nbytes)
         self.filled = False
         within = None if ranges is None else [(first, first + nbytes) for first, nbytes, _ in ranges]
-        self._flushing = self.store.to_direct(self.extent, self._chunk_bytes, within)
+        self._flushing = self.store.to_direct(self.extent, within)
 
     def was_written(self) -> None:
         self._spilled(self.extent.nbytes)
@@ -220,7 +220,7 @@ class SharedRest(Rest):
     @property
     def is_written(self) -> bool:
         """Whether this rank's user has written something else than what all see. Reads all of it, if it was written."""
-        found = self._view.may_be_written and not torch.equal(self._own, self.common)
+        found = self._view.written() is not False and not torch.equal(self._own, self.common)
         self._common.forget()
         return found or (self.homes is not None and self.homes.is_written)
 
@@ -243,7 +243,7 @@ class SharedRest(Rest):
 
     def drop(self) -> None:
         """This rank sees what all see."""
-        self._view.drop()
+        self._view.forget()
         self.reads_own(False)
         if self.homes is not None:
             self.homes.drop()
@@ -279,7 +279,7 @@ class CheckpointRest(Rest):
 
     @property
     def is_as_in_files(self) -> bool:
-        return all(map(self._checkpoint.as_in_file, self._names))
+        return all(self._checkpoint.written(name) is False for name in self._names)
 
     def digest(self) -> int:
         """As SharedRest's."""
@@ -305,13 +305,13 @@ class CheckpointRest(Rest):
         nbytes = min(disk_pages(run.end), self._checkpoint.size_bytes(run.path)) - run.first
 
         def read(chunk: torch.Tensor) -> Request:
-            return self._checkpoint.read_range(run.path, run.first, chunk[:nbytes], what=self._what)
+            return self._checkpoint.read_range(run.path, run.first, [Part(chunk, 0, nbytes)], what=self._what)
 
         def read_into(chunk: torch.Tensor, buffer: torch.Tensor) -> tuple[ReadEvent, Callable[[], None]] | None:
             memory, finish = _scattered(run.parts, nbytes, chunk, buffer)
             if finish is None:
                 return None
-            return self._checkpoint.read_scattered(run.path, run.first, memory, what=self._what), finish
+            return self._checkpoint.read_range(run.path, run.first, memory, what=self._what), finish
 
         return DiskRead(read=read, nbytes=nbytes, parts=tuple(run.parts), read_into=read_into)
 
