@@ -5,7 +5,6 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Literal
 
 from torch import nn
@@ -24,6 +23,7 @@ from headrace.memory.ledger import Ledger, Tier
 from headrace.planning import ActivationPlan
 from headrace.report import ActivationStats, Report, Row, RunRecord
 from headrace.runtime.device import resolve_device
+from headrace.runtime.handle import Handle
 from headrace.runtime.host import available_host_bytes
 from headrace.runtime.lanes import Lanes, open_lanes
 from headrace.runtime.link import LaneUse
@@ -104,11 +104,11 @@ def offload_activations(
     lanes = open_lanes(resolve_device(None if first is None else first.device))
     ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
     check_targets(model, config)
-    store = DiskStore(disk, ledger) if disk else None
+    store = DiskStore(disk, ledger, device=lanes.device) if disk else None
     return ActivationOffloading(model, config, lanes, ledger, store)
 
 
-class ActivationOffloading:
+class ActivationOffloading(Handle):
     """The handle on a model whose activations are offloaded. As a context manager it calls `remove()` at the end."""
 
     def __init__(
@@ -236,14 +236,6 @@ class ActivationOffloading:
                 closers += [] if self._store is None else [self._store.close]
                 closers.append(functools.partial(self._lanes.close, wait=False))
                 weakref.finalize(self._stash, _call_all, closers)
-
-    def __enter__(self) -> "ActivationOffloading":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
     # calls ------------------------------------------------------------------------------------------------------------
     def forward(self) -> AbstractContextManager[None]:

@@ -288,7 +288,7 @@ class Offloaded(Handle):
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:
-            self._tiers.room = Room(
+            room = Room(
                 self._blocks,
                 self._residency,
                 self._executor,
@@ -297,6 +297,7 @@ class Offloaded(Handle):
                 self._tiers.has_room,
                 self._budgets.ranks,
             )
+            self._tiers.make_room = room.make
         gradients: GradientFlow
         metered = self._lanes, self._ledger, self._meter
         if self._common is None:
@@ -454,18 +455,10 @@ class Offloaded(Handle):
             host_bytes=self._ledger.held_bytes(Tier.HOST),
             host_peak_bytes=self._ledger.peak_bytes(Tier.HOST),
             disk_bytes=self._ledger.held_bytes(Tier.DISK),
-            onload_bytes=self._meter.onload_bytes,
-            offload_bytes=self._meter.offload_bytes,
-            fetch_bytes=self._meter.fetch_bytes,
-            spill_bytes=self._meter.spill_bytes,
-            onloads=self._meter.onloads,
-            demand_onloads=self._meter.demand_onloads,
             stall_seconds=stall_seconds,
             compute_seconds=compute_seconds,
-            steps=self._meter.steps,
-            skipped_steps=self._meter.skipped_steps,
             not_finite_steps=self._steps.not_finite_steps(wait=wait_for_updates),
-            **self._meter.others() | self._ledger.locked(),
+            **self._meter.counts() | self._ledger.locked(),
         )
 
     def reset_stats(self) -> None:
@@ -554,7 +547,7 @@ class Offloaded(Handle):
         self._meter.checkpoint_begun(saving)
 
     def _check_between_passes(self, what: str) -> None:
-        self._engine.process.check()
+        self._engine.progress.check_process()
         self._engine.quiesce(updates=False)
         if self._engine.progress.computes or self._engine.progress.runs_hooks:
             raise StateError(f"{what} was called within a forward or backward of the model; call it after that")
@@ -577,7 +570,7 @@ class Offloaded(Handle):
             steps.callback(live.handles.discard, self)
             steps.callback(setattr, self, "_attachment", None)
             steps.callback(self._attachment.detach)
-            steps.callback(self._residency.close)
+            steps.callback(self._executor.close)
             if self.activations is not None:
                 steps.callback(self.activations.remove)
             steps.callback(self._gradients.close)
@@ -611,4 +604,4 @@ class Offloaded(Handle):
             block.forked()
 
     def _blocks(self) -> list[Block]:
-        return [*self._engine.blocks, *self._engine.residents]
+        return self._engine.all_blocks()

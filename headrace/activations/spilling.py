@@ -49,7 +49,7 @@ class DiskStash(Stash):
     ) -> None:
         super().__init__(lanes, ledger, meter, config)
         self._store = store
-        self._sender = OneThread("headrace-activations")
+        self._sender = OneThread("headrace-activations", lanes.device)
         self._file: list[ranges.Range] = []  # all that was taken of the store
         self._free: list[ranges.Range] = []  # of it: no item has these bytes, and no request of them is under way
         self._extent_of: dict[Item, Extent] = {}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from headrace.checkpoint.directory import newest
 from headrace.checkpoint.manifest import MANIFEST, read_manifest
-from headrace.checkpoint.reading import SavedFile
 from headrace.cli import InputError, about_input
 from headrace.cli.checks import Machine, findings
 from headrace.cli.symptoms import SYMPTOMS, matching
 from headrace.config import format_bytes
+from headrace.memory.disk.saved_file import SavedFile, read_all, reading_memory
 from headrace.runtime.device import resolve_device
 
 
@@ -71,8 +71,8 @@ def _checked(directory: Path) -> str:
         directory = newest(directory) or directory
     manifest = read_manifest(directory)
     for name, record in manifest.files.items():
-        file = SavedFile(directory / name, record)
-        file.verify()
+        file = SavedFile(directory / name, record.checksums)
+        read_all([(file, ())], reading_memory())
         file.close()
     nbytes = sum(record.nbytes for record in manifest.files.values())
     return f"{directory} is whole: {len(manifest.files)} files, {format_bytes(nbytes)}, as they were written"

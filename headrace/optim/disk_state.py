@@ -233,9 +233,9 @@ class DiskState:
         return lent
 
     def take_back(self, key: Any) -> None:
-        """What was lent is read and written directly again."""
+        """What was lent is read and written directly again: in parts, which have checksums of their own."""
         for extent in self._extents.get(key, {}).values():
-            self._store.to_direct(extent).synchronize()
+            self._store.to_direct(extent, within=()).synchronize()
 
     def _loads(self, wanted: Sequence[Wanted]) -> Iterator[list[tuple[Part, list[_Stretch]]]]:
         load: list[tuple[Part, list[_Stretch]]] = []

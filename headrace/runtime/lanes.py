@@ -117,7 +117,7 @@ class Lanes(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._host = OneThread("headrace-host")
+        self._host = OneThread("headrace-host", device)
 
     @abstractmethod
     def mark(self) -> Event:
@@ -203,7 +203,7 @@ class StreamLanes(Lanes):
         stream.wait_event(after)  # type: ignore[arg-type]
         begun = self._tick_on(stream)
         nbytes = 0
-        with stream:
+        with _entered(stream):
             for destination, source in copies:
                 destination.copy_(source, non_blocking=True)
                 nbytes += source.nbytes
@@ -215,7 +215,7 @@ class StreamLanes(Lanes):
         stream = self._streams[lane]
         stream.wait_event(after)  # type: ignore[arg-type]
         begun = self._tick_on(stream)
-        with stream:
+        with _entered(stream):
             job()
         return Transfer(lane, (), nbytes, begun, self._tick_on(stream))
 
@@ -224,7 +224,7 @@ class StreamLanes(Lanes):
             self._unpacking = torch.Stream(device=self.device)
         for event in after:
             self._unpacking.wait_event(event)  # type: ignore[arg-type]
-        with self._unpacking:
+        with _entered(self._unpacking):
             job()
         return self._tick_on(self._unpacking)
 
@@ -235,7 +235,7 @@ class StreamLanes(Lanes):
         return torch.accelerator.current_stream(self.device)
 
     def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext() if stream == self.compute_stream() else stream
+        return nullcontext() if stream == self.compute_stream() else _entered(stream)
 
     def tick(self) -> Tick:
         return self._tick_on(torch.accelerator.current_stream(self.device))
@@ -255,6 +255,18 @@ class StreamLanes(Lanes):
         event = torch.Event(self.device, enable_timing=True)
         stream.record_event(event)
         return event
+
+
+def _entered(stream: torch.Stream) -> AbstractContextManager[Any]:
+    """To be entered in a `with` statement, on any thread: an object of its own for each.
+
+    A stream keeps on its Python object what was current before. Two threads that entered one object at the same time
+    would go on with each other's stream and device.
+    """
+    fresh: Any = torch.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+    return fresh  # type: ignore[no-any-return]
 
 
 class _Reached:

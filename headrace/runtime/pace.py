@@ -64,7 +64,7 @@ class Pace:
             return
         self._limit = _Limit(max(1, int(bytes_per_second * window_seconds)), window_seconds)
         if self._thread is None:
-            self._thread = OneThread("headrace-pace")
+            self._thread = OneThread("headrace-pace", self.lanes.device)
 
     def submit(self, lane: Lane, copies: Sequence[Copy], after: Event) -> tuple[Transfer | LateTransfer, Event]:
         """Submits copies, within the limit, and never blocks. Also returns their end."""

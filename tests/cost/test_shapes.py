@@ -12,8 +12,10 @@ from headrace.planning.cost import (
     MACHINES,
     Activations,
     BlockKind,
+    Case,
     Method,
     Place,
+    Spread,
     Work,
     read_config,
     shape_of_config,
@@ -181,7 +183,7 @@ def test_activations_of_a_wide_layer() -> None:
         Method(weights=Place.DEVICE, state=Place.DEVICE, activations=way)
         for way in (Activations.KEPT, Activations.RECOMPUTED)
     ]
-    kept, recomputed = (activation_bytes(shape, work, method, MACHINES["4090"])[0] for method in roomy)
+    kept, recomputed = (activation_bytes(Case(shape, work, Spread(), method, MACHINES["4090"]))[0] for method in roomy)
     assert recomputed < kept / 4
 
 

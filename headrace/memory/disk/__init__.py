@@ -9,6 +9,7 @@ from headrace.memory.disk.log import DiskLog
 from headrace.memory.disk.mapping import Mapping, Origin, copy_on_disk, origin_of, release_pages
 from headrace.memory.disk.newborn import TensorsOnDisk
 from headrace.memory.disk.requests import Access, Request
+from headrace.memory.disk.saved_file import SavedFile, TensorInFile
 from headrace.memory.disk.staging import Slot, StagingRing
 from headrace.memory.disk.store import DiskStore
 
@@ -25,9 +26,11 @@ __all__ = [
     "Origin",
     "Part",
     "Request",
+    "SavedFile",
     "Slot",
     "StagingRing",
     "TensorAtRest",
+    "TensorInFile",
     "TensorsOnDisk",
     "copy_on_disk",
     "disk_pages",

@@ -87,7 +87,7 @@ class Slot:
         self.on_change: Callable[[Slot, bool], None] = _nothing  # see `Block`: the home may have changed
         self.generation = 0  # of its block, when what the home holds last changed
         self._before_touch = before_touch
-        self.before_write = before_write  # as in Owner
+        self.before_write = before_write  # called when the home is about to be written in place
         self._times_given = 0  # how often the home got other data (`p.data = t`)
         self.data_number = 0  # which of these it has; 0: its own
         self._cast = -1  # the generation of what the cast in `rest` was made of
@@ -107,6 +107,11 @@ class Slot:
         self.leaf.__class__ = AwayLeaf
         self.home: Home = as_home(parameter, self)
         self._move_in()
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """What the user's modules have where they are to have the leaf in a visit."""
+        return self.home.shown
 
     @property
     def casts(self) -> bool:
@@ -143,12 +148,12 @@ class Slot:
         return self.node_is_watched or bool(self.home._backward_hooks)
 
     def discard_gradient(self) -> None:
-        """As in Owner: what waits to be averaged over ranks goes, too."""
+        """The home's gradient is about to be set to None: what waits to be averaged over ranks goes, too."""
         if self.unit is not None and self.unit.common is not None:
             self.unit.common.discard([self.home])
 
     def watch_node(self) -> None:
-        """As in Owner: from now on autograd accumulates the gradient."""
+        """Somebody may hook into the node that accumulates the home's gradient: from now on autograd does that."""
         self.node_is_watched = True
 
     def look_for_watchers(self) -> None:
@@ -217,7 +222,7 @@ class Slot:
         """`rest` has the cast of what the home holds."""
         self._cast = self.generation
 
-    def follow_requires_grad(self) -> None:
+    def prepare_leaf(self) -> None:
         """The leaf wants a gradient exactly when the home does."""
         wanted = self.home.requires_grad
         if self.leaf.requires_grad != wanted:

@@ -29,7 +29,7 @@ from headrace.weights.meter import Meter
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.trace import Course, VisitKey
-from headrace.weights.rest.fetching import Fetch, Fetching, Target, Way
+from headrace.weights.rest.fetching import Fetch, Fetching, Target
 from headrace.weights.rest.pieces import Range
 
 __all__ = ["Agreed", "Gathered", "Gathers"]
@@ -83,7 +83,7 @@ class Gathers:
         self._lanes, self._pace, self._meter, self._ledger = pace.lanes, pace, meter, ledger
         self._group = DeviceGroup(self._node, self._lanes.device)
         self._counters = Counters(self._node, 4)
-        self._thread = OneThread("headrace-gather")
+        self._thread = OneThread("headrace-gather", self._lanes.device)
         self._agenda: deque[tuple[float, Block]] = deque()  # from which visit of the pass on, and which block
         self._begun = 0  # on this rank, ever
         self._known: list[Agreed] = []  # on all ranks the same
@@ -291,9 +291,9 @@ class OwnPart:
     def look(self) -> int:
         return self.block.look()
 
-    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+    def fetch(self, by: Fetching) -> Fetch:
         """As the block's."""
-        return self.block.fetch(chunk_bytes, way, self.ranges, always=True)
+        return self.block.fetch(by, self.ranges, always=True)
 
 
 def _fetched(fetching: Fetching, fetch: Fetch, scratch: torch.Tensor, after: Event) -> LateTransfer:

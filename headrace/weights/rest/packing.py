@@ -16,7 +16,7 @@ from headrace.memory.packed import pack_in_place
 from headrace.planning.cost.packing import LEFT_FREE_BYTES
 from headrace.runtime.lanes import Event
 from headrace.weights.model.slot import Slot
-from headrace.weights.rest.fetching import Way
+from headrace.weights.rest.fetching import Fetching
 from headrace.weights.rest.pieces import Piece
 
 __all__ = ["PackedCopy", "is_frozen"]
@@ -54,13 +54,13 @@ class PackedCopy:
         self._stay_plain: set[int] = set()
         self.saved_bytes = 0  # that the last fetch did not have to read
 
-    def pieces(self, plain: Sequence[Piece], slots: Sequence[Slot], way: Way, *of: object) -> Sequence[Piece]:
+    def pieces(self, plain: Sequence[Piece], slots: Sequence[Slot], by: Fetching, *of: object) -> Sequence[Piece]:
         """What is read in the place of `plain`. `of` differs where that is something else than at the last call."""
         if of != self._of:
             self._of, self._fetches, self._stay_plain = of, 0, set()
         self._fetches += 1
         self.saved_bytes = 0
-        if self._fetches <= _FETCHES_BEFORE or not is_frozen(slots) or not way.packing_pays():
+        if self._fetches <= _FETCHES_BEFORE or not is_frozen(slots) or not by.packing_pays():
             return plain
         store = self._open()
         if store is None:
