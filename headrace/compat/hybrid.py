@@ -1,6 +1,6 @@
 """How does code written for Megatron-Core's HybridDeviceOptimizer run on headrace? With the import changed.
 
-What differs is in docs/documents/megatron.md.
+What differs is in docs/coming_from/megatron.md.
 """
 
 from dataclasses import replace

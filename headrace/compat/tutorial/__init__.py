@@ -1,7 +1,7 @@
 """How does code of the tutorial on offloading run here? Its classes, thin over headrace's memory, lanes and optimizers.
 
 To train or run a model that is larger than a tier, `headrace.offload()` needs none of this: it moves blocks by itself.
-What differs from the tutorial is in docs/documents/tutorial.md, row by row.
+What differs from the tutorial is in docs/coming_from/tutorial.md, row by row.
 """
 
 from headrace.compat.tutorial.compression import compress_parameter, decompress_parameter
