@@ -51,6 +51,7 @@ from headrace.planning.cost import (
     Work,
     shape_of_module,
 )
+from headrace.planning.cost import Case as CostCase
 from headrace.planning.cost.forecast import Run, run_of
 from headrace.planning.cost.lanes import CostLane
 
@@ -127,7 +128,7 @@ def predict(
     method = Method(weights=Place.HOST, state=Place.HOST, activations=activations, overlap=overlap)
     if mode == INFERENCE:
         shape, work = shape.frozen(), dataclasses.replace(work, training=Training.NONE)
-    return run_of(shape, work, Spread(), method, machine, budget_bytes)
+    return run_of(CostCase(shape, work, Spread(), method, machine), budget_bytes)
 
 
 def compare(name: str, run: Run, handle: headrace.Offloaded, step: Callable[[], None]) -> Row:
@@ -217,7 +218,7 @@ def activation_rows() -> Iterator[Row]:
         place = Place.HOST if with_weights else Place.DEVICE
         method = Method(weights=place, state=place, activations=Activations.OFFLOADED)
         budget_bytes = 4 * saved.BLOCK_BYTES if with_weights else None
-        run = run_of(shape_of_module(model), work, Spread(), method, hardware(bandwidth), budget_bytes)
+        run = run_of(CostCase(shape_of_module(model), work, Spread(), method, hardware(bandwidth)), budget_bytes)
         if with_weights:
             handle = headrace.offload(
                 model, device="emu", device_memory=budget_bytes, blocks=[model.layers], activations=True

@@ -18,7 +18,7 @@ from overlap import WIDTH, Decoder
 
 import headrace
 from headrace.memory.disk.file import DirectFile
-from headrace.planning.cost import Activations, Hardware, Method, Place, Spread, Training, Work, shape_of_module
+from headrace.planning.cost import Activations, Case, Hardware, Method, Place, Spread, Training, Work, shape_of_module
 from headrace.planning.cost.forecast import run_of
 from headrace.planning.cost.lanes import CostLane
 
@@ -56,7 +56,7 @@ def disk_rows(hardware: Hardware) -> Iterator[str]:
         machine = hardware.changed(disk_bytes=10**12, disk_read_bytes_per_second=rate, disk_write_bytes_per_second=rate)
         work = Work(training=Training.ADAPTER if trains else Training.NONE, sequence_length=tokens)
         method = Method(weights=Place.DISK, state=Place.DEVICE, activations=Activations.KEPT)
-        run = run_of(shape_of_module(model), work, Spread(), method, machine, blocks * block_bytes)
+        run = run_of(Case(shape_of_module(model), work, Spread(), method, machine), blocks * block_bytes)
         with (
             warnings.catch_warnings(action="ignore"),  # that the files lie in RAM, so that no real drive is in the way
             tempfile.TemporaryDirectory(dir="/dev/shm") as directory,

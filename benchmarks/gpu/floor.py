@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.gpu.cases import Job
 from benchmarks.gpu.models import llama_config, nbytes_of
 from benchmarks.gpu.work import RANK, is_training
-from headrace.planning.cost import Activations, Hardware, Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.cost import Activations, Case, Hardware, Method, Overlap, Place, Spread, Training, Work
 from headrace.planning.cost.forecast import run_of
 from headrace.shapes import shape_of
 
@@ -82,4 +82,4 @@ def forecast(job: Job, model: nn.Module, rows: int, sequence: int, hardware: Har
     if kind is Training.NONE:
         work = dataclasses.replace(work, clipped=False)
     shape = shape_of(described, kind, RANK if job.kind == "lora" else None, None)
-    return run_of(shape, work, Spread(), method, hardware, job.device_memory).seconds
+    return run_of(Case(shape, work, Spread(), method, hardware), job.device_memory).seconds

@@ -5,9 +5,8 @@ from headrace.planning.bounds import bytes_bound, lower_bound
 from headrace.planning.errors import BudgetTooSmall
 from headrace.planning.keeping import Keeping, Key, passes_through
 from headrace.planning.plan import Plan, Prediction, Step
-from headrace.planning.planner import make_plan, make_run
+from headrace.planning.planner import make_plan
 from headrace.planning.problem import Problem
-from headrace.planning.simulator import Simulation, simulate
 from headrace.planning.visit import Phase, Visit
 
 __all__ = [
@@ -21,14 +20,11 @@ __all__ = [
     "Prediction",
     "Problem",
     "Saved",
-    "Simulation",
     "Step",
     "Visit",
     "bytes_bound",
     "lower_bound",
     "make_plan",
-    "make_run",
     "passes_through",
     "plan_activations",
-    "simulate",
 ]

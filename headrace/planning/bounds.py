@@ -46,14 +46,14 @@ def bytes_bound(problem: Problem) -> float:
 
 def fewest_bytes(problem: Problem) -> float:
     """Bytes per cycle that every schedule loads in the long run, at the least."""
-    tape = make_tape(problem, cycles=1, ring=True)
+    tape = make_tape(problem)
     reloaded = sum(problem.block_bytes[block] for block in problem.residents & problem.changing)
     return reloaded + _belady_bytes(tape)
 
 
 def window_bound(problem: Problem) -> float:
     """Bounds 1 and 3: the best cut into windows that begins at the boundary or where the phase changes."""
-    tape = make_tape(problem, cycles=1, ring=True)
+    tape = make_tape(problem)
     visits = problem.visits
     cuts = {0} | {index + 1 for index in range(1, len(visits)) if visits[index].phase is not visits[index - 1].phase}
     if len(cuts) > 4:  # many micro-batches: the cuts inside are found from the boundary anyway
@@ -63,7 +63,7 @@ def window_bound(problem: Problem) -> float:
 
 def memory_bound(problem: Problem) -> float:
     """Bounds 1 and 4: the smallest cycle time at which what is kept leaves room for the loads in flight."""
-    tape = make_tape(problem, cycles=1, ring=True)
+    tape = make_tape(problem)
     total = sum(gap.seconds for gap in tape.gaps)
     used = sum(size * seconds for size, seconds in zip(tape.base, tape.compute, strict=True))
     used += sum(gap.size * gap.seconds for gap in tape.gaps)

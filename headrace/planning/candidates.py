@@ -26,7 +26,7 @@ def candidates(tape: Tape) -> Iterator[tuple[Tape, list[bool]]]:
             else:
                 turning.append((len(cycles), list(key)))
     for count, kept in turning:
-        yield make_tape(tape.problem, cycles=count, ring=True), kept
+        yield make_tape(tape.problem, cycles=count), kept
 
 
 def _rooms(tape: Tape) -> Iterator[Room]:

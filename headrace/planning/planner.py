@@ -5,10 +5,8 @@ from __future__ import annotations
 from headrace.planning.bounds import lower_bound
 from headrace.planning.plan import Plan, Prediction, Step
 from headrace.planning.problem import Problem
-from headrace.planning.schedule import Schedule, steps_of
-from headrace.planning.search import best_ring, best_run
-from headrace.planning.simulator import simulate
-from headrace.planning.tape import Tape
+from headrace.planning.schedule import steps_of
+from headrace.planning.search import best_schedule
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -16,52 +14,30 @@ def make_plan(problem: Problem) -> Plan:
 
     The same problem always gets the same plan.
     """
-    if not problem.cyclic:
-        return make_run(problem, cycles=1)
-    bound = lower_bound(problem)
-    tape, schedule = best_ring(problem, bound)
-    return _plan(problem, tape, schedule, bound, warm=True)
-
-
-def make_run(problem: Problem, *, cycles: int, present: frozenset[int] = frozenset()) -> Plan:
-    """The plan of a run that begins with `present` on the device (and the residents) and ends after `cycles` cycles.
-
-    `predicted` holds averages over the run's cycles, the first loads included.
-    """
-    if cycles < 1:
-        raise ValueError(f"cycles is {cycles}; a run has at least one")
-    held = sum(problem.block_bytes[block] for block in present | problem.residents)
-    if held > problem.budget_bytes:
-        raise ValueError(f"{held:,} bytes are present at the start, but the budget is {problem.budget_bytes:,} bytes")
-    tape, schedule = best_run(problem, cycles, present)
-    return _plan(problem, tape, schedule, problem.compute_seconds, warm=False)
-
-
-def _plan(problem: Problem, tape: Tape, schedule: Schedule, bound: float, *, warm: bool) -> Plan:
-    steps, start = steps_of(tape, schedule)
-    return Plan(
-        problem=problem,
-        cycles=steps,
-        start=start,
-        predicted=_predict(problem, steps, start, bound, settling=schedule.rounds if warm else 0),
-    )
-
-
-def _predict(
-    problem: Problem, steps: tuple[tuple[Step, ...], ...], start: frozenset[int], bound: float, *, settling: int
-) -> Prediction:
-    """Walk the plan: rounds to settle, and one to measure."""
-    count = len(steps)
-    settled = count * settling
-    run = simulate(problem, steps, cycles=settled + count, present=start)
-    seconds = run.seconds - (run.cycle_ends[settled - 1] if settled else 0.0)
     compute = problem.compute_seconds
-    return Prediction(
-        cycle_seconds=seconds / count,
+    bound = lower_bound(problem) if problem.cyclic else compute
+    tape, schedule = best_schedule(problem, bound)
+    steps, start = steps_of(tape, schedule)
+    seconds = schedule.seconds / tape.cycles
+    predicted = Prediction(
+        cycle_seconds=seconds,
         compute_seconds=compute,
-        stall_seconds=max(0.0, seconds / count - compute),
+        stall_seconds=max(0.0, seconds - compute),
         lower_bound_seconds=bound,
-        onload_bytes=round(sum(run.onload_bytes[settled:]) / count),
-        onloads=sum(run.onloads[settled:]) / count,
-        peak_bytes=run.peak_bytes,
+        onload_bytes=round(schedule.load_bytes / tape.cycles),
+        onloads=len(schedule.loads) / tape.cycles,
+        peak_bytes=_peak_bytes(problem, steps, start),
     )
+    return Plan(problem=problem, cycles=steps, start=start, predicted=predicted)
+
+
+def _peak_bytes(problem: Problem, steps: tuple[tuple[Step, ...], ...], start: frozenset[int]) -> int:
+    """Of one round from `start`, as the host meets it: a block counts from its load's issue to its eviction."""
+    sizes = {block: size for block, size in enumerate(problem.block_bytes) if block not in problem.residents}
+    held = peak = problem.resident_bytes + sum(sizes.get(block, 0) for block in start)
+    for cycle in steps:
+        for step in cycle:
+            held -= sum(sizes[block] for block in step.evictions)
+            held += sum(sizes.get(block, 0) for block in step.loads)
+            peak = max(peak, held)
+    return peak

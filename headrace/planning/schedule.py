@@ -229,22 +229,22 @@ def steps_of(tape: Tape, schedule: Schedule) -> tuple[tuple[tuple[Step, ...], ..
     residents = tape.problem.residents
     loads: list[list[int]] = [[] for _ in range(slots + 1)]
     evictions: list[list[int]] = [[] for _ in range(slots + 1)]
-    start = set(residents - tape.problem.changing if tape.ring else residents | tape.present)
+    start = set(residents - tape.problem.changing if tape.ring else residents)
     order = sorted(range(len(schedule.loads)), key=lambda place: schedule.loads[place].end - schedule.issues[place])
     for place in order:
         gap, issue = schedule.loads[place], schedule.issues[place]
         loads[issue % slots].append(gap.block)
         if issue <= 0:
             start.add(gap.block)
-        if gap.block not in residents and (tape.ring or gap.begin > 0 or gap.block in tape.present):
+        if gap.block not in residents and (tape.ring or gap.begin > 0):
             evictions[(gap.begin + 1) % slots].append(gap.block)
     for gap, choice in zip(tape.gaps, schedule.choices, strict=True):
         if choice == KEEP and gap.begin <= 0:
             start.add(gap.block)
     if not tape.ring:
         last = {gap.block: gap.end for gap in tape.gaps if gap.block not in residents}
-        for block in sorted(last.keys() | tape.present):
-            evictions[last.get(block, 0) + 1].append(block)
+        for block in sorted(last):
+            evictions[last[block] + 1].append(block)
     walk = [*range(1, slots), 0 if tape.ring else slots]
     steps = [Step(evictions=tuple(sorted(evictions[slot])), loads=tuple(loads[slot])) for slot in walk]
     return tuple(tuple(steps[c * period : (c + 1) * period]) for c in range(tape.cycles)), frozenset(start)

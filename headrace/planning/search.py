@@ -24,18 +24,9 @@ _SHORT = 40  # slots up to which every candidate is improved, and a one-cycle pl
 _LONG = 120  # slots up to which a plan of several cycles is improved
 
 
-def best_ring(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
-    """The best steady state found."""
-    return _best(make_tape(problem, cycles=1, ring=True), bound * CLOSE)
-
-
-def best_run(problem: Problem, cycles: int, present: frozenset[int]) -> tuple[Tape, Schedule]:
-    """The best run found."""
-    tape = make_tape(problem, cycles=cycles, ring=False, present=present)
-    return _best(tape, problem.compute_seconds * CLOSE)
-
-
-def _best(tape: Tape, goal: float) -> tuple[Tape, Schedule]:
+def best_schedule(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
+    """The best steady state, or single pass, that was found; `bound`: seconds that no schedule can beat."""
+    tape, goal = make_tape(problem, ring=problem.cyclic), bound * CLOSE
     leaders: dict[int, tuple[Tape, Schedule]] = {}  # cycles -> the best of that many
     singles: list[Schedule] = []
     for shape, kept in candidates(tape):
@@ -47,11 +38,11 @@ def _best(tape: Tape, goal: float) -> tuple[Tape, Schedule]:
             leaders[shape.cycles] = (shape, schedule)
         if shape is tape:
             singles.append(schedule)
-            if schedule.seconds <= goal * tape.cycles:
+            if schedule.seconds <= goal:
                 return shape, schedule
-    leaders.pop(tape.cycles, None)
-    best = _improved(tape, singles, goal * tape.cycles)
-    if best is not None and best[1].seconds <= goal * tape.cycles:
+    leaders.pop(1, None)
+    best = _improved(tape, singles, goal)
+    if best is not None and best[1].seconds <= goal:
         return best
     limit = TURNING_MUST_SAVE
     for shape, schedule in sorted(leaders.values(), key=lambda pair: _score(*pair))[:1] + _repeated(best):
@@ -87,7 +78,7 @@ def _repeated(single: tuple[Tape, Schedule] | None) -> list[tuple[Tape, Schedule
     found = []
     for cycles in (2, 3):
         if single is not None and single[0].ring and single[0].slots * cycles <= _SHORT:
-            shape = make_tape(single[0].problem, cycles=cycles, ring=True)
+            shape = make_tape(single[0].problem, cycles=cycles)
             schedule = make_schedule(shape, single[1].choices * cycles)
             if schedule is not None:
                 found.append((shape, schedule))

@@ -1,7 +1,8 @@
-"""Which choices does a run of several cycles offer: which block may be kept between which two uses?
+"""Which choices does a run offer: which block may be kept between which two uses?
 
 A tape is one or more cycles laid out as slots. Each cycle is its boundary (slot `c * (visits + 1)`, no blocks, no
-compute) followed by its visits. A cyclic tape is a ring: what follows the last slot is slot 0. A gap lies between two
+compute) followed by its visits. A tape is a ring, what follows the last slot is slot 0; or it is a single pass, which
+begins with an empty device and then ends. A gap lies between two
 consecutive uses of a block, at slots `begin` < `end`; either the block is *kept* through the gap, or it is evicted at
 slot `begin + 1` and loaded again for `end`, ahead of it or late. One choice per gap is all that has to be decided: see
 `schedule.py` for why everything else follows.
@@ -41,15 +42,14 @@ class Tape:
     gaps: tuple[Gap, ...]  # in the order of their ends: the order in which the lane serves them
     budget: int
     carries: bool  # a load may be issued in the round before its use
-    present: frozenset[int]  # what a run that is not a ring begins with
 
     @property
     def slots(self) -> int:
         return len(self.base)
 
 
-def make_tape(problem: Problem, *, cycles: int, ring: bool, present: frozenset[int] = frozenset()) -> Tape:
-    """Lay out `cycles` cycles: as a ring (steady state), or as one run that begins with `present` and then ends."""
+def make_tape(problem: Problem, *, cycles: int = 1, ring: bool = True) -> Tape:
+    """Lay out `cycles` cycles as a ring (the steady state), or one as a single pass."""
     period = len(problem.visits) + 1
     compute, other, base = [], [], []
     uses: dict[int, list[int]] = {}
@@ -67,7 +67,7 @@ def make_tape(problem: Problem, *, cycles: int, ring: bool, present: frozenset[i
                     uses.setdefault(block, []).append(cycle * period + 1 + index)
     gaps: list[tuple[int, int, Gap]] = []
     for block in sorted(uses):
-        gaps.extend(_gaps_of(problem, block, uses[block], period, cycles if ring else 0, block in present))
+        gaps.extend(_gaps_of(problem, block, uses[block], period, cycles if ring else 0))
     gaps.sort(key=lambda item: item[:2])
     ordered = tuple(gap for _, _, gap in gaps)
     return Tape(
@@ -80,12 +80,11 @@ def make_tape(problem: Problem, *, cycles: int, ring: bool, present: frozenset[i
         gaps=ordered,
         budget=problem.budget_bytes - problem.resident_bytes,
         carries=any(gap.earliest < 0 for gap in ordered),
-        present=frozenset() if ring else present - problem.residents,
     )
 
 
 def _gaps_of(
-    problem: Problem, block: int, uses: list[int], period: int, ring_cycles: int, present: bool
+    problem: Problem, block: int, uses: list[int], period: int, ring_cycles: int
 ) -> list[tuple[int, int, Gap]]:
     """The gaps of one block, each with its sort key (end, place within the visit)."""
     resident = block in problem.residents
@@ -96,7 +95,7 @@ def _gaps_of(
         elif ring_cycles:
             begin, fresh = uses[-1] - ring_cycles * period, True
         else:
-            begin, fresh = 0, present or (resident and block in problem.changing)
+            begin, fresh = 0, resident
         expires = block in problem.changing and begin // period != end // period and (place > 0 or ring_cycles > 0)
         earliest = begin + 1
         if expires:

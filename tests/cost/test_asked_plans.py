@@ -119,7 +119,7 @@ def test_rates_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     machine = printed["hardware"]
     assert (machine["onload_bytes_per_second"], machine["disk_read_bytes_per_second"]) == (5e9, 1e9)
     assert (machine["dram_bytes_per_second"], machine["flops_per_second"]) == (9e9, 1e13)
-    assert machine["disk_bytes"] == 2 * DRIVES["hdd"].disk_bytes
+    assert machine["disk_bytes"] == 2 * DRIVES["hdd"]["disk_bytes"]
     assert printed["method"]["weights"] == "host"
     assert printed["runnable"]
     assert printed["not_run"] == []
@@ -139,7 +139,7 @@ def test_slower_drives_take_longer_and_small_blocks_wait() -> None:
     assert "of the fetch lane's time, not bytes: larger blocks would help" in seconds["hdd"].to_text()
     assert 0 < seconds["nvme-gen4"].latency_share["fetch"] < 0.02
     assert "latency" not in seconds["nvme-gen4"].to_text()
-    assert all(drive.latency_seconds and drive.sources for drive in DRIVES.values())
+    assert all(drive["latency_seconds"] and drive["sources"] for drive in DRIVES.values())
 
 
 @pytest.mark.extended

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import headrace
-from headrace.planning.cost import MACHINES, Activations, Place, RunPlan
+from headrace.planning.cost import MACHINES, Activations, Case, Place, RunPlan
 from headrace.planning.cost.forecast import run_of
 from tests.cost.conftest import LLAMA_8B, MODELS
 
@@ -43,7 +43,7 @@ def planned(model: str, room: str) -> RunPlan:
 def test_no_strategy_that_fits_is_faster(model: str, room: str) -> None:
     plan = planned(model, room)
     runs = [
-        (option, run_of(plan.model, plan.work, plan.spread, option.method, plan.hardware))
+        (option, run_of(Case(plan.model, plan.work, plan.spread, option.method, plan.hardware)))
         for option in plan.options
         if not option.lacks
     ]
@@ -92,7 +92,7 @@ def test_activations_on_disk_pass_through_the_drive_both_ways() -> None:
     plan = planned("llama-8b", "little host")
     spilled = next(o.method for o in plan.options if o.method.activations is Activations.SPILLED)
     offloaded = dataclasses.replace(spilled, activations=Activations.OFFLOADED)
-    ours, other = (run_of(plan.model, plan.work, plan.spread, m, plan.hardware) for m in (spilled, offloaded))
+    ours, other = (run_of(Case(plan.model, plan.work, plan.spread, m, plan.hardware)) for m in (spilled, offloaded))
     layers = [block for block in plan.model.blocks if block.name.startswith("layer")]
     saved = sum(block.activation_bytes(plan.work.tokens) for block in layers)
     leaving = saved - layers[-1].activation_bytes(plan.work.tokens)  # backward begins with the last one

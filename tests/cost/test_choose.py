@@ -7,6 +7,7 @@ import pytest
 
 from headrace.planning.cost import (
     MACHINES,
+    Case,
     Hardware,
     Overlap,
     Place,
@@ -43,7 +44,7 @@ def test_nothing_that_fits_is_faster(device_gigabytes: int, host_gigabytes: int,
         assert plan.shortfall is not None
         assert plan.shortfall.fixes
         return
-    seconds = [run_of(shape, plan.work, Spread(), option.method, hardware).seconds for option in fitting]
+    seconds = [run_of(Case(shape, plan.work, Spread(), option.method, hardware)).seconds for option in fitting]
     assert plan.run.seconds <= min(seconds) * 1.021
     assert plan.run.tiers.fits
     assert plan.run.seconds >= plan.run.floors.longest * (1 - 1e-9)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from headrace.planning import Phase, Problem, Visit, make_plan
-from headrace.planning.cost import Activations, BlockKind, Hardware, Method, Place, Spread, Training, Work
-from headrace.planning.cost.forecast import outline_of, run_of
+from headrace.planning.cost import Activations, BlockKind, Case, Hardware, Method, Place, Spread, Training, Work
+from headrace.planning.cost.forecast import option_of, run_of
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.shape import BlockShape, ModelShape
 from headrace.planning.cost.step import StepForecast, forecast_step
@@ -33,8 +33,7 @@ def step(*, closing: float = 0.0, streamed: bool = False, **traffic: Any) -> Ste
             residents=frozenset() if streamed else frozenset(range(BLOCKS)),
         )
     )
-    shares = [BlockTraffic(**traffic)] * BLOCKS
-    return forecast_step(plan, shares, FAST, closing_seconds=closing)
+    return forecast_step(plan, [BlockTraffic(device_update_seconds=closing / BLOCKS, **traffic)] * BLOCKS, FAST)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def collective_seconds(
     shape: ModelShape, spread: Spread, training: Training = Training.FULL, hardware: Hardware = NODE
 ) -> float:
     work = Work(sequence_length=500, training=training)
-    return outline_of(shape, work, spread, ON_DEVICE, hardware).floors.collective_seconds
+    return option_of(Case(shape, work, spread, ON_DEVICE, hardware)).floors.collective_seconds
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def test_inference_sums_up_nothing() -> None:
 def test_the_lane_is_busy_as_long_as_the_floor_says(method: Method, stage: int, micro_batches: int) -> None:
     work = Work(sequence_length=500, micro_batches=micro_batches)
     spread = Spread(data=4, zero_stage=stage)
-    run = run_of(decoder(), work, spread, method, NODE.changed(disk_read_bytes_per_second=1e9))
+    run = run_of(Case(decoder(), work, spread, method, NODE.changed(disk_read_bytes_per_second=1e9)))
     assert run.step.busy_seconds[CostLane.COLLECTIVE] == pytest.approx(run.floors.collective_seconds)
     assert run.seconds >= run.floors.longest
 
@@ -126,7 +125,7 @@ def test_the_lane_is_busy_as_long_as_the_floor_says(method: Method, stage: int, 
 @pytest.mark.parametrize("weights", Place)
 def test_updated_weights_are_passed_on_wherever_they_rest(weights: Place, stage: int) -> None:
     method = dataclasses.replace(ON_DEVICE, weights=weights, state=Place.DISK)
-    run = run_of(decoder(), Work(sequence_length=500), Spread(data=4, zero_stage=stage), method, NODE)
+    run = run_of(Case(decoder(), Work(sequence_length=500), Spread(data=4, zero_stage=stage), method, NODE))
     assert run.step.busy_seconds[CostLane.COLLECTIVE] == pytest.approx(0.6 + 0.6)
     assert run.floors.collective_seconds == pytest.approx(0.6 + 0.6)
 
@@ -134,7 +133,9 @@ def test_updated_weights_are_passed_on_wherever_they_rest(weights: Place, stage:
 def test_devices_of_one_node_do_not_talk_over_the_network() -> None:
     slow = NODE.changed(node_bytes_per_second=RATE / 100)
     work = Work(sequence_length=500)
-    near, far = (run_of(decoder(), work, Spread(data=8), ON_DEVICE, hardware).seconds for hardware in (NODE, slow))
+    near, far = (
+        run_of(Case(decoder(), work, Spread(data=8), ON_DEVICE, hardware)).seconds for hardware in (NODE, slow)
+    )
     assert near == pytest.approx(far)
     wide = collective_seconds(decoder(), Spread(data=16, nodes=2), hardware=slow)
     assert wide > 50 * collective_seconds(decoder(), Spread(data=8), hardware=slow)

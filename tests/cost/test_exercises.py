@@ -5,7 +5,7 @@ import math
 import pytest
 
 import headrace.formulas as f
-from headrace.planning.cost import Hardware, Overlap, Place, Spread, Work, plan_run, shape_of_config
+from headrace.planning.cost import Case, Hardware, Overlap, Place, Spread, Work, plan_run, shape_of_config
 from headrace.planning.cost.choose import options
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.tiers import tiers_of
@@ -64,7 +64,7 @@ def test_500b_fits_with_state_on_disk(exercise_node: Hardware) -> None:
         weights=Place.HOST, state=Place.DISK, activations=Activations.RECOMPUTED, overlap=Overlap.BACKWARD
     )
     one = exercise_node.changed(devices=1)
-    host = tiers_of(shape, Work(), Spread(), per_layer, one)
+    host = tiers_of(Case(shape, Work(), Spread(), per_layer, one))
     by_purpose = {held.purpose: held.nbytes for held in host.held if held.place is Place.HOST}
     assert by_purpose["weights"] == pytest.approx(1e12, rel=0.01)
     assert by_purpose["gradients"] == pytest.approx(17e9, rel=0.03)  # two layers'; the tutorial says 12 GB
@@ -200,7 +200,7 @@ def test_update_beside_the_next_forward(exercise_node: Hardware) -> None:
         method = Method(weights=Place.HOST, state=Place.HOST, activations=Activations.RECOMPUTED, overlap=overlap)
         from headrace.planning.cost.forecast import run_of
 
-        seconds[overlap] = run_of(shape, Work(batch_size=4), Spread(), method, one)
+        seconds[overlap] = run_of(Case(shape, Work(batch_size=4), Spread(), method, one))
     none, forward, backward = (seconds[overlap].seconds for overlap in Overlap)
     compute = seconds[Overlap.NONE].floors.compute_seconds
     assert none > forward > backward

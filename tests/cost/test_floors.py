@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.planning.cost import Activations, Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.cost import Activations, Case, Method, Overlap, Place, Spread, Training, Work
 from headrace.planning.cost.forecast import run_of
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
@@ -63,7 +63,7 @@ def test_no_lane_works_less_than_its_floor(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         hardware = hardware.changed(peer="none")
     room = int(data.draw(st.floats(0.1, 1.1)) * shape.weight_bytes)
-    run = run_of(shape, work, Spread(data=nodes * devices, zero_stage=stage, nodes=nodes), method, hardware, room)
+    run = run_of(Case(shape, work, Spread(data=nodes * devices, zero_stage=stage, nodes=nodes), method, hardware), room)
     for lane in CostLane:
         floor = getattr(run.floors, f"{lane.value}_seconds")
         assert run.in_use[lane.value] * run.seconds >= floor * (1 - 1e-6) - 1e-9, lane

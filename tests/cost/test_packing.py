@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.planning.cost import Activations, Hardware, Method, Place, Spread, Training, Work
+from headrace.planning.cost import Activations, Case, Hardware, Method, Place, Spread, Training, Work
 from headrace.planning.cost.forecast import run_of
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
@@ -64,7 +64,9 @@ def test_frozen_weights_are_read_packed_from_a_slow_drive(
     share = share if room == 2 else 1.0
     method = Method(weights=Place.DISK, state=Place.HOST, activations=Activations.KEPT)
     work = Work(training=training, sequence_length=128)
-    run = run_of(shape, work, Spread(), method, machine(drive, int(room * shape.weight_bytes) + 2**30), block_bytes)
+    run = run_of(
+        Case(shape, work, Spread(), method, machine(drive, int(room * shape.weight_bytes) + 2**30)), block_bytes
+    )
     on_disk = {held.purpose: held.nbytes for held in run.tiers.held if held.place is Place.DISK}
     assert on_disk["weights"] == shape.weight_bytes
     assert on_disk.get("packed weights", 0) == (5 * share * block_bytes if share < 1 else 0)
@@ -72,7 +74,7 @@ def test_frozen_weights_are_read_packed_from_a_slow_drive(
     assert loads[0] == pytest.approx(block_bytes / drive)
     assert loads[1:] == pytest.approx([share * block_bytes / drive] * 5)
     fetched = {
-        task.block: task.nbytes
+        int(task.name.split()[1]): task.nbytes
         for task in run.step.tasks
         if task.lane is CostLane.FETCH and task.name.startswith("weights")
     }

@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.planning.cost import MACHINES, Activations, Method, Overlap, Place, RunPlan, Spread, Work, shape_of_config
+from headrace.planning.cost import (
+    MACHINES,
+    Activations,
+    Case,
+    Method,
+    Overlap,
+    Place,
+    RunPlan,
+    Spread,
+    Work,
+    shape_of_config,
+)
 from headrace.planning.cost import forecast as forecasts
 from headrace.planning.cost.forecast import Run, run_of
 from headrace.planning.cost.lanes import CostLane
@@ -136,7 +147,7 @@ def test_lanes_count_all_micro_batches(case: str, monkeypatch: pytest.MonkeyPatc
     work = Work(micro_batches=8)
 
     def run() -> Run:
-        return run_of(shape_of_config(SMALL), work, spread, method, hardware)
+        return run_of(Case(shape_of_config(SMALL), work, spread, method, hardware))
 
     told = run()
     monkeypatch.setattr(forecasts, "SIMULATED_MICRO_BATCHES", 8)
@@ -176,6 +187,6 @@ def test_the_time_line_says_of_how_many_micro_batches_it_is() -> None:
         plan = headrace.plan(SMALL, micro_batches=count, **settings)
         assert plan.run is not None
         method = replace(plan.method, together=together)
-        run = run_of(plan.model, plan.work, plan.spread, method, plan.hardware)
+        run = run_of(Case(plan.model, plan.work, plan.spread, method, plan.hardware))
         text = replace(plan, run=run).to_text()
         assert f"\none step with {shown} micro-batches, {seconds_text(run.step.seconds)}:\n" in text

@@ -15,8 +15,8 @@ import headrace
 from benchmarks import many_devices
 from headrace.cli.main import main
 from headrace.planning import search
-from headrace.planning.cost import Activations, Hardware, Method, Overlap, Place, Spread, Training, Work
-from headrace.planning.cost.forecast import Run, outline_of, run_of
+from headrace.planning.cost import Activations, Case, Hardware, Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.cost.forecast import Run, option_of, run_of
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.sharing import Crossing, crossing_of
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
@@ -52,7 +52,7 @@ NODE = Hardware(
 
 
 def crossing(spread: Spread = ONE_NODE, **rates: Any) -> Crossing:
-    return crossing_of(SHAPE.blocks[0], WORK, spread, STREAMED, NODE.changed(**rates))
+    return crossing_of(SHAPE.blocks[0], Case(SHAPE, WORK, spread, STREAMED, NODE.changed(**rates)))
 
 
 def test_without_peers_all_of_a_block_crosses_each_link_and_the_host_adds_up() -> None:
@@ -106,13 +106,13 @@ def test_what_is_not_shared() -> None:
         (Spread(data=4, zero_stage=2), STREAMED),
         (Spread(data=4), on_device),
     ):
-        assert not spread.shares(method, WORK.training)
+        assert not Case(SHAPE, WORK, spread, method, NODE).shares
         assert planned(spread, method).sharing is None
 
 
 def planned(spread: Spread = ONE_NODE, method: Method = STREAMED, work: Work = WORK, **rates: Any) -> Run:
     """With room for two blocks, and their gradients, on the device."""
-    return run_of(SHAPE, work, spread, method, NODE.changed(**rates), streaming_bytes=2 * WEIGHTS)
+    return run_of(Case(SHAPE, work, spread, method, NODE.changed(**rates)), streaming_bytes=2 * WEIGHTS)
 
 
 def bound(run: Run) -> str:
@@ -235,7 +235,7 @@ def test_no_lane_works_less_than_its_floor(
     work = Work(sequence_length=1000, micro_batches=micro_batches, training=training)
     hardware = NODE.changed(dram_bytes_per_second=60e9, disk_read_bytes_per_second=5e9, **peers)
     hardware = hardware.changed(disk_write_bytes_per_second=5e9, node_bytes_per_second=5e9)
-    run = run_of(shape, work, Spread(data=4 * nodes, nodes=nodes), method, hardware, 5 * 10**9)
+    run = run_of(Case(shape, work, Spread(data=4 * nodes, nodes=nodes), method, hardware), 5 * 10**9)
     floors = {lane: getattr(run.floors, f"{lane.value}_seconds") for lane in CostLane}
     for lane, floor in floors.items():
         assert run.in_use[lane.value] * run.seconds >= floor * (1 - 1e-6), lane
@@ -245,12 +245,12 @@ def test_no_lane_works_less_than_its_floor(
 @pytest.mark.parametrize("method", PLACES)
 def test_a_node_holds_what_one_process_holds(method: Method) -> None:
     """But for gradients of two blocks that wait to be added up, of each device, where the host does it."""
-    alone = outline_of(SHAPE, WORK, Spread(), method, NODE.changed(devices=1)).tiers
+    alone = option_of(Case(SHAPE, WORK, Spread(), method, NODE.changed(devices=1))).tiers
     share = method.host_share
     for count, peer in itertools.product((2, 4, 8), ("none", "fabric")):
         rate = {"collective_bytes_per_second": NODE.collective_bytes_per_second}
         node = NODE.changed(devices=count, peer=peer, **rate)
-        one = outline_of(SHAPE, WORK, Spread(data=count), method, node).tiers
+        one = option_of(Case(SHAPE, WORK, Spread(data=count), method, node)).tiers
         waiting = 2 * WEIGHTS * share * count if peer == "none" else 0
         assert one.total(Place.HOST) * count == pytest.approx(alone.total(Place.HOST) + waiting, rel=1e-6)
         assert one.total(Place.DISK) * count == pytest.approx(alone.total(Place.DISK), rel=1e-6)

@@ -9,6 +9,7 @@ from headrace.planning import ActivationProblem, Saved, plan_activations
 from headrace.planning.cost import (
     MACHINES,
     Activations,
+    Case,
     Hardware,
     Method,
     Overlap,
@@ -84,7 +85,7 @@ def tape(ratio: float, budget_bytes: int | None) -> ActivationProblem:
 def test_activations_on_the_device_are_what_a_run_plans_for(ratio: float, values: int) -> None:
     """Over a link that keeps up, as few as hide; over a slower one, what fits under the ceiling of two layers'."""
     shape = shape_of_module(Decoder())
-    here, _ = activation_bytes(shape, Work(sequence_length=TOKENS), LEAVING, machine(ratio))
+    here, _ = activation_bytes(Case(shape, Work(sequence_length=TOKENS), Spread(), LEAVING, machine(ratio)))
     assert here == values * VALUE_BYTES
     assert here == plan_activations(tape(ratio, None if ratio < 1 else here)).peak_bytes
 
@@ -93,17 +94,21 @@ def test_weights_and_drives_take_their_part_of_the_link() -> None:
     """Copies back share the link with the weights of the layer, and wait for a drive that is slower."""
     shape, work = shape_of_module(Decoder()), Work(sequence_length=TOKENS)
     one, two = (LINEARS + 1) * VALUE_BYTES, 2 * LINEARS * VALUE_BYTES
+
+    def here(method: Method, hardware: Hardware) -> int:
+        return activation_bytes(Case(shape, work, Spread(), method, hardware))[0]
+
     # A layer's weights are an eighth of its activations: 1.125 times a copy comes back in two forwards.
     sent = machine(0.5)
     slow_back = sent.changed(onload_bytes_per_second=sent.onload_bytes_per_second / 3.9)  # 1.95 forwards a layer
     streamed = Method(weights=Place.HOST, state=Place.HOST, activations=Activations.OFFLOADED)
-    assert activation_bytes(shape, work, LEAVING, slow_back)[0] == one
-    assert activation_bytes(shape, work, streamed, slow_back)[0] == two
+    assert here(LEAVING, slow_back) == one
+    assert here(streamed, slow_back) == two
     spilled = Method(weights=Place.DEVICE, state=Place.DEVICE, activations=Activations.SPILLED)
     for drive, expected in ((1.01, one), (0.99, two)):
         rate = drive * machine(1.0).offload_bytes_per_second
         drives = sent.changed(disk_read_bytes_per_second=rate, disk_write_bytes_per_second=rate)
-        assert activation_bytes(shape, work, spilled, drives)[0] == expected
+        assert here(spilled, drives) == expected
 
 
 @pytest.mark.emu("lazy")
@@ -122,7 +127,7 @@ def test_activations_on_the_device_are_what_a_run_holds(emu_device) -> None:
         copy_latency_seconds=0,
     )
     model = Decoder().to("emu")
-    here, _ = activation_bytes(shape_of_module(model), Work(sequence_length=TOKENS), LEAVING, hardware)
+    here, _ = activation_bytes(Case(shape_of_module(model), Work(sequence_length=TOKENS), Spread(), LEAVING, hardware))
     weights = sum(parameter.nbytes for parameter in model.parameters())
     with headrace.offload_activations(model, min_bytes=VALUE_BYTES) as handle:
         for _ in range(4):
@@ -142,7 +147,7 @@ def test_all_gradients_have_memory_on_the_host(overlap: Overlap) -> None:
     model = Decoder()
     method = Method(weights=Place.HOST, state=Place.HOST, activations=Activations.KEPT, overlap=overlap)
     work = Work(sequence_length=TOKENS, gradient_bytes=4, master_bytes=0)
-    tiers = tiers_of(shape_of_module(model), work, Spread(), method, machine(1.0))
+    tiers = tiers_of(Case(shape_of_module(model), work, Spread(), method, machine(1.0)))
     held = {item.purpose: item.nbytes for item in tiers.held if item.place is Place.HOST}
     with headrace.offload(model, device="cpu", device_memory="1MiB", blocks=[model.layers]) as handle:
         optimizer = headrace.optim.AdamW(model.parameters(), overlap=overlap.value)
@@ -159,7 +164,7 @@ def test_gradients_rest_on_disk_where_the_host_has_no_room() -> None:
     """Then those of two blocks are on the host, and all of them have room on the disk."""
     shape = shape_of_module(Decoder())
     method = Method(weights=Place.HOST, state=Place.DISK, activations=Activations.RECOMPUTED, overlap=Overlap.BACKWARD)
-    tiers = tiers_of(shape, Work(training=Training.FULL), Spread(), method, machine(1.0))
+    tiers = tiers_of(Case(shape, Work(training=Training.FULL), Spread(), method, machine(1.0)))
     held = {(item.place, item.purpose): item.nbytes for item in tiers.held}
     assert held[Place.DISK, "gradients"] == 2 * shape.parameters
     assert held[Place.HOST, "gradients"] == 2 * shape.parameters * 2 // LAYERS

@@ -10,10 +10,11 @@ from torch import nn
 
 import headrace
 from headrace.planning.bounds import fewest_bytes
-from headrace.planning.cost import Hardware, Method, Place, Spread, Training, Work, shape_of_config
+from headrace.planning.cost import Case, Hardware, Method, Place, Spread, Training, Work, shape_of_config
 from headrace.planning.cost.decoding import Decoding, decoding_of
-from headrace.planning.cost.experts import cut_of, pass_loads
+from headrace.planning.cost.experts import cut_of
 from headrace.planning.cost.tiers import tiers_of
+from headrace.planning.cost.traffic import traffic_of
 from headrace.planning.cost.work import Activations
 from headrace.weights.movement import slices
 
@@ -78,8 +79,8 @@ def routed_evenly(model: nn.Module) -> None:
 def decoded(budget_bytes: int, batch_size: int, hit_rate: float) -> Decoding:
     shape = shape_of_config(CONFIG).frozen()
     work = Work(training=Training.NONE, batch_size=batch_size, sequence_length=TOKENS)
-    tiers = tiers_of(shape, work, Spread(), STREAMED, MACHINE, budget_bytes)
-    found = decoding_of(shape, work, Spread(), STREAMED, MACHINE, tiers, hit_rate)
+    case = Case(shape, work, Spread(), STREAMED, MACHINE)
+    found = decoding_of(case, tiers_of(case, budget_bytes), hit_rate)
     assert found is not None
     return found
 
@@ -97,9 +98,9 @@ def banks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
 
     class Watched(slices.Bank):
-        def __init__(self, buffer: torch.Tensor, slots: int, blocks: int) -> None:
-            super().__init__(buffer, slots, blocks)
-            made.append(slots)
+        def __init__(self, buffer: torch.Tensor, slot_bytes: int, layers: int) -> None:
+            super().__init__(buffer, slot_bytes, layers)
+            made.append(self.slots)
 
     monkeypatch.setattr(slices, "Bank", Watched)
     return made
@@ -188,10 +189,11 @@ def test_training_beside_frozen_experts_loads_what_is_planned(banks: list[int], 
         after = handle.stats()
     shape = shape_of_config(CONFIG).with_adapters(4)
     work = Work(training=Training.ADAPTER, batch_size=4, sequence_length=64)
-    cut = cut_of(shape, work, Spread(), STREAMED, limit)
+    case = Case(shape, work, Spread(), STREAMED, MACHINE)
+    cut = cut_of(case, limit)
     assert cut is not None
     assert cut.banks == (len(banks), banks[0])
-    loads = pass_loads(shape, work, STREAMED, MACHINE, cut)
+    loads = [own.experts for own in traffic_of(case, cut)]
     moved = after.expert_bytes - before.expert_bytes
     assert moved == pytest.approx(2 * sum(one.nbytes for one in loads), rel=1e-6)
 
@@ -207,7 +209,8 @@ def test_a_prompt_loads_what_is_planned() -> None:
         after = handle.stats()
     shape = shape_of_config(CONFIG).frozen()
     work = Work(training=Training.NONE, batch_size=4, sequence_length=64)
-    loads = pass_loads(shape, work, STREAMED, MACHINE, cut_of(shape, work, Spread(), STREAMED, limit))
+    case = Case(shape, work, Spread(), STREAMED, MACHINE)
+    loads = [own.experts for own in traffic_of(case, cut_of(case, limit))]
     moved = after.expert_bytes - before.expert_bytes
     assert moved == pytest.approx(sum(one.nbytes for one in loads), rel=1e-6)
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from headrace.planning import BudgetTooSmall, Problem, Visit, make_plan, simulate
+from headrace.planning import BudgetTooSmall, Problem, Visit, make_plan
+from tests.planning.simulator import simulate
 
 
 def chain(*, count: int, budget: int, load: float) -> Problem:

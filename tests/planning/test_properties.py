@@ -4,13 +4,15 @@ More problems than by default, about one in 0.05 s: PROBLEMS=20000 pytest --time
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.planning import Phase, Plan, Problem, Visit, make_plan, make_run, simulate
+from headrace.planning import Phase, Plan, Problem, Visit, make_plan
 from tests.planning.models import decoder, random_model
+from tests.planning.simulator import simulate
 
 SETTINGS = {"derandomize": True, "deadline": None, "database": None}
 
@@ -128,7 +130,8 @@ def test_steady_plans_are_consistent(problem):
     end = check_consistent(plan, plan.start, rounds=2)
     assert end & used == plan.start & used
     run = simulate(problem, plan.cycles, cycles=2 * len(plan.cycles), present=plan.start)
-    assert run.peak_bytes <= problem.budget_bytes
+    assert run.peak_bytes == plan.predicted.peak_bytes <= problem.budget_bytes
+    assert sum(run.onload_bytes) / len(run.onload_bytes) == pytest.approx(plan.predicted.onload_bytes, abs=1)
     assert sum(run.demand_onloads) == 0
     assert run.present & used == plan.start & used
 
@@ -151,14 +154,15 @@ def test_a_stall_that_comes_after_many_cycles_is_foreseen(ratio):
 
 
 @settings(max_examples=30, **SETTINGS)
-@given(problems(), st.integers(1, 3), st.data())
-def test_runs_are_consistent(problem, cycles, data):
-    present = data.draw(st.frozensets(st.integers(0, len(problem.block_bytes) - 1))) - problem.residents
-    if sum(problem.block_bytes[b] for b in present | problem.residents) > problem.budget_bytes:
-        present = frozenset()
-    plan = make_run(problem, cycles=cycles, present=present)
-    assert len(plan.cycles) == cycles
-    check_consistent(plan, present | problem.residents, rounds=1)
+@given(problems())
+def test_single_passes_are_consistent_and_take_what_is_predicted(problem):
+    plan = make_plan(replace(problem, cyclic=False))
+    assert len(plan.cycles) == 1
+    check_consistent(plan, problem.residents, rounds=1)
+    run = simulate(problem, plan.cycles, cycles=1, present=plan.start)
+    assert run.seconds == pytest.approx(plan.predicted.cycle_seconds)
+    assert run.peak_bytes == plan.predicted.peak_bytes
+    assert run.onload_bytes == (plan.predicted.onload_bytes,)
 
 
 @settings(max_examples=30, **SETTINGS)

@@ -2,32 +2,28 @@
 
 from headrace.planning.cost.configs import is_counted, read_config, shape_of_config, stored_bits
 from headrace.planning.cost.hardware import (
-    DEVICES,
     DRIVES,
-    HOSTS,
     MACHINES,
     PEERS,
     Hardware,
     machine,
     nearest,
-    with_drives,
 )
 from headrace.planning.cost.modules import is_module, shape_of_module
 from headrace.planning.cost.run_plan import RunPlan, compare_text, plan_run
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.wanted import METHODS, wanted
-from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.cost.work import Activations, Case, Method, Overlap, Place, Spread, Training, Work
 
 __all__ = [
-    "DEVICES",
     "DRIVES",
-    "HOSTS",
     "MACHINES",
     "METHODS",
     "PEERS",
     "Activations",
     "BlockKind",
     "BlockShape",
+    "Case",
     "Hardware",
     "Method",
     "ModelShape",
@@ -48,5 +44,4 @@ __all__ = [
     "shape_of_module",
     "stored_bits",
     "wanted",
-    "with_drives",
 ]

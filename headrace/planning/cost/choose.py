@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from headrace.planning.cost.forecast import Run, outline_of, run_of
+from headrace.planning.cost.forecast import Option, Run, forecast_of, option_of
 from headrace.planning.cost.hardware import NO_PEERS, OVER_LINK, Hardware
 from headrace.planning.cost.shape import ModelShape
-from headrace.planning.cost.tiers import DEVICE_RESERVE, HOST_RESERVE, Tiers
-from headrace.planning.cost.wanted import Wanted
-from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.cost.tiers import DEVICE_RESERVE, HOST_RESERVE
+from headrace.planning.cost.wanted import Wanted, admitted
+from headrace.planning.cost.work import Activations, Case, Method, Overlap, Place, Spread, Training, Work
 from headrace.planning.text import decimal_text
 
-__all__ = ["Help", "Option", "Shortfall", "best_run", "helps", "options", "shortfall"]
+__all__ = ["Help", "Shortfall", "best_run", "helps", "options", "orders", "shortfall"]
 
 _SIMPLER = 1.02  # a simpler method is taken when the best other one is not faster than this
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """A method that was considered: what it lacks (None: it fits), and a step time below which it cannot come."""
-
-    method: Method
-    lacks: tuple[tuple[Place, int], ...]
-    floor_seconds: float
-    tiers: Tiers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +30,14 @@ class Help:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """Why nothing fits: the method that lacks least, what it lacks in bytes, and what would make it fit."""
+    """Why nothing fits: the method that lacks least, and what would make it fit."""
 
-    method: Method
-    lacks: tuple[tuple[Place, int], ...]
+    option: Option
     fixes: tuple[str, ...]
-    tiers: Tiers
+
+    @property
+    def lacks(self) -> tuple[tuple[Place, int], ...]:
+        return self.option.lacks
 
 
 def options(
@@ -55,37 +49,23 @@ def options(
     disk: bool = True,
     wanted: Wanted | None = None,
 ) -> list[Option]:
-    """All methods that are `wanted`, the simplest first, each with what it lacks."""
-    found = []
+    """All methods that are `wanted`, the simplest first."""
     methods = list(_methods(work, overlap, disk=disk and hardware.disk_bytes > 0, alone=spread.data == 1))
-    for method in methods if wanted is None else wanted.of(methods, work.training):
-        outline = outline_of(shape, work, spread, method, hardware)
-        tiers, floors = outline.tiers, outline.floors
-        lacks = tuple((place, tiers.short(place)) for place in Place if tiers.short(place))
-        on_host = method.overlap is Overlap.NONE and method.state is not Place.DEVICE
-        floor = floors.serial_update if on_host and work.training is not Training.NONE else floors.longest
-        found.append(Option(method=method, lacks=lacks, floor_seconds=floor, tiers=tiers))
-    return found
+    asked = admitted(methods, wanted or {}, work.training)
+    return [option_of(Case(shape, work, spread, method, hardware)) for method in asked]
 
 
-def best_run(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, considered: list[Option]) -> Run | None:
+def best_run(considered: list[Option]) -> Run | None:
     """The fastest method that fits; a simpler one when it is nearly as fast. None when none fits."""
-    order = {id(option): place for place, option in enumerate(considered)}
+    fitting = [(place, option) for place, option in enumerate(considered) if not option.lacks]
     best: tuple[int, Run] | None = None
-    for option in sorted((o for o in considered if not o.lacks), key=lambda o: (o.floor_seconds, order[id(o)])):
-        place = order[id(option)]
-        if best is not None:
-            # Neither faster than the best by enough, nor simpler and nearly as fast.
-            limit = best[1].seconds * _SIMPLER if place < best[0] else best[1].seconds / _SIMPLER
-            if option.floor_seconds >= limit:
-                continue
-        run = run_of(shape, work, spread, option.method, hardware)
-        if (
-            best is None
-            or run.seconds < best[1].seconds / _SIMPLER
-            or (place < best[0] and run.seconds < best[1].seconds * _SIMPLER)
-        ):
-            best = (place, run)
+    for place, option in sorted(fitting, key=lambda pair: (pair[1].floor_seconds, pair[0])):
+        # Below which it is faster than the best by enough, or simpler and nearly as fast.
+        limit = math.inf if best is None else best[1].seconds * (_SIMPLER if place < best[0] else 1 / _SIMPLER)
+        if option.floor_seconds < limit:
+            run = forecast_of(option)
+            if run.seconds < limit:
+                best = (place, run)
     return None if best is None else best[1]
 
 
@@ -118,97 +98,96 @@ def _groups(work: Work, method: Method) -> list[int]:
     return sorted({*doubled, work.micro_batches})
 
 
-def orders(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run: Run) -> dict[int, float]:
+def orders(run: Run) -> dict[int, float]:
     """Micro-batches that go through a block together -> seconds of the step, as far as they fit; {}: no choice."""
-    found = {}
-    for together in _groups(work, run.method) if spread.data == 1 else ():
-        method = replace(run.method, together=together)
+    case, found = run.option.case, {}
+    for together in _groups(case.work, run.method) if case.spread.data == 1 else ():
         if together == run.method.together:
             found[together] = run.seconds
-        elif outline_of(shape, work, spread, method, hardware).tiers.fits:
-            found[together] = run_of(shape, work, spread, method, hardware).seconds
+        else:
+            option = option_of(replace(case, method=replace(run.method, together=together)))
+            found |= {} if option.lacks else {together: forecast_of(option).seconds}
     return found if len(found) > 1 else {}
 
 
-def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run: Run, overlap: Overlap) -> list[Help]:
+def helps(run: Run) -> list[Help]:
     """What would speed the run up, most first: each change with the gain in tokens per second."""
     found: list[Help] = []
+    case = run.option.case
+    work, hardware = case.work, case.hardware
     longest = max(run.busy_seconds, key=lambda lane: run.busy_seconds[lane]).value
 
-    def consider(change: str, other: Run | None, tokens: float = 1.0) -> None:
-        if other is not None and run.seconds / other.seconds * tokens > 1.02:
-            found.append(Help(change=change, gain=run.seconds / other.seconds * tokens))
-
-    def again(machine: Hardware, doing: Work = work, method: Method = run.method) -> Run | None:
-        fits = outline_of(shape, doing, spread, method, machine).tiers.fits
-        return run_of(shape, doing, spread, method, machine) if fits else None
+    def consider(change: str, tokens: float = 1.0, **changed: Any) -> None:
+        option = option_of(replace(case, **changed))
+        gain = tokens * run.seconds / forecast_of(option).seconds if not option.lacks else 0.0
+        if gain > 1.02:
+            found.append(Help(change=change, gain=gain))
 
     def twice(*figures: str) -> Hardware:
         return hardware.changed(**{figure: 2 * getattr(hardware, figure) for figure in figures})
 
     if run.efficiency > 0.98:
         return []
-    if work.training is not Training.NONE:
+    if case.trains:
         doubled = replace(work, batch_size=2 * work.batch_size)
-        consider(f"twice the tokens in a micro-batch ({doubled.tokens:,})", again(hardware, doubled), 2.0)
-        if run.method.state is not Place.DEVICE and overlap is Overlap.NONE:
+        consider(f"twice the tokens in a micro-batch ({doubled.tokens:,})", 2.0, work=doubled)
+        if run.method.state is not Place.DEVICE and run.method.overlap is Overlap.NONE:
             beside = replace(run.method, overlap=Overlap.FORWARD)
-            consider("the update beside the next forward (overlap)", again(hardware, method=beside))
+            consider("the update beside the next forward (overlap)", method=beside)
     if longest in ("onload", "offload") or run.method.streamed:
-        consider("a link of twice the rate", again(twice("onload_bytes_per_second", "offload_bytes_per_second")))
+        link = twice("onload_bytes_per_second", "offload_bytes_per_second")
+        consider("a link of twice the rate", hardware=link)
         larger = hardware.changed(device_memory_bytes=hardware.device_memory_bytes * 3 // 2)
-        consider("half as much device memory again", again(larger))
+        consider("half as much device memory again", hardware=larger)
     if run.method.uses_disk:
         drives = twice("disk_read_bytes_per_second", "disk_write_bytes_per_second")
-        consider("as many drives again", again(drives))
+        consider("as many drives again", hardware=drives)
         on_host = run.method.without_disk()
-        total = outline_of(shape, work, spread, on_host, hardware).tiers.total(Place.HOST)
-        needed = _up(total * hardware.devices / (1 - HOST_RESERVE))
+        needed = _host_memory(option_of(replace(case, method=on_host)))
         enough = hardware.changed(host_memory_bytes=max(hardware.host_memory_bytes, needed))
-        consider(f"{decimal_text(needed, 4)} of host memory instead of the disk", again(enough, method=on_host))
-    if spread.nodes > 1:
-        consider("a network of twice the rate", again(twice("node_bytes_per_second")))
+        more = f"{decimal_text(needed, 4)} of host memory instead of the disk"
+        consider(more, hardware=enough, method=on_host)
+    if case.spread.nodes > 1:
+        consider("a network of twice the rate", hardware=twice("node_bytes_per_second"))
     if run.sharing is not None and run.sharing.ranks > 1 and hardware.peer == NO_PEERS:
         reach = hardware.changed(peer=OVER_LINK, collective_bytes_per_second=hardware.onload_bytes_per_second)
-        consider("peer access among the devices over PCIe", again(reach))
+        consider("peer access among the devices over PCIe", hardware=reach)
     if run.method.state is Place.HOST:
         faster = twice("dram_bytes_per_second", "update_bytes_per_second")
-        consider("host memory of twice the rate", again(faster))
+        consider("host memory of twice the rate", hardware=faster)
     return sorted(found, key=lambda help: -help.gain)
 
 
-def shortfall(hardware: Hardware, work: Work, considered: list[Option]) -> Shortfall:
+def shortfall(considered: list[Option]) -> Shortfall:
     """The method that lacks something in the fewest tiers, and the least there; and what would make it fit."""
 
     def lacking(option: Option) -> tuple[int, float]:
-        return len(option.lacks), max(lack / _room(hardware, place) for place, lack in option.lacks)
+        hardware = option.case.hardware
+        sizes = (hardware.device_memory_bytes, hardware.host_memory_bytes, hardware.disk_bytes)
+        rooms = dict(zip(Place, sizes, strict=True))
+        return len(option.lacks), max(lack / max(1.0, rooms[place]) for place, lack in option.lacks)
 
     closest = min(considered, key=lacking)
+    work, hardware = closest.case.work, closest.case.hardware
     fixes = []
     for place, _ in closest.lacks:
         total = closest.tiers.total(place)
         if place is Place.DEVICE:
             fixes.append(f"devices of {decimal_text(_up(total / (1 - DEVICE_RESERVE)), 4)}")
-            if work.batch_size * work.sequence_length > 1:
+            if work.tokens > 1:
                 fixes.append("fewer tokens in a micro-batch, and more micro-batches")
         elif place is Place.HOST:
-            fixes.append(
-                f"{decimal_text(_up(total * hardware.devices / (1 - HOST_RESERVE)), 4)} of host memory in the node"
-            )
-            if not hardware.disk_bytes and work.training is not Training.NONE:
+            fixes.append(f"{decimal_text(_host_memory(closest), 4)} of host memory in the node")
+            if not hardware.disk_bytes and closest.case.trains:
                 fixes.append("a disk for the optimizer's state")
         else:
             fixes.append(f"{decimal_text(_up(total * hardware.devices), 4)} of disk in the node")
-    return Shortfall(method=closest.method, lacks=closest.lacks, fixes=tuple(fixes), tiers=closest.tiers)
+    return Shortfall(option=closest, fixes=tuple(fixes))
 
 
-def _room(hardware: Hardware, place: Place) -> float:
-    sizes = {
-        Place.DEVICE: hardware.device_memory_bytes,
-        Place.HOST: hardware.host_memory_bytes,
-        Place.DISK: hardware.disk_bytes,
-    }
-    return max(1.0, sizes[place])
+def _host_memory(option: Option) -> int:
+    """Of a node in which it fits."""
+    return _up(option.tiers.total(Place.HOST) * option.case.hardware.devices / (1 - HOST_RESERVE))
 
 
 def _up(nbytes: float) -> int:

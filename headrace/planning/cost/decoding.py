@@ -9,9 +9,9 @@ from typing import Any
 from headrace.planning.cost.experts import ExpertCut, cut_of, loads_of
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import mean_read_share
-from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from headrace.planning.cost.shape import BlockKind, BlockShape
 from headrace.planning.cost.tiers import Tiers
-from headrace.planning.cost.work import Method, Place, Spread, Training, Work
+from headrace.planning.cost.work import Case, Place, Work
 
 __all__ = ["Decoding", "DecodingRate", "decoding_of"]
 
@@ -73,20 +73,13 @@ class Decoding:
         }
 
 
-def decoding_of(
-    shape: ModelShape,
-    work: Work,
-    spread: Spread,
-    method: Method,
-    hardware: Hardware,
-    tiers: Tiers,
-    hit_rate: float | None = None,
-) -> Decoding | None:
+def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Decoding | None:
     """Of a run that infers, on one device, after a prompt of the work's length; None for others.
 
     Keys and values have a part of what the prompt's pass leaves for weights, as far as weights need not have it.
     """
-    if work.training is not Training.NONE or spread.data > 1:
+    shape, work, method, hardware = case.shape, case.work, case.method, case.hardware
+    if case.trains or case.spread.data > 1:
         return None
     token = replace(work, sequence_length=1)
     cache_bytes = work.tokens * sum(block.cache_elements for block in shape.blocks) * _CACHE_ELEMENT_BYTES
@@ -104,7 +97,7 @@ def decoding_of(
         hardware=hardware,
         compute_seconds=sum(_compute_seconds(block, token, work.sequence_length, hardware) for block in shape.blocks),
         disk_share=disk_share,
-        read_share=mean_read_share(shape, work, spread, method, hardware),
+        read_share=mean_read_share(case),
     )
     found = Decoding(
         sequences=work.batch_size,
@@ -114,7 +107,7 @@ def decoding_of(
         disk_share=disk_share,
         whole=one.rate(1.0, max(0, shape.weight_bytes - budget)),
     )
-    cut = cut_of(shape, token, spread, method, budget)
+    cut = cut_of(replace(case, work=token), budget)
     if cut is None:
         return found
     wanted = max(block.wanted_experts(token.tokens) for block in shape.blocks)

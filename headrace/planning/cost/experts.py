@@ -5,12 +5,11 @@ What `weights/model/partition.py` and `weights/movement/slices.py` decide, in nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.shape import BlockShape, ModelShape
-from headrace.planning.cost.work import Method, Place, Spread, Training, Work
+from headrace.planning.cost.work import Case, Place, Training
 from headrace.planning.keeping import passes_through
 
 __all__ = [
@@ -92,29 +91,24 @@ class ExpertCut:
         return max(0.0, 1.0 - host_bytes / self.expert_bytes / away) if away else 0.0
 
 
-def can_cut(shape: ModelShape, work: Work, spread: Spread, method: Method) -> bool:
+def can_cut(case: Case) -> bool:
     """Whether there are experts that travel one by one if not all weights have room on the device."""
-    with_experts = [block for block in shape.blocks if block.experts]
-    return (
-        method.streamed
-        and spread.data == 1
-        and bool(with_experts)
-        and all(block.weight_bits >= _WHOLE_BITS and not block.trains_experts for block in with_experts)
-        and work.training is not Training.FULL
-    )
+    with_experts = [block for block in case.shape.blocks if block.experts]
+    alone = case.method.streamed and case.spread.data == 1 and case.work.training is not Training.FULL
+    travel = all(block.weight_bits >= _WHOLE_BITS and not block.trains_experts for block in with_experts)
+    return alone and travel and bool(with_experts)
 
 
-def cut_of(shape: ModelShape, work: Work, spread: Spread, method: Method, budget_bytes: int) -> ExpertCut | None:
+def cut_of(case: Case, budget_bytes: int) -> ExpertCut | None:
     """How experts are cut from their layers with so much of the device for weights; None: they travel with them.
 
     So they do where all weights stay, and in training where a call wants more experts than a bank has room for.
     """
-    if not can_cut(shape, work, spread, method) or shape.weight_bytes <= budget_bytes:
+    if not can_cut(case) or case.shape.weight_bytes <= budget_bytes:
         return None
-    cut = _cut(shape, budget_bytes)
-    with_experts = [block for block in shape.blocks if block.experts]
-    most = max(block.wanted_experts(work.tokens) for block in with_experts)
-    return cut if work.training is Training.NONE or most <= cut.banks[1] else None
+    cut = _cut(case.shape, budget_bytes)
+    most = max(block.wanted_experts(case.work.tokens) for block in case.shape.blocks)
+    return cut if not case.trains or most <= cut.banks[1] else None
 
 
 def _cut(shape: ModelShape, budget_bytes: int) -> ExpertCut:
@@ -175,22 +169,16 @@ def loads_of(
     return ExpertLoads(nbytes=nbytes, link_seconds=link, disk_seconds=disk)
 
 
-def pass_loads(
-    shape: ModelShape, work: Work, method: Method, hardware: Hardware, cut: ExpertCut | None
-) -> Sequence[ExpertLoads]:
-    """What each block's visit loads of its experts in a forward, and again in a backward.
+def pass_loads(block: BlockShape, case: Case, cut: ExpertCut | None) -> ExpertLoads:
+    """What a block's visit loads of its experts in a forward, and again in a backward.
 
     A prompt finds what the one before has left. In training, those of as many layers as there are banks are there when
-    backward begins, and when the next forward does. `hardware` is the device's share of the node.
+    backward begins, and when the next forward does.
     """
-    found = []
-    for block in shape.blocks:
-        if cut is None or not block.experts:
-            found.append(NO_EXPERTS)
-            continue
-        there = min(1.0, cut.banks[0] / cut.layers)
-        if work.training is Training.NONE:
-            there = cut.passing_hit_rate(block.wanted_experts(work.tokens))
-        from_disk = float(method.weights is Place.DISK)
-        found.append(loads_of(block, work.tokens, there, hardware, from_disk=from_disk))
-    return found
+    if cut is None or not block.experts:
+        return NO_EXPERTS
+    there = min(1.0, cut.banks[0] / cut.layers)
+    if not case.trains:
+        there = cut.passing_hit_rate(block.wanted_experts(case.work.tokens))
+    from_disk = float(case.method.weights is Place.DISK)
+    return loads_of(block, case.work.tokens, there, case.share, from_disk=from_disk)

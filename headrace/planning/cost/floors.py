@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.planning.cost.hardware import Hardware
-from headrace.planning.cost.shape import ModelShape
 from headrace.planning.cost.traffic import BlockTraffic
-from headrace.planning.cost.work import Activations, Method, Place, Training, Work
+from headrace.planning.cost.work import Activations, Case, Place, Training
 
 __all__ = ["Floors", "floors_of", "hiding_tokens"]
 
@@ -39,13 +37,13 @@ class Floors:
         return max(self.longest, beside + self.update_seconds - self.sum_seconds)
 
 
-def floors_of(traffic: Sequence[BlockTraffic], work: Work, method: Method, share: Hardware, room_bytes: int) -> Floors:
-    """Sums over `traffic`, on a device's `share` of the machine, which has room for so many bytes of blocks that visit.
+def floors_of(traffic: Sequence[BlockTraffic], case: Case, room_bytes: int) -> Floors:
+    """Sums over `traffic`, on a device that has room for so many bytes of blocks that visit.
 
     The fewest loads keep as much as there is room for; changed weights come once at least.
     """
-    batches = work.micro_batches
-    passes = batches * (1 if work.training is Training.NONE else 2)
+    method, share, batches = case.method, case.share, case.work.micro_batches
+    passes = batches * (2 if case.trains else 1)
 
     def total(amount: Callable[[BlockTraffic], float]) -> float:
         return sum(map(amount, traffic))
@@ -57,11 +55,11 @@ def floors_of(traffic: Sequence[BlockTraffic], work: Work, method: Method, share
         for share_of_block, nbytes in sorted(shares):
             found += share_of_block * min(left, passes * nbytes)
             left -= min(left, passes * nbytes)
-        return max(found, total(amount)) if method.changes(work) else found
+        return max(found, total(amount)) if case.changes else found
 
     whole = total(lambda own: own.block_bytes)
     loaded = passes * max(0.0, whole - room_bytes) if method.streamed else 0.0
-    loaded = max(loaded, whole) if method.changes(work) else loaded
+    loaded = max(loaded, whole) if case.changes else loaded
     experts = passes * total(lambda own: own.experts.nbytes)
     activations = batches * total(lambda own: own.activation_bytes)
     spilled = activations if method.activations is Activations.SPILLED else 0.0
@@ -87,20 +85,19 @@ def floors_of(traffic: Sequence[BlockTraffic], work: Work, method: Method, share
     )
 
 
-def hiding_tokens(
-    traffic: Sequence[BlockTraffic], shape: ModelShape, work: Work, method: Method, share: Hardware
-) -> dict[str, float]:
+def hiding_tokens(traffic: Sequence[BlockTraffic], case: Case) -> dict[str, float]:
     """Tokens of a device per micro-batch, or per step, from which each lane hides behind compute; only lanes in use.
 
-    `headrace.formulas.tokens_to_hide`, of all blocks together; a device has its `share` of the machine.
+    `headrace.formulas.tokens_to_hide`, of all blocks together.
     """
+    shape, method, share = case.shape, case.method, case.share
     passes, flops = 1, 2.0
-    if work.training is not Training.NONE:
+    if case.trains:
         passes = 2
-        flops += (4 if work.training is Training.FULL else 2) + 2 * (method.activations is Activations.RECOMPUTED)
+        flops += (4 if case.work.training is Training.FULL else 2) + 2 * (method.activations is Activations.RECOMPUTED)
     active = sum(block.active_parameters for block in shape.blocks)
     width = max(block.input_elements for block in shape.blocks)
-    context = work.sequence_length / width if width else 0.0
+    context = case.work.sequence_length / width if width else 0.0
 
     def tokens(nbytes: float, rate: float) -> float:
         return nbytes * share.flops_per_second / (flops * active * rate * (1 + context / 6)) if active else math.inf

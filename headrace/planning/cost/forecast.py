@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from headrace.planning.cost.floors import Floors, floors_of
-from headrace.planning.cost.hardware import Hardware, share_of
 from headrace.planning.cost.lanes import CostLane
-from headrace.planning.cost.shape import BlockKind, ModelShape
+from headrace.planning.cost.shape import BlockKind
 from headrace.planning.cost.sharing import Sharing, sharing_of
 from headrace.planning.cost.step import StepForecast, forecast_step
 from headrace.planning.cost.tiers import Tiers, tiers_of
 from headrace.planning.cost.traffic import BlockTraffic, traffic_of
-from headrace.planning.cost.work import Method, Spread, Training, Work
+from headrace.planning.cost.work import Case, Method, Overlap, Place
 from headrace.planning.plan import Plan
 from headrace.planning.planner import make_plan
 from headrace.planning.problem import Problem
 from headrace.planning.visit import Phase, Visit
 
-__all__ = ["SIMULATED_MICRO_BATCHES", "Outline", "Run", "outline_of", "run_of"]
+__all__ = ["SIMULATED_MICRO_BATCHES", "Option", "Run", "forecast_of", "option_of", "run_of"]
 
 N = TypeVar("N", int, float)
 
@@ -28,8 +27,34 @@ SIMULATED_MICRO_BATCHES = 2  # more are counted from the difference between one 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Option:
+    """A method that is considered, before anything is planned: all that it holds and moves, and its floors."""
+
+    case: Case
+    tiers: Tiers
+    traffic: tuple[BlockTraffic, ...]
+    room_bytes: int  # on the device, for blocks that visit
+    floors: Floors
+
+    @property
+    def method(self) -> Method:
+        return self.case.method
+
+    @property
+    def lacks(self) -> tuple[tuple[Place, int], ...]:
+        """Tiers that have too little, and what they lack in bytes; empty: it fits."""
+        return tuple((place, self.tiers.short(place)) for place in Place if self.tiers.short(place))
+
+    @property
+    def floor_seconds(self) -> float:
+        """Below which no step can come."""
+        waits = self.case.trains and self.method.overlap is Overlap.NONE and self.method.state is not Place.DEVICE
+        return self.floors.serial_update if waits else self.floors.longest
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """One method on one machine: what it holds, its floors, the plan of its visits and one step of it.
+    """One method on one machine: the plan of its visits and one step of it.
 
     `step` is simulated with at most two micro-batches, or groups that go together; `seconds`, and `busy_seconds` and
     `moved_bytes` of each lane, count all of them. `sharing`: how devices share one copy for each node; None: they do
@@ -37,9 +62,7 @@ class Run:
     is what the step is bound by.
     """
 
-    method: Method
-    tiers: Tiers
-    floors: Floors
+    option: Option
     visits: Plan
     step: StepForecast
     seconds: float
@@ -47,6 +70,18 @@ class Run:
     moved_bytes: dict[CostLane, int]
     sharing: Sharing | None = None
     in_use: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def method(self) -> Method:
+        return self.option.method
+
+    @property
+    def tiers(self) -> Tiers:
+        return self.option.tiers
+
+    @property
+    def floors(self) -> Floors:
+        return self.option.floors
 
     @property
     def efficiency(self) -> float:
@@ -60,63 +95,43 @@ class Run:
         return sum(problem.block_bytes[b] for b in self.visits.kept) / max(1, sum(problem.block_bytes))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outline:
-    """What is known of a method before anything is planned: all that it holds and moves, and its floors."""
-
-    tiers: Tiers
-    traffic: tuple[BlockTraffic, ...]
-    room_bytes: int  # on the device, for blocks that visit
-    floors: Floors
-
-
-def outline_of(
-    shape: ModelShape,
-    work: Work,
-    spread: Spread,
-    method: Method,
-    hardware: Hardware,
-    streaming_bytes: int | None = None,
-) -> Outline:
+def option_of(case: Case, streaming_bytes: int | None = None) -> Option:
     """`streaming_bytes`: on the device, for weights that come and go; None: what is left."""
-    work = method.grouped(work)
-    tiers = tiers_of(shape, work, spread, method, hardware, streaming_bytes)
-    traffic = traffic_of(shape, work, spread, method, hardware, tiers.cut)
+    grouped = case.grouped()
+    tiers = tiers_of(grouped, streaming_bytes)
+    traffic = traffic_of(grouped, tiers.cut)
     room = tiers.streaming_bytes if tiers.cut is None else tiers.cut.other_room_bytes
-    floors = floors_of(traffic, work, method, share_of(hardware), room)
-    return Outline(tiers=tiers, traffic=traffic, room_bytes=room, floors=floors)
+    floors = floors_of(traffic, grouped, room)
+    return Option(case=case, tiers=tiers, traffic=traffic, room_bytes=room, floors=floors)
 
 
-def run_of(
-    shape: ModelShape,
-    work: Work,
-    spread: Spread,
-    method: Method,
-    hardware: Hardware,
-    streaming_bytes: int | None = None,
-) -> Run:
-    """The forecast of one method. The method must fit (`Tiers.fits`)."""
-    outline = outline_of(shape, work, spread, method, hardware, streaming_bytes)
-    work, traffic = method.grouped(work), outline.traffic
+def run_of(case: Case, streaming_bytes: int | None = None) -> Run:
+    """As `forecast_of`, of what is not an option yet."""
+    return forecast_of(option_of(case, streaming_bytes))
+
+
+def forecast_of(option: Option) -> Run:
+    """The forecast of one method, which must fit."""
+    case, traffic = option.case.grouped(), option.traffic
+    batches = case.work.micro_batches
     steps = []
-    for batches in range(1, min(work.micro_batches, SIMULATED_MICRO_BATCHES) + 1):
-        plan = make_plan(_problem(shape, work, method, outline, batches))
-        closing = sum(own.device_update_seconds for own in traffic)
-        share = share_of(hardware)
-        steps.append(forecast_step(plan, traffic, share, overlap=method.overlap, closing_seconds=closing))
-    used = _used(steps, work.micro_batches)
-    total = _of_all([step.seconds for step in steps], work.micro_batches)
-    total = max(total, outline.floors.longest, *used.values())
+    for count in range(1, min(batches, SIMULATED_MICRO_BATCHES) + 1):
+        plan = make_plan(_problem(option, count))
+        steps.append(forecast_step(plan, traffic, case.share, option.method.overlap))
+    alone = _by_lane([step.alone_seconds for step in steps], batches)
+    used = {lane.value: seconds for lane, seconds in alone.items()}
+    used["host memory"] = _of_all([step.dram_seconds for step in steps], batches)
+    total = max(_of_all([step.seconds for step in steps], batches), option.floors.longest, *used.values())
+    # What a lane's tasks wait for others differs between one and two: it is busy for what they take alone, at least.
+    busy = _by_lane([step.busy_seconds for step in steps], batches)
     return Run(
-        method=method,
-        tiers=outline.tiers,
-        floors=outline.floors,
+        option=option,
         visits=plan,
         step=steps[-1],
         seconds=total,
-        busy_seconds=_busy(steps, work.micro_batches, total),
-        moved_bytes=_by_lane([one.moved_bytes for one in steps], work.micro_batches),
-        sharing=sharing_of(traffic, work, spread, method),
+        busy_seconds={lane: min(total, max(alone[lane], busy[lane])) for lane in CostLane},
+        moved_bytes=_by_lane([one.moved_bytes for one in steps], batches),
+        sharing=sharing_of(traffic, case),
         in_use={name: took / total for name, took in used.items()},
     )
 
@@ -131,37 +146,22 @@ def _by_lane(steps: Sequence[dict[CostLane, N]], micro_batches: int) -> dict[Cos
     return {lane: _of_all([step[lane] for step in steps], micro_batches) for lane in CostLane}
 
 
-def _busy(steps: Sequence[StepForecast], micro_batches: int, total: float) -> dict[CostLane, float]:
-    """At least what a lane would take alone: what its tasks wait for others differs between one and two."""
-    alone = _by_lane([step.alone_seconds for step in steps], micro_batches)
-    busy = _by_lane([step.busy_seconds for step in steps], micro_batches)
-    return {lane: min(total, max(alone[lane], busy[lane])) for lane in CostLane}
-
-
-def _used(steps: Sequence[StepForecast], micro_batches: int) -> dict[str, float]:
-    """Seconds that each lane, and host memory, would take alone."""
-    alone = _by_lane([step.alone_seconds for step in steps], micro_batches)
-    used = {lane.value: seconds for lane, seconds in alone.items()}
-    used["host memory"] = _of_all([step.dram_seconds for step in steps], micro_batches)
-    return used
-
-
-def _problem(shape: ModelShape, work: Work, method: Method, outline: Outline, batches: int) -> Problem:
+def _problem(option: Option, batches: int) -> Problem:
     """The visits of one step of `batches` micro-batches, and what the planner may hold of the blocks."""
-    traffic = outline.traffic
+    case, traffic, shape = option.case, option.traffic, option.case.shape
     forward, backward = [], []
     for index, (block, own) in enumerate(zip(shape.blocks, traffic, strict=True)):
         uses = (index, 0) if shape.tied and block.kind is BlockKind.HEAD and index else (index,)
         forward.append(Visit(blocks=uses, phase=Phase.FORWARD, compute_seconds=own.forward_seconds))
         backward.append(Visit(blocks=uses, phase=Phase.BACKWARD, compute_seconds=own.backward_seconds))
-    visits = forward if work.training is Training.NONE else forward + backward[::-1]
+    visits = forward + backward[::-1] if case.trains else forward
     sizes = tuple(own.block_bytes for own in traffic)
-    trained = (index for index, block in enumerate(shape.blocks) if block.trainable and method.changes(work))
+    trained = (index for index, block in enumerate(shape.blocks) if block.trainable and case.changes)
     return Problem(
         block_bytes=sizes,
         load_seconds=tuple(own.load_seconds for own in traffic),
         visits=tuple(visits) * batches,
-        budget_bytes=outline.room_bytes if method.streamed else sum(sizes),
-        residents=frozenset() if method.streamed else frozenset(range(len(sizes))),
+        budget_bytes=option.room_bytes if case.method.streamed else sum(sizes),
+        residents=frozenset() if case.method.streamed else frozenset(range(len(sizes))),
         changing=frozenset(trained),
     )

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 __all__ = [
     "DEVICES",
@@ -26,14 +26,10 @@ __all__ = [
     "NO_PEERS",
     "OVER_LINK",
     "PEERS",
-    "Device",
-    "Drive",
     "Hardware",
-    "Host",
     "machine",
     "nearest",
     "share_of",
-    "with_drives",
 ]
 
 # How the devices of a node reach each other: over links of their own (NVLink, Infinity Fabric), over each one's link to
@@ -50,6 +46,10 @@ _RATES = {  # the fields that one figure stands for; where two have the same, th
     "update": ("update_bytes_per_second",),
     "peers": ("collective_bytes_per_second",),
     "network": ("node_bytes_per_second",),
+}
+_NEEDED = {
+    *("devices", "device_memory_bytes", "device_bytes_per_second", "flops_per_second"),
+    *("onload_bytes_per_second", "offload_bytes_per_second", "dram_bytes_per_second"),
 }
 _RATE = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([kKMGTP]?)(B|FLOPS?)(?:/s)?\s*")
 
@@ -98,33 +98,15 @@ class Hardware:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (
-            "device_memory_bytes",
-            "device_bytes_per_second",
-            "flops_per_second",
-            "onload_bytes_per_second",
-            "offload_bytes_per_second",
-            "dram_bytes_per_second",
-        ):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"hardware {self.name!r}: {name} is {value}; it must be finite and above 0")
-        for name in (
-            "dram_latency_seconds",
-            "link_latency_seconds",
-            "disk_latency_seconds",
-            "collective_bytes_per_second",
-            "node_bytes_per_second",
-            "update_bytes_per_second",
-        ):
-            value = getattr(self, name)
-            if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"hardware {self.name!r}: {name} is {value}; it must be finite and at least 0")
         if self.disk_bytes and not (self.disk_read_bytes_per_second > 0 and self.disk_write_bytes_per_second > 0):
             raise ValueError(
                 f"hardware {self.name!r} has {self.disk_bytes} bytes of disk, and no speed of it; give"
                 " disk_read_bytes_per_second and disk_write_bytes_per_second"
             )
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not (0 < value < math.inf or (value == 0 and name not in _NEEDED)):
+                least = "above 0" if name in _NEEDED else "at least 0"
+                raise ValueError(f"hardware {self.name!r}: {name} is {value}; it must be finite and {least}")
         if self.peer not in PEERS:
             raise ValueError(f"hardware {self.name!r}: peer is {self.peer!r}; give one of {', '.join(PEERS)}")
         if self.peer == FABRIC and not self.collective_bytes_per_second:
@@ -132,8 +114,6 @@ class Hardware:
                 f"hardware {self.name!r} has links among its devices, and no speed of them; give"
                 " collective_bytes_per_second"
             )
-        if self.devices < 1:
-            raise ValueError(f"hardware {self.name!r}: devices is {self.devices}; give at least 1")
 
     @property
     def update_rate(self) -> float:
@@ -153,7 +133,7 @@ class Hardware:
         machine, fields = self, {name: value for name, value in figures.items() if name not in (*_RATES, "drive")}
         if "drive" in figures:
             count, drive = re.fullmatch(r"(?:(-?[0-9]+)x)?(.*)", str(figures["drive"])).groups()  # type: ignore[union-attr]
-            machine = with_drives(self, drive, int(count or 1))
+            machine = _with_drives(self, drive, int(count or 1))
         for name, targets in _RATES.items():
             if name in figures:
                 fields |= dict.fromkeys(targets, _rate(name, figures[name]))
@@ -225,7 +205,11 @@ def _rate(name: str, value: Any) -> float:
 
 
 # the catalogue --------------------------------------------------------------------------------------------------------
-Part = TypeVar("Part")
+Part = dict[str, Any]  # figures as sold, and their sources: `catalogue.toml` says what each is
+_CATALOGUE = tomllib.loads(files("headrace.planning.cost").joinpath("catalogue.toml").read_text())
+DEVICES: dict[str, Part] = _CATALOGUE["devices"]
+HOSTS: dict[str, Part] = _CATALOGUE["hosts"]
+DRIVES: dict[str, Part] = _CATALOGUE["drives"]
 
 # What a run reaches of what is sold.
 COMPUTE_SHARE = 0.6  # matrix products within a transformer's step, of the dense tensor peak
@@ -237,55 +221,7 @@ DISK_SHARE = 0.9  # direct reads and writes of megabytes, of the sequential rate
 _LATENCIES = "https://www.techcompare.app/latency-visualizer/memory-latency-numbers"
 _LINK_LATENCY = "https://www.cs.virginia.edu/~mwb7w/cuda_support/memory_transfer_overhead.html"
 DRAM_LATENCY, LINK_LATENCY = 65e-9, 10e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """An accelerator as sold: dense 16-bit matrix rate with sums in float32, and its raw link rate per direction."""
-
-    memory_bytes: int
-    bytes_per_second: float
-    flops_per_second: float
-    link_bytes_per_second: float
-    peer_bytes_per_second: float = 0.0  # 0: no links among devices, and no peer access over PCIe that is known of
-    network_bytes_per_second: float = 0.0  # of the network card that machines of eight have for each device
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """A host as sold; `network_bytes_per_second` where devices bring no network cards of their own."""
-
-    memory_bytes: int
-    dram_bytes_per_second: float
-    network_bytes_per_second: float
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drive:
-    """A drive as sold; `endurance_bytes` may be written in its life, 0: the maker does not say."""
-
-    disk_bytes: int
-    read_bytes_per_second: float
-    write_bytes_per_second: float
-    endurance_bytes: int = 0
-    latency_seconds: float
-    duplex_share: float = 1.0  # of each rate while it is read and written: SATA carries one direction at a time
-    sources: tuple[str, ...]
-
-
 _ASSUMED = {1.25e9: "assumed: 10 Gigabit Ethernet", 12.5e9: "assumed: 100 Gigabit Ethernet"}  # of hosts
-
-
-def _parts(kind: type[Part], table: dict[str, dict[str, Any]]) -> dict[str, Part]:
-    return {name: kind(**figures | {"sources": tuple(figures["sources"])}) for name, figures in table.items()}
-
-
-_TABLES = tomllib.loads(files("headrace.planning.cost").joinpath("catalogue.toml").read_text())
-DEVICES = _parts(Device, _TABLES["devices"])
-HOSTS = _parts(Host, _TABLES["hosts"])
-DRIVES = _parts(Drive, _TABLES["drives"])
 
 
 def machine(
@@ -296,54 +232,53 @@ def machine(
     Raises ValueError naming what the catalogue has when a part is not in it.
     """
     chip, board = _part(DEVICES, device, "device"), _part(HOSTS, host, "host")
-    sources = {
-        **dict.fromkeys(
-            ("device_memory_bytes", "device_bytes_per_second", "flops_per_second", "onload_bytes_per_second"),
-            "; ".join(chip.sources),
-        ),
-        **dict.fromkeys(("host_memory_bytes", "dram_bytes_per_second"), "; ".join(board.sources)),
-        "dram_latency_seconds": _LATENCIES,
-        "link_latency_seconds": _LINK_LATENCY,
+    link, peers = chip["link_bytes_per_second"], chip.get("peer_bytes_per_second", 0.0)
+    cards = chip.get("network_bytes_per_second", 0.0) * devices
+    network = cards or board["network_bytes_per_second"]
+    of_device: dict[str, Any] = {
+        "device_memory_bytes": chip["memory_bytes"],
+        "device_bytes_per_second": chip["bytes_per_second"],
+        "flops_per_second": chip["flops_per_second"] * COMPUTE_SHARE,
+        "onload_bytes_per_second": link * LINK_SHARE,
+        "offload_bytes_per_second": link * LINK_SHARE,
+        "collective_bytes_per_second": (peers or link) * LINK_SHARE,
     }
-    network = chip.network_bytes_per_second * devices or board.network_bytes_per_second
-    sources["node_bytes_per_second"] = "; ".join(chip.sources) if chip.network_bytes_per_second else _ASSUMED[network]
+    of_host: dict[str, Any] = {
+        "host_memory_bytes": board["memory_bytes"],
+        "dram_bytes_per_second": board["dram_bytes_per_second"] * DRAM_SHARE,
+    }
+    sources = dict.fromkeys(of_device, "; ".join(chip["sources"]))
+    sources |= dict.fromkeys(of_host, "; ".join(board["sources"]))
+    sources |= {"dram_latency_seconds": _LATENCIES, "link_latency_seconds": _LINK_LATENCY}
+    sources["node_bytes_per_second"] = "; ".join(chip["sources"]) if cards else _ASSUMED[network]
     made = Hardware(
         name=name or device,
         devices=devices,
-        device_memory_bytes=chip.memory_bytes,
-        device_bytes_per_second=chip.bytes_per_second,
-        flops_per_second=chip.flops_per_second * COMPUTE_SHARE,
-        onload_bytes_per_second=chip.link_bytes_per_second * LINK_SHARE,
-        offload_bytes_per_second=chip.link_bytes_per_second * LINK_SHARE,
-        host_memory_bytes=board.memory_bytes,
-        dram_bytes_per_second=board.dram_bytes_per_second * DRAM_SHARE,
+        **of_device,
+        **of_host,
         dram_latency_seconds=DRAM_LATENCY,
         link_latency_seconds=LINK_LATENCY,
-        peer=FABRIC if chip.peer_bytes_per_second else NO_PEERS,
-        collective_bytes_per_second=(chip.peer_bytes_per_second or chip.link_bytes_per_second) * LINK_SHARE,
+        peer=FABRIC if peers else NO_PEERS,
         node_bytes_per_second=network * LINK_SHARE,
         sources=sources,
     )
-    return made if drive is None else with_drives(made, drive, drives)
+    return made if drive is None else _with_drives(made, drive, drives)
 
 
-def with_drives(hardware: Hardware, drive: str, drives: int = 1) -> Hardware:
-    """The machine with `drives` of this kind in place of its own, read and written all at once.
-
-    Raises ValueError naming what the catalogue has when the drive is not in it, or for fewer than one.
-    """
+def _with_drives(hardware: Hardware, drive: str, drives: int) -> Hardware:
+    """The machine with `drives` of this kind in place of its own, read and written all at once."""
     disk = _part(DRIVES, drive, "drive")
     if drives < 1:
         raise ValueError(f"drives={drives}; give at least 1")
     fields: dict[str, Any] = {
-        "disk_bytes": disk.disk_bytes * drives,
-        "disk_read_bytes_per_second": disk.read_bytes_per_second * drives * DISK_SHARE,
-        "disk_write_bytes_per_second": disk.write_bytes_per_second * drives * DISK_SHARE,
-        "disk_endurance_bytes": disk.endurance_bytes * drives,
-        "disk_latency_seconds": disk.latency_seconds,
-        "disk_duplex_share": disk.duplex_share,
+        "disk_bytes": disk["disk_bytes"] * drives,
+        "disk_read_bytes_per_second": disk["read_bytes_per_second"] * drives * DISK_SHARE,
+        "disk_write_bytes_per_second": disk["write_bytes_per_second"] * drives * DISK_SHARE,
+        "disk_endurance_bytes": disk.get("endurance_bytes", 0) * drives,
+        "disk_latency_seconds": disk["latency_seconds"],
+        "disk_duplex_share": disk.get("duplex_share", 1.0),
     }
-    sources = dict.fromkeys(fields, "; ".join(disk.sources)) | {"disk_latency_seconds": _LATENCIES}
+    sources = dict.fromkeys(fields, "; ".join(disk["sources"])) | {"disk_latency_seconds": _LATENCIES}
     return dataclasses.replace(hardware, **fields, sources={**hardware.sources, **sources})
 
 
@@ -356,6 +291,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def _part(parts: dict[str, Part], name: str, kind: str) -> Part:
+    """Raises ValueError naming what the catalogue has when it is not in it."""
     if name not in parts:
         raise ValueError(f"the catalogue has no {kind} {name!r}{nearest(name, parts)}; it has {', '.join(parts)}")
     return parts[name]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
-from headrace.planning.cost.work import Method, Place, Spread, Training, Work
+from headrace.planning.cost.work import Case, Place, Training
 
 __all__ = ["LEFT_FREE_BYTES", "TIMES_AS_FAST", "mean_read_share", "packed_bytes", "packs", "read_share"]
 
@@ -15,12 +14,12 @@ TIMES_AS_FAST = 4
 LEFT_FREE_BYTES = 1 << 30  # on the drive, for what comes later and has to be there
 
 
-def packs(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> bool:
+def packs(case: Case) -> bool:
     """Whether a run packs weights that come from disk again and again: frozen ones, of one process."""
-    if method.weights is not Place.DISK or work.training is Training.FULL or spread.data > 1:
+    if case.method.weights is not Place.DISK or case.work.training is Training.FULL or case.spread.data > 1:
         return False
-    pays = hardware.disk_read_bytes_per_second * TIMES_AS_FAST <= _UNPACKED_BYTES_PER_SECOND
-    return pays and (1 + _PACKED_SHARE) * shape.weight_bytes + LEFT_FREE_BYTES <= hardware.disk_bytes
+    pays = case.hardware.disk_read_bytes_per_second * TIMES_AS_FAST <= _UNPACKED_BYTES_PER_SECOND
+    return pays and (1 + _PACKED_SHARE) * case.shape.weight_bytes + LEFT_FREE_BYTES <= case.hardware.disk_bytes
 
 
 def read_share(block: BlockShape) -> float:
@@ -29,9 +28,10 @@ def read_share(block: BlockShape) -> float:
     return _PACKED_SHARE if block.weight_bits == 16 and not in_parts else 1.0
 
 
-def mean_read_share(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> float:
+def mean_read_share(case: Case) -> float:
     """Of the bytes of all weights that come from disk, what is read in that run."""
-    if not packs(shape, work, spread, method, hardware):
+    shape = case.shape
+    if not packs(case):
         return 1.0
     return sum(read_share(block) * block.weight_bytes for block in shape.blocks) / max(1, shape.weight_bytes)
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.formulas import WEIGHTS_RATIO, codec_cores, wear_steps
-from headrace.planning.cost.choose import Help, Option, Shortfall, best_run, helps, options, orders, shortfall
+from headrace.planning.cost.choose import Help, Shortfall, best_run, helps, options, orders, shortfall
 from headrace.planning.cost.decoding import Decoding, DecodingRate, decoding_of
 from headrace.planning.cost.floors import Floors, hiding_tokens
-from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Run
-from headrace.planning.cost.hardware import Hardware, share_of
+from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Option, Run
+from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.packing import mean_read_share
 from headrace.planning.cost.shape import ModelShape
@@ -56,21 +56,21 @@ class RunPlan:
         return self.run is not None
 
     @property
+    def option(self) -> Option:
+        """The recommended method, or the one that lacks least."""
+        found = self.run or self.shortfall
+        if found is None:
+            raise ValueError("neither a run nor a shortfall was found: please report this problem")
+        return found.option
+
+    @property
     def tiers(self) -> Tiers:
         """Bytes by tier of the recommended method, or of the one that lacks least."""
-        if self.run is not None:
-            return self.run.tiers
-        if self.shortfall is None:
-            raise ValueError("neither a run nor a shortfall was found: please report this problem")
-        return self.shortfall.tiers
+        return self.option.tiers
 
     @property
     def method(self) -> Method:
-        if self.run is not None:
-            return self.run.method
-        if self.shortfall is None:
-            raise ValueError("neither a run nor a shortfall was found: please report this problem")
-        return self.shortfall.method
+        return self.option.method
 
     @property
     def not_run(self) -> tuple[str, ...]:
@@ -127,8 +127,7 @@ class RunPlan:
     @property
     def hiding_tokens(self) -> dict[str, float]:
         """Lane -> tokens from which it hides behind compute."""
-        traffic = traffic_of(self.model, self.work, self.spread, self.method, self.hardware)
-        return hiding_tokens(traffic, self.model, self.work, self.method, share_of(self.hardware))
+        return hiding_tokens(traffic_of(self.option.case), self.option.case)
 
     @property
     def written_bytes(self) -> int:
@@ -230,10 +229,10 @@ def plan_run(
     spread = spread or Spread()
     hardware = replace(hardware, devices=spread.ranks)  # those that are not used share nothing
     considered = options(model, work, spread, hardware, overlap, disk, wanted)
-    run = best_run(model, work, spread, hardware, considered)
+    run = best_run(considered)
     decoding = None
     if run is not None:
-        decoding = decoding_of(model, work, spread, run.method, hardware, run.tiers, expert_hit_rate)
+        decoding = decoding_of(run.option.case, run.tiers, expert_hit_rate)
     return RunPlan(
         model=model,
         work=work,
@@ -241,9 +240,9 @@ def plan_run(
         hardware=hardware,
         run=run,
         options=tuple(considered),
-        helps=() if run is None else tuple(helps(model, work, spread, hardware, run, overlap)),
-        orders={} if run is None else orders(model, work, spread, hardware, run),
-        shortfall=shortfall(hardware, work, considered) if run is None else None,
+        helps=() if run is None else tuple(helps(run)),
+        orders={} if run is None else orders(run),
+        shortfall=shortfall(considered) if run is None else None,
         decoding=decoding,
     )
 
@@ -429,7 +428,7 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
             f"wear      {decimal_text(plan.written_bytes)} written to disk a step: the drives are guaranteed "
             f"{plan.wear_steps:,.0f} steps"
         )
-    share = mean_read_share(plan.model, plan.work, plan.spread, run.method, plan.hardware)
+    share = mean_read_share(run.option.case)
     if share < _TOLD_SHARE:
         lines.append(f"packed    weights that have come a few times are read in {share:.2f} of their bytes")
     if plan.codec_cores:

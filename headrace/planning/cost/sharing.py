@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from headrace.planning.cost.hardware import FABRIC, NO_PEERS, Hardware
 from headrace.planning.cost.shape import BlockShape
-from headrace.planning.cost.work import Method, Place, Spread, Training, Work
+from headrace.planning.cost.work import Case, Place, Spread, Training
 
 __all__ = ["Crossing", "Sharing", "crossing_of", "sharing_of"]
 
@@ -93,11 +93,11 @@ def _way(helped: int, blocks: int, what: str, by_others: str, alone: str) -> str
     return f"{what} of {helped} blocks {by_others}, of {blocks - helped} {alone}"
 
 
-def sharing_of(crossings: Sequence[Crossing], work: Work, spread: Spread, method: Method) -> Sharing | None:
+def sharing_of(crossings: Sequence[Crossing], case: Case) -> Sharing | None:
     """In numbers, of the blocks' crossings; None where nothing is shared."""
-    if not spread.shares(method, work.training):
+    if not case.shares:
         return None
-    loads = method.streamed or method.changes(work)
+    spread, loads = case.spread, case.method.streamed or case.changes
     return Sharing(
         ranks=spread.ranks,
         nodes=spread.nodes,
@@ -108,19 +108,20 @@ def sharing_of(crossings: Sequence[Crossing], work: Work, spread: Spread, method
     )
 
 
-def crossing_of(block: BlockShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> Crossing:
+def crossing_of(block: BlockShape, case: Case) -> Crossing:
     """How a block crosses."""
+    work, spread, method, hardware = case.work, case.spread, case.method, case.hardware
     loaded = block.weight_bytes * method.crossing_share
-    summed = 0.0 if work.training is Training.NONE else work.gradient_bytes * block.trainable
+    summed = work.gradient_bytes * block.trainable if case.trains else 0.0
     leaves = method.host_share * summed if method.state is not Place.DEVICE else 0.0
-    left = leaves / method.sent_in(work)
+    left = leaves / case.sent_in
     among = _ring_seconds(summed, spread, hardware) * (1 if spread.zero_stage else 2)
-    if not spread.shares(method, work.training):
+    if not case.shares:
         return Crossing(
             load_bytes=round(loaded),
             gradient_bytes=int(spread.divided(left, 2)),
             reduce_seconds=among,
-            pass_on_seconds=_pass_on_seconds(block, work, spread, hardware),
+            pass_on_seconds=_pass_on_seconds(block, case),
         )
     own, part = loaded / spread.ranks, left / spread.ranks
     gather = _helped_seconds(loaded, own, hardware.onload_bytes_per_second, hardware)
@@ -128,7 +129,7 @@ def crossing_of(block: BlockShape, work: Work, spread: Spread, method: Method, h
     reduce = _helped_seconds(left, part, hardware.offload_bytes_per_second, hardware)
     reduces = reduce is not None and reduce < _TIE * _bounce_seconds(left, part, hardware)
     # Of what the device updates, gradients are summed up among all, when they leave; of what the host does, as above.
-    by_devices = among * method.device_share / method.sent_in(work)
+    by_devices = among * method.device_share / case.sent_in
     on_host = left + part * (2 if work.micro_batches > 1 else 1)
     sent = 2 * leaves / spread.ranks * (spread.nodes - 1) / spread.nodes
     return Crossing(
@@ -136,19 +137,20 @@ def crossing_of(block: BlockShape, work: Work, spread: Spread, method: Method, h
         gather_seconds=_among_seconds(loaded - own, hardware) if gathers else 0.0,
         gradient_bytes=round(part if reduces else left),
         reduce_seconds=by_devices + (_among_seconds(left - part, hardware) if reduces else 0.0),
-        reduces_always=method.sent_in(work) > 1 or reduces,
+        reduces_always=case.sent_in > 1 or reduces,
         sum_bytes=0.0 if reduces or spread.ranks == 1 else on_host,
         network_bytes=round(sent),
         network_seconds=sent * hardware.devices / hardware.node_bytes_per_second if sent else 0.0,
     )
 
 
-def _pass_on_seconds(block: BlockShape, work: Work, spread: Spread, hardware: Hardware) -> float:
+def _pass_on_seconds(block: BlockShape, case: Case) -> float:
     """A block's updated weights to the replicas that did not update them."""
-    if work.training is Training.NONE or not spread.zero_stage:
+    if not case.trains or not case.spread.zero_stage:
         return 0.0
-    nbytes = 2 * block.trainable if work.training is Training.ADAPTER else block.weight_bytes * bool(block.trainable)
-    return _ring_seconds(nbytes, spread, hardware)
+    whole = block.weight_bytes * bool(block.trainable)
+    nbytes = 2 * block.trainable if case.work.training is Training.ADAPTER else whole
+    return _ring_seconds(nbytes, case.spread, case.hardware)
 
 
 def _ring_seconds(nbytes: float, spread: Spread, hardware: Hardware) -> float:

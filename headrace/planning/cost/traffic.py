@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.planning.cost.experts import NO_EXPERTS, ExpertCut, ExpertLoads, others_of, pass_loads
-from headrace.planning.cost.hardware import OVER_LINK, Hardware, share_of
+from headrace.planning.cost.hardware import OVER_LINK, Hardware
 from headrace.planning.cost.packing import packs, read_share
-from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from headrace.planning.cost.shape import BlockKind, BlockShape
 from headrace.planning.cost.sharing import Crossing, crossing_of
-from headrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
+from headrace.planning.cost.work import Activations, Case, Method, Place, Training, Work
 
 __all__ = [
     "ACTIVATION_LAYERS",
@@ -55,32 +55,27 @@ class BlockTraffic(Crossing):
     experts: ExpertLoads = NO_EXPERTS  # that come one by one within each visit
 
 
-def traffic_of(
-    shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware, cut: ExpertCut | None = None
-) -> tuple[BlockTraffic, ...]:
-    """Of each block, on a device that has its share of `hardware`; `cut`: experts that come one by one."""
-    share = share_of(hardware)
-    trains, shares = work.training is not Training.NONE, spread.shares(method, work.training)
-    held = 1 / spread.ranks if shares else 1.0
-    packed = packs(shape, work, spread, method, hardware)
-    leaving = leaving_layers(shape, work, method)
-    loads = pass_loads(shape, work, method, share, cut)
+def traffic_of(case: Case, cut: ExpertCut | None = None) -> tuple[BlockTraffic, ...]:
+    """Of each block, on a device that has its share of the node; `cut`: experts that come one by one."""
+    work, spread, method, share = case.work, case.spread, case.method, case.share
+    held = 1 / spread.ranks if case.shares else 1.0
+    packed, leaving = packs(case), leaving_layers(case)
 
     def of_block(index: int, block: BlockShape) -> BlockTraffic:
         visiting = block if cut is None else others_of(block)
-        crossing = crossing_of(visiting, work, spread, method, hardware)
+        crossing = crossing_of(visiting, case)
         read = read_share(visiting) if packed else 1.0
         fetched = round(held * round(read * visiting.weight_bytes)) if method.weights is Place.DISK else 0
         forward, backward = block_seconds(block, work, share)
         again = recompute_seconds(block, work, method, forward)
-        own = spread.divided(block.trainable, 1) if trains else 0.0
+        own = spread.divided(block.trainable, 1) if case.trains else 0.0
         trained = held * int(method.host_share * own) if method.state is not Place.DEVICE else 0.0
         return BlockTraffic(
             **vars(crossing),
             block_bytes=visiting.weight_bytes,
             load_seconds=_load_seconds(crossing, fetched, share),
             forward_seconds=forward,
-            backward_seconds=backward + again if trains else 0.0,
+            backward_seconds=backward + again if case.trains else 0.0,
             update_bytes=work.update_bytes * trained,
             device_update_seconds=work.update_bytes * method.device_share * own / share.device_bytes_per_second,
             norm_bytes=work.gradient_bytes * trained if work.clipped else 0.0,
@@ -89,11 +84,11 @@ def traffic_of(
             spill_bytes=fetched if work.training is Training.FULL and trained else 0,
             activation_bytes=round(block.activation_bytes(work.tokens)) if index in leaving else 0,
             activations_spill=method.activations is Activations.SPILLED,
-            over_link=shares and hardware.peer == OVER_LINK,
-            experts=loads[index],
+            over_link=case.shares and share.peer == OVER_LINK,
+            experts=pass_loads(block, case, cut),
         )
 
-    return tuple(of_block(index, block) for index, block in enumerate(shape.blocks))
+    return tuple(of_block(index, block) for index, block in enumerate(case.shape.blocks))
 
 
 def _load_seconds(crossing: Crossing, fetch_bytes: int, share: Hardware) -> float:
@@ -107,11 +102,11 @@ def _load_seconds(crossing: Crossing, fetch_bytes: int, share: Hardware) -> floa
     return max(hops)
 
 
-def leaving_layers(shape: ModelShape, work: Work, method: Method) -> frozenset[int]:
+def leaving_layers(case: Case) -> frozenset[int]:
     """Indices of the layers whose activations leave: not the last one's, with which backward begins."""
-    if work.training is Training.NONE or method.activations not in (Activations.OFFLOADED, Activations.SPILLED):
+    if not case.trains or case.method.activations not in (Activations.OFFLOADED, Activations.SPILLED):
         return frozenset()
-    return frozenset([index for index, block in enumerate(shape.blocks) if block.kind is BlockKind.LAYER][:-1])
+    return frozenset([index for index, block in enumerate(case.shape.blocks) if block.kind is BlockKind.LAYER][:-1])
 
 
 def block_seconds(block: BlockShape, work: Work, hardware: Hardware) -> tuple[float, float]:

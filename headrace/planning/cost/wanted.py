@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from headrace.planning.cost.work import Activations, Method, Place, Training
 
-__all__ = ["METHODS", "Wanted", "wanted"]
+__all__ = ["METHODS", "Wanted", "admitted", "wanted"]
 
 METHODS = {
     "none": "weights=device,state=device",
@@ -17,66 +17,59 @@ METHODS = {
     "stream-weights-from-disk": "weights=disk",
 }
 _PLACES = {place.value: place for place in Place}
-_ACTIVATIONS = {kind.value.split()[0]: kind for kind in Activations}
-_VALUES = {"weights": tuple(_PLACES), "state": tuple(_PLACES), "activations": tuple(_ACTIVATIONS)}
+_PARTS: dict[str, dict[str, Any]] = {  # of a method, by name and value
+    "weights": _PLACES,
+    "state": _PLACES,
+    "activations": {kind.value.split()[0]: kind for kind in Activations},
+}
 
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a method must have; None: whatever is fastest. `host_share`: of the optimizer, 0 to 1."""
-
-    weights: Place | None = None
-    state: Place | None = None
-    activations: Activations | None = None
-    host_share: float | None = None
-
-    def of(self, methods: list[Method], training: Training) -> list[Method]:
-        """Those of `methods` that are asked for. Raises ValueError when none is."""
-        if self.host_share is not None and training is Training.NONE:
-            raise ValueError("optimizer_fraction is of an update, which training='inference' has none of; leave it out")
-        found = [
-            method if self.host_share is None or not self.host_share else replace(method, host_share=self.host_share)
-            for method in methods
-            if self._admits(method)
-        ]
-        if not found:
-            asked = [
-                f"{name}={getattr(value, 'value', value)}" for name, value in vars(self).items() if value is not None
-            ]
-            raise ValueError(
-                f"no method has {', '.join(asked)} with training={training.value!r}: weights that are trained and rest"
-                " on the host are updated there, all of them, and only a machine with a disk can use one"
-            )
-        return found
-
-    def _admits(self, method: Method) -> bool:
-        parts = ((self.weights, method.weights), (self.state, method.state), (self.activations, method.activations))
-        if any(asked is not None and asked is not own for asked, own in parts):
-            return False
-        if self.host_share is None:
-            return True
-        on_device = method.state is Place.DEVICE
-        return on_device if self.host_share == 0 else not on_device and (self.host_share == 1 or not method.streamed)
+Wanted = dict[str, Any]  # of a method's parts, and of its `host_share`, those that must be so
 
 
 def wanted(method: str | None, optimizer_fraction: float | None) -> Wanted:
     """What `headrace plan --method` and `--optimizer-fraction` ask for. Raises ValueError naming what there is."""
-    if optimizer_fraction is not None and not (0 <= optimizer_fraction <= 1 and math.isfinite(optimizer_fraction)):
-        raise ValueError(f"optimizer_fraction={optimizer_fraction}; give the host's share, from 0 to 1")
-    given = [] if method is None else ",".join(METHODS.get(word, word) for word in method.split(",")).split(",")
-    asked: dict[str, str] = {}
-    for item in given:
+    asked: Wanted = {}
+    words = [] if method is None else [METHODS.get(word, word) for word in method.split(",")]
+    for item in ",".join(words).split(",") if words else ():
         name, _, value = item.partition("=")
-        if value not in _VALUES.get(name, {}):
-            parts = "; ".join(f"{part}={'|'.join(values)}" for part, values in _VALUES.items())
+        if value not in _PARTS.get(name, {}):
+            parts = "; ".join(f"{part}={'|'.join(values)}" for part, values in _PARTS.items())
             raise ValueError(
                 f"method={method!r}: {item!r} is none of {', '.join(METHODS)}, nor a part of one ({parts})"
             )
-        if asked.setdefault(name, value) != value:
-            raise ValueError(f"method={method!r} has {name}={asked[name]} and {name}={value}; give one")
-    return Wanted(
-        weights=_PLACES.get(asked.get("weights", "")),
-        state=_PLACES.get(asked.get("state", "")),
-        activations=_ACTIVATIONS.get(asked.get("activations", "")),
-        host_share=optimizer_fraction,
-    )
+        part = _PARTS[name][value]
+        if asked.setdefault(name, part) is not part:
+            before = next(text for text, known in _PARTS[name].items() if known is asked[name])
+            raise ValueError(f"method={method!r} has {name}={before} and {name}={value}; give one")
+    if optimizer_fraction is not None:
+        if not 0 <= optimizer_fraction <= 1:
+            raise ValueError(f"optimizer_fraction={optimizer_fraction}; give the host's share, from 0 to 1")
+        asked["host_share"] = optimizer_fraction
+    return asked
+
+
+def admitted(methods: list[Method], asked: Wanted, training: Training) -> list[Method]:
+    """Those of `methods` that are as asked. Raises ValueError when none is."""
+    parts, share = {name: value for name, value in asked.items() if name in _PARTS}, asked.get("host_share")
+    if share is not None and training is Training.NONE:
+        raise ValueError("optimizer_fraction is of an update, which training='inference' has none of; leave it out")
+    found = [
+        replace(method, host_share=share or method.host_share)
+        for method in methods
+        if all(getattr(method, name) is value for name, value in parts.items()) and _divides(method, share)
+    ]
+    if not found:
+        told = ", ".join(f"{name}={getattr(value, 'value', value)}" for name, value in asked.items())
+        raise ValueError(
+            f"no method has {told} with training={training.value!r}: weights that are trained and rest"
+            " on the host are updated there, all of them, and only a machine with a disk can use one"
+        )
+    return found
+
+
+def _divides(method: Method, host_share: float | None) -> bool:
+    """Whether the host may have that share of the optimizer."""
+    on_device = method.state is Place.DEVICE
+    if not host_share:
+        return on_device or host_share is None
+    return not on_device and (host_share == 1 or not method.streamed)

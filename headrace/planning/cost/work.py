@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
-__all__ = ["Activations", "Method", "Overlap", "Place", "Spread", "Training", "Work"]
+from headrace.planning.cost.hardware import Hardware, share_of
+from headrace.planning.cost.shape import ModelShape
+
+__all__ = ["Activations", "Case", "Method", "Overlap", "Place", "Spread", "Training", "Work"]
 
 
 class Training(Enum):
@@ -108,11 +112,6 @@ class Spread:
         """Replicas of one node."""
         return self.data // self.nodes
 
-    def shares(self, method: Method, training: Training) -> bool:
-        """Whether replicas have a copy on the host, which those of a node share."""
-        on_host = method.streamed or (training is not Training.NONE and method.state is not Place.DEVICE)
-        return self.data > 1 and not self.zero_stage and on_host
-
     def divided(self, amount: float, stage: int) -> float:
         """A replica's own of what ZeRO divides from `stage` on: 1 master and state, 2 gradients."""
         return amount / self.data if self.zero_stage >= stage else amount
@@ -153,14 +152,6 @@ class Method:
         rounds = math.ceil(work.micro_batches / self.together)
         return replace(work, batch_size=self.together * work.batch_size, micro_batches=rounds)
 
-    def changes(self, work: Work) -> bool:
-        """Whether weights change on the host at each step, and so cross to the device once at least."""
-        return work.training is Training.FULL and self.state is not Place.DEVICE
-
-    def sent_in(self, work: Work) -> int:
-        """Micro-batches over which gradients that the device adds up leave once; 1: each micro-batch's leave."""
-        return work.micro_batches if self.host_share < 1 else 1
-
     @property
     def uses_disk(self) -> bool:
         return Place.DISK in (self.weights, self.state) or self.activations is Activations.SPILLED
@@ -185,3 +176,43 @@ class Method:
         if self.together > 1:
             parts.append(f"{self.together} micro-batches together in each block (forward_backward)")
         return "; ".join(parts) or "everything on the device: no offloading"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is done with which model, where, and how: all that a forecast is made of. `hardware` is a whole node."""
+
+    shape: ModelShape
+    work: Work
+    spread: Spread
+    method: Method
+    hardware: Hardware
+
+    @cached_property
+    def share(self) -> Hardware:
+        """What a device has of the node."""
+        return share_of(self.hardware)
+
+    @property
+    def trains(self) -> bool:
+        return self.work.training is not Training.NONE
+
+    @property
+    def changes(self) -> bool:
+        """Whether weights change on the host at each step, and so cross to the device once at least."""
+        return self.work.training is Training.FULL and self.method.state is not Place.DEVICE
+
+    @property
+    def shares(self) -> bool:
+        """Whether replicas have a copy on the host, which those of a node share."""
+        on_host = self.method.streamed or (self.trains and self.method.state is not Place.DEVICE)
+        return self.spread.data > 1 and not self.spread.zero_stage and on_host
+
+    @property
+    def sent_in(self) -> int:
+        """Micro-batches over which gradients that the device adds up leave once; 1: each micro-batch's leave."""
+        return self.work.micro_batches if self.method.host_share < 1 else 1
+
+    def grouped(self) -> Case:
+        """The same with micro-batches that go together as one."""
+        return replace(self, work=self.method.grouped(self.work))

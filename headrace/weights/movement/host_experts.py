@@ -11,8 +11,7 @@ import torch
 from headrace.memory.arena import Arena
 from headrace.memory.ledger import Ledger
 from headrace.planning import Key
-from headrace.runtime.lanes import Event, Lane, Lanes
-from headrace.runtime.pace import Submitted
+from headrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
 from headrace.weights.meter import Meter
 from headrace.weights.movement.banks import ExpertSlots
 
@@ -66,7 +65,7 @@ class HostExpertCache(ExpertSlots):
         slot = next((one for one in free if one not in self._read), None)
         slot = next(one for one in self._read if one in free) if slot is None else slot
         read = self._read.pop(slot, None)
-        if isinstance(read, Submitted):
+        if isinstance(read, LateTransfer):
             read.synchronize()
         elif read is not None:
             self._lanes.copy(Lane.OFFLOAD, (), read)

@@ -144,7 +144,7 @@ class PackedLoads:
         left_bytes = (self._ledger.host_budget_bytes or 0) - self._ledger.held_bytes(Tier.HOST)
         self._room = _Room(int(min(left_bytes, available_host_bytes()) * _HOST_SHARE))  # optimizers are in no budget
         self._ledger.spare = weakref.WeakMethod(self._give_way)
-        self._thread = OneThread("headrace-pack")
+        self._thread = OneThread("headrace-pack", self._device)
         check = partial(_unpacks_right, self._device, self._halves[0].memory, self._halves[1].memory, free)
         self.works = self._thread.submit(check)
 

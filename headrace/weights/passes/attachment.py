@@ -186,8 +186,7 @@ class Attachment:
         places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}
         self._block_of = {id(slot.home): block for block in self._engine.all_blocks() for slot in block.slots}
         for block in self._engine.all_blocks():
-            block.places.move(block.slots, places)
-            block.places.move_compounds(block.compounds, inventory.places_of_compounds)
+            block.places.move(block.slots, places, block.compounds, inventory.places_of_compounds)
         for module, name in inventory.names.items():
             if site_of(module) is None:
                 make_managed(module, self._site(module, name, inventory), self._engine)

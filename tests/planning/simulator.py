@@ -1,9 +1,10 @@
 """How long does a plan take, and how many bytes does it hold, when the executor walks it?
 
-The machine: one serial onload lane, one serial compute lane, a host that walks the visits in order and runs ahead of
-both. A load issued at a visit starts when the lane is free and the compute of the visit before has ended (the event
-that the executor records on the compute stream at the moment of issue). Compute of a visit starts when the visit
-before has ended and all of its blocks have arrived. Memory counts in host order: from a load's issue to its eviction.
+Nothing here comes from the planner, which predicts both. The machine: one serial onload lane, one serial compute lane,
+a host that walks the visits in order and runs ahead of both. A load issued at a visit starts when the lane is free and
+the compute of the visit before has ended (the event that the executor records on the compute stream at the moment of
+issue). Compute of a visit starts when the visit before has ended and all of its blocks have arrived. Memory counts in
+host order: from a load's issue to its eviction.
 """
 
 from __future__ import annotations
