@@ -82,7 +82,7 @@ class Engine:
         self.lending = Lending(self.progress, executor, self._begin_method)
         self._handover = Handover(device, residency)
         self._bindings = PassBindings(self.progress, self.blocks, self.residents, buffers, executor)
-        self.updates = Updates(self.blocks, self.residents)
+        self.updates = Updates(self.all_blocks)
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
         self.backward = Backward(
             self.progress, self._bindings, residency, executor, gradients, self.lending, self.updates, self._recover
