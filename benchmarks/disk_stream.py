@@ -81,7 +81,8 @@ def in_checkpoint(path: Path, ring: StagingRing) -> Iterator[Callable[[], None]]
     def read() -> None:
         for name in checkpoint.records:
             slot = ring.acquire()
-            ring.release(slot, checkpoint.read({name: slot.memory}, after=slot.free))
+            checkpoint.read({name: slot.memory})
+            ring.release(slot, None)
         wait_for(ring)
 
     yield read

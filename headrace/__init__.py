@@ -1,56 +1,25 @@
-"""Which names does a user import? These and no others."""
+"""The names of `names.py`, and modules, imported when they are first used: `headrace --help` waits for none of them."""
 
-from headrace.activation_offloading import ActivationOffloading, offload_activations
-from headrace.activations.selection import mark_not_offload
-from headrace.ahead import HardwareNotFound, Probe, plan, probe
-from headrace.api import Offloaded, offload
-from headrace.errors import (
-    BudgetError,
-    CheckpointError,
-    DiskError,
-    HeadraceError,
-    LayoutError,
-    RankError,
-    StateError,
-    WeightChangedError,
-)
-from headrace.integrations.diffusers import offload_pipeline
-from headrace.integrations.transformers import from_pretrained
-from headrace.loading import load
-from headrace.one_by_one import experts
-from headrace.planning.cost import Hardware, RunPlan
-from headrace.report import ActivationStats, Stats
-from headrace.saving import Saving, save
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.names import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ActivationOffloading",
-    "ActivationStats",
-    "BudgetError",
-    "CheckpointError",
-    "DiskError",
-    "Hardware",
-    "HardwareNotFound",
-    "HeadraceError",
-    "LayoutError",
-    "Offloaded",
-    "Probe",
-    "RankError",
-    "RunPlan",
-    "Saving",
-    "StateError",
-    "Stats",
-    "WeightChangedError",
-    "__version__",
-    "experts",
-    "from_pretrained",
-    "load",
-    "mark_not_offload",
-    "offload",
-    "offload_activations",
-    "offload_pipeline",
-    "plan",
-    "probe",
-    "save",
-]
+
+def __getattr__(name: str) -> Any:
+    """Called once for each name and module that is taken from `headrace`."""
+    inner = name.startswith("_")
+    if not inner and importlib.util.find_spec(f"headrace.{name}") is not None:
+        return importlib.import_module(f"headrace.{name}")
+    names = importlib.import_module("headrace.names") if name == "__all__" or not inner else None
+    if names is None or name not in (*names.__all__, "__all__"):
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    globals()[name] = [*names.__all__, "__version__"] if name == "__all__" else getattr(names, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -1,22 +1,19 @@
 """How are a model's activations offloaded? `offload_activations()` wires it, and its handle shows what it did."""
 
-import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 from torch import nn
 
-from headrace.activations.calls import Calls
+from headrace.activations.calls import Calls, refuse_watched
 from headrace.activations.decisions import Basis
 from headrace.activations.passes import Passes
 from headrace.activations.selection import Selection
 from headrace.activations.stash import PURPOSE
 from headrace.activations.targets import check_targets, chosen_layers, chosen_modules, named_layers
-from headrace.activations.watched import make_watched, unwatch, watcher_of
 from headrace.config import ActivationConfig, Size
 from headrace.errors import StateError
 from headrace.memory.disk import DiskStore
@@ -24,6 +21,7 @@ from headrace.memory.ledger import Ledger, Tier
 from headrace.planning import ActivationPlan
 from headrace.report import ActivationStats, Report, Row, RunRecord
 from headrace.runtime.device import resolve_device
+from headrace.runtime.handle import Handle
 from headrace.runtime.host import available_host_bytes
 from headrace.runtime.lanes import Lanes, open_lanes
 from headrace.runtime.link import LaneUse
@@ -100,15 +98,16 @@ def offload_activations(
                 "the model's weights are offloaded already; offload both together:"
                 " headrace.offload(model, activations=True)"
             )
+    refuse_watched(model, " first")
     first = next(iter(model.parameters()), None)
     lanes = open_lanes(resolve_device(None if first is None else first.device))
     ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
     check_targets(model, config)
-    store = DiskStore(disk, ledger) if disk else None
+    store = DiskStore(disk, ledger, device=lanes.device) if disk else None
     return ActivationOffloading(model, config, lanes, ledger, store)
 
 
-class ActivationOffloading:
+class ActivationOffloading(Handle):
     """The handle on a model whose activations are offloaded. As a context manager it calls `remove()` at the end."""
 
     def __init__(
@@ -120,11 +119,6 @@ class ActivationOffloading:
         store: DiskStore | None = None,
         shared: LaneUse | None = None,
     ) -> None:
-        for name, module in model.named_modules():
-            if watcher_of(module) is not None:
-                raise StateError(
-                    f"the activations of module {name!r} are offloaded already; call remove() on that handle first"
-                )
         self._model = weakref.ref(model)
         self._lanes = lanes
         self._shares = shared is not None  # lanes, ledger and store, with the weights
@@ -132,23 +126,19 @@ class ActivationOffloading:
         self._ledger = ledger
         self._store = store
         self._passes = Passes(config, lanes, ledger, store, shared)
-        self._meter, self._stash, self._book = self._passes.meter, self._passes.stash, self._passes.book
+        self._meter, self._stash, self._plans = self._passes.meter, self._passes.stash, self._passes.plans
         if self._shares:
             self._stash.pool.reserve()
         layers, modules = chosen_layers(model, config.layers), chosen_modules(model, config.modules)
         self._selection = Selection(model, lanes.device, config.min_bytes, layers, modules)
-        watched = {*named_layers(model), *(layers or ()), *(modules or ())}
-        # Weak, as all that is known of modules here: this lives as long as they do.
-        self._names = weakref.WeakKeyDictionary({m: name for name, m in model.named_modules() if m in watched})
-        self._calls = Calls(model, self._passes, self._selection, self._names, self._check_device)
-        for module in {model, *watched}:
-            make_watched(module, self, outermost=module is model)
+        watched = (*named_layers(model), *(layers or ()), *(modules or ()))
+        self._calls = Calls(model, watched, self._passes, self._selection, self._check_device)
 
     # what it did ------------------------------------------------------------------------------------------------------
     @property
     def plan(self) -> ActivationPlan | None:
         """The plan that is followed now, or was last; None before the first backward is over."""
-        return self._book.last_plan
+        return self._plans.last_plan
 
     def stats(self) -> ActivationStats:
         """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""
@@ -219,31 +209,24 @@ class ActivationOffloading:
     # control ----------------------------------------------------------------------------------------------------------
     def remove(self) -> None:
         """Makes the model as it was before. What a forward has saved already can still be used by its backward."""
-        model = self._model()
-        for module in [] if model is None else model.modules():
-            if watcher_of(module) is self:
-                unwatch(module)
+        self._calls.end()
         if self._removed:
             return
         self._removed = True
+        closing = ExitStack()  # in the reverse order; none of it refers to the stash itself
+        if not self._shares:
+            closing.callback(self._lanes.close, wait=False)
+            if self._store is not None:
+                closing.callback(self._store.close)
+        if self._stash.sender is not None:
+            closing.callback(self._stash.sender.shutdown, wait=self._shares)
         try:
             self._stash.guard(self._stash.settle)
         finally:
             if self._shares:
-                _call_all(self._stash.closers(wait=True))
+                closing.close()
             else:  # a backward may still come: when nothing can ask for an activation any more, the stash is gone
-                closers = self._stash.closers(wait=False)
-                closers += [] if self._store is None else [self._store.close]
-                closers.append(functools.partial(self._lanes.close, wait=False))
-                weakref.finalize(self._stash, _call_all, closers)
-
-    def __enter__(self) -> "ActivationOffloading":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
+                weakref.finalize(self._stash, closing.close)
 
     # calls ------------------------------------------------------------------------------------------------------------
     def forward(self) -> AbstractContextManager[None]:
@@ -278,8 +261,3 @@ class ActivationOffloading:
                 f"the model is on {devices.pop()}, but was on {self._lanes.device} when its activations were"
                 " offloaded; call offload_activations() when the model is on its device"
             )
-
-
-def _call_all(calls: list[Callable[[], None]]) -> None:
-    for call in calls:
-        call()

@@ -3,11 +3,9 @@
 import contextlib
 import os
 import warnings
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +14,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headrace.checkpoint.adapters import with_names_of
-from headrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, own_contents
-from headrace.checkpoint.destinations import filling, in_turn
+from headrace.checkpoint.contents import Contents, own_contents
+from headrace.checkpoint.destinations import filling
 from headrace.checkpoint.directory import restore_interrupted
 from headrace.checkpoint.foreign import foreign_contents
 from headrace.checkpoint.manifest import EXTRA, MANIFEST
 from headrace.checkpoint.model import EXTRA_STATE, check_model, plain_name, tensors_of, unwrapped
 from headrace.checkpoint.optimizers import Optimizers, check_sound, is_loaded_otherwise, plain_optimizers
 from headrace.checkpoint.random_state import restore_random_state
-from headrace.checkpoint.reading import Place, PlaceInFile, SavedFile, read_all
 from headrace.checkpoint.running import wait_for_running
 from headrace.checkpoint.sources import SMALL_BYTES
 from headrace.checkpoint.torn import is_written
 from headrace.errors import CheckpointError
-from headrace.live import handles_of
-from headrace.memory.disk import TensorAtRest, origin_of
+from headrace.live import ModelHandle, handles_of
+from headrace.memory.disk import SavedFile, TensorAtRest, TensorInFile, origin_of
+from headrace.memory.disk.saved_file import Place, read_all, reading_memory
+from headrace.memory.disk.torch_files import TorchFile
 from headrace.optim.eight_bit import SUFFIX, is_record
 from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.precision import adopt_exact, take_exact
+from headrace.runtime.device import is_accelerator
 from headrace.runtime.tensors import parameters_of
+from headrace.weights.movement.block import Block
 
 __all__ = ["load"]
 
@@ -91,26 +92,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
         converted = {id(tensor): one.saved for one in wanted for tensor in one.into if one.converts(tensor)}
         for state in states:
             state.check(converted)
-        written = {id(tensor) for one in wanted for tensor in one.into}
-        for block in blocks:
-            loaded = [id(slot.home) in written for slot in block.slots]
-            if any(loaded):
-                block.make_writable(keeps=not all(loaded))
-                for slot in block.slots:
-                    slot.touch()
+        _make_writable(blocks, wanted)
         stack.enter_context(is_written(model, directory))
-        with torch.no_grad():
-            into = [tensor for one in wanted for tensor in one.into]
-            try:
-                with in_turn(into):
-                    read_all(_work(wanted))
-            finally:
-                # Memory was written past PyTorch; autograd and optimizers are to see that.
-                torch.autograd.graph.increment_version([tensor for tensor in into if not tensor.is_inference()])
-                for handle in handles:
-                    handle.refresh()
-            for handle in handles:
-                handle.settled_blocks("headrace.load")  # what a drive did not take is told here
+        _read_weights(wanted, handles)
         for state in states:
             state.load(converted)
         for module, value in modules:
@@ -120,11 +104,46 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     return contents.extra
 
 
+def _make_writable(blocks: Sequence[Block], wanted: Sequence["_Wanted"]) -> None:
+    """Homes that are about to be written are where that is kept."""
+    written = {id(tensor) for one in wanted for tensor in one.into}
+    for block in blocks:
+        loaded = [id(slot.home) in written for slot in block.slots]
+        if any(loaded):
+            block.make_writable(keeps=not all(loaded))
+            for slot in block.slots:
+                slot.touch()
+
+
+def _read_weights(wanted: Sequence["_Wanted"], handles: Sequence[ModelHandle]) -> None:
+    into = [tensor for one in wanted for tensor in one.into]
+    places: dict[SavedFile, list[Place]] = defaultdict(list)
+    with torch.no_grad():
+        for one in wanted:
+            aligned = one.saved.offset % one.saved.dtype.itemsize == 0
+            puts = [filling(tensor, one.saved.dtype, aligned=aligned) for tensor in one.into]
+            places[one.saved.file] += [(one.saved, put) for put in puts]
+        devices = {tensor.device for tensor in into if is_accelerator(tensor.device)}
+        try:
+            for device in devices:  # threads fill tensors after all that it was told before, on any stream
+                torch.accelerator.synchronize(device)
+            read_all(places.items(), reading_memory())
+        finally:
+            for device in devices:
+                torch.accelerator.synchronize(device)
+            # Memory was written past PyTorch; autograd and optimizers are to see that.
+            torch.autograd.graph.increment_version([tensor for tensor in into if not tensor.is_inference()])
+            for handle in handles:
+                handle.refresh()
+        for handle in handles:
+            handle.settled_blocks("headrace.load")  # what a drive did not take is told here
+
+
 @dataclass(frozen=True)
 class _Wanted:
     """A tensor of a file, and the tensors of the model that get its values."""
 
-    saved: SavedTensor
+    saved: TensorInFile
     into: list[torch.Tensor]
 
     def converts(self, tensor: torch.Tensor) -> bool:
@@ -158,7 +177,7 @@ def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
     prefix = _prefix(set(contents.weights), set(state))
     _check_names(contents, {name.removeprefix(prefix) for name in (*contents.weights, *contents.shared)}, state, model)
     saved_as = {name.removeprefix(prefix): saved for name, saved in contents.weights.items()}
-    wanted: list[tuple[SavedTensor, dict[Any, torch.Tensor]]] = []
+    wanted: list[tuple[TensorInFile, dict[Any, torch.Tensor]]] = []
     writers: dict[Any, dict[Any, torch.Tensor]] = {}  # by memory: who fills it, the last one as in load_state_dict
     for name in [name for name in state if name in saved_as]:
         saved, into = saved_as[name], dict[Any, torch.Tensor]()
@@ -171,7 +190,7 @@ def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
                     f" {tensor.dtype} and {tuple(tensor.shape)} in the model; load it into the model that was saved"
                 )
             found = origin_of(tensor.detach()) if tensor.device.type == "cpu" and tensor.is_contiguous() else None
-            if found is None or not found[0].shows(str(saved.file.path), found[1], saved.at.begin, tensor.nbytes):
+            if found is None or not found[0].shows(str(saved.file.path), found[1], saved.offset, tensor.nbytes):
                 into.setdefault((tensor.data_ptr(), tensor.nbytes), tensor)
         for memory in into:
             writers.pop(memory, {}).pop(memory, None)
@@ -213,22 +232,10 @@ def _check_names(contents: Contents, saved: set[str], present: Mapping[str, Any]
         )
 
 
-def _work(wanted: Sequence[_Wanted]) -> list[tuple[SavedFile, list[Place]]]:
-    """The same, by file."""
-    places: dict[SavedFile, list[Place]] = defaultdict(list)
-    for one in wanted:
-        saved = one.saved
-        aligned = saved.at.begin % saved.dtype.itemsize == 0
-        places[saved.file] += [
-            Place(saved.at, saved.name, filling(tensor, saved.dtype, aligned=aligned)) for tensor in one.into
-        ]
-    return list(places.items())
-
-
 class _State:
     """The state of one optimizer, on its way. Raises CheckpointError when it does not fit the optimizer."""
 
-    def __init__(self, optimizer: Optimizer, saved: SavedOptimizer) -> None:
+    def __init__(self, optimizer: Optimizer, saved: TorchFile) -> None:
         self._optimizer = optimizer
         self._saved = saved
         self._hooked = is_loaded_otherwise(optimizer)
@@ -245,7 +252,7 @@ class _State:
             )
         self._check_shapes()
 
-    def check(self, converted: Mapping[int, SavedTensor]) -> None:
+    def check(self, converted: Mapping[int, TensorInFile]) -> None:
         """Raises CheckpointError where `load` would have to change what hooks are to see as it was saved."""
         strange = [p for p in parameters_of(self._optimizer) if id(p) in converted]
         if self._hooked and strange and isinstance(self._optimizer, HostOptimizer):
@@ -256,7 +263,7 @@ class _State:
                 " of the saved dtype, or take the hooks off"
             )
 
-    def load(self, converted: Mapping[int, SavedTensor]) -> None:
+    def load(self, converted: Mapping[int, TensorInFile]) -> None:
         """Into the optimizer. `converted`: by id, the parameters whose values have another dtype in the checkpoint."""
         if self._hooked:
             self._load_for_hooks()
@@ -275,7 +282,7 @@ class _State:
             pairs = zip(numbers, parameters, strict=True)
             self._optimizer.fill({parameter: on_disk[number] for number, parameter in pairs if on_disk.get(number)})
 
-    def _of_others(self, parameters: Mapping[int, torch.Tensor], converted: Mapping[int, SavedTensor]) -> set[int]:
+    def _of_others(self, parameters: Mapping[int, torch.Tensor], converted: Mapping[int, TensorInFile]) -> set[int]:
         """The numbers of parameters whose state other ranks keep, and whose values here do not come out of it."""
         if not isinstance(self._optimizer, HostOptimizer):
             return set()
@@ -285,7 +292,7 @@ class _State:
     def _load_for_hooks(self) -> None:
         places: list[Place] = []
         tree = {key: self._in_memory(value, str(key), places) for key, value in self._saved.tree.items()}
-        read_all([(self._saved.file, places)])
+        read_all([(self._saved.file, places)], reading_memory())
         self._optimizer.load_state_dict(tree)
 
     def _check_shapes(self) -> None:
@@ -314,7 +321,7 @@ class _State:
         streams = isinstance(self._optimizer, HostOptimizer) and self._optimizer.state_on_disk
         state: dict[Any, Any] = {}
         on_disk: dict[Any, dict[str, TensorAtRest]] = {}
-        streamed: list[tuple[int, int]] = []
+        streamed: set[int] = set()  # grains of the file
         places: list[Place] = []
         for number, entries in self._saved.tree["state"].items():
             on_disk[number] = {}
@@ -325,23 +332,15 @@ class _State:
                 if not isinstance(value, torch.Tensor) or value.nbytes <= SMALL_BYTES:
                     continue
                 if _is_as_in_file(value):  # all of ours are
-                    first = self._saved.content.offset(value)
-                    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-                    at = PlaceInFile(first, like.numel() * like.itemsize)
-                    on_disk[number][name] = self._saved.file.at_rest(at, like, f"state.{number}.{name}")
-                    streamed.append((first, first + at.nbytes))
+                    there = self._saved.place(f"state.{number}.{name}", value)
+                    on_disk[number][name] = there.at_rest()
+                    streamed.update(there.whole_grains)
             rest = entries
             if on_disk[number]:
                 rest = {name: value for name, value in entries.items() if name not in on_disk[number]}
             state[number] = self._in_memory(rest, f"state.{number}", places)
         groups = self._in_memory(self._saved.tree["param_groups"], "param_groups", places)
-        streamed.sort()
-
-        def read_otherwise(first: int, last: int) -> bool:
-            index = bisect_right(streamed, first, key=itemgetter(0)) - 1
-            return index >= 0 and last <= streamed[index][1]
-
-        read_all([(self._saved.file, places)], but_not=read_otherwise)
+        read_all([(self._saved.file, places)], reading_memory(), but_not=streamed)
         return state, on_disk, groups
 
     def _in_memory(self, value: Any, name: str, places: list[Place]) -> Any:
@@ -350,9 +349,9 @@ class _State:
             if not _is_as_in_file(value):
                 return value.resolve_conj().resolve_neg().clone()  # of another program: ours have none
             filled = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-            at = PlaceInFile(self._saved.content.offset(value), value.numel() * value.itemsize)
-            if at.nbytes:
-                places.append(Place(at, name, filling(filled.as_strided((filled.numel(),), (1,)), value.dtype)))
+            if value.numel():
+                flat = filled.as_strided((filled.numel(),), (1,))
+                places.append((self._saved.place(name, value), filling(flat, value.dtype)))
             return filled
         if isinstance(value, Mapping):
             return {key: self._in_memory(entry, f"{name}.{key}", places) for key, entry in value.items()}
@@ -366,9 +365,9 @@ def _is_as_in_file(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _convert(optimizer: HostOptimizer, parameter: torch.Tensor, saved: SavedTensor, state: dict[str, Any]) -> None:
+def _convert(optimizer: HostOptimizer, parameter: torch.Tensor, saved: TensorInFile, state: dict[str, Any]) -> None:
     """A parameter whose dtype was another one gets its exact value, and the master that goes with it."""
-    exact = take_exact(saved.load(), state)
+    exact = take_exact(saved.at_rest().load(), state)
     if parameter.dtype in (torch.bfloat16, torch.float16):
         adopt_exact(optimizer, parameter, exact, state)
     else:

@@ -1,10 +1,9 @@
 """How is training saved? `save()`: weights, optimizer, random numbers and the rest, beside training or not."""
 
-import contextlib
 import io
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,68 +14,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headrace.checkpoint.directory import NewDirectory, check_keep, remove_older, write_whole
-from headrace.checkpoint.files import literal, torch_file, weight_files
+from headrace.checkpoint.files import Layout, literal, torch_file, weight_files
 from headrace.checkpoint.manifest import EXTRA, MANIFEST, FileRecord, Manifest
 from headrace.checkpoint.model import SavedModel, check_model, saved_model
 from headrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
 from headrace.checkpoint.random_state import random_state
-from headrace.checkpoint.running import set_running, settle_running
+from headrace.checkpoint.running import Saving, settle_running
 from headrace.checkpoint.torn import check_whole
 from headrace.checkpoint.writing import LEAST_BYTES, Writing
 from headrace.config import Size, format_bytes, parse_bytes
 from headrace.errors import CheckpointError
 from headrace.live import handles_of
 from headrace.optim.optimizer import HostOptimizer
+from headrace.weights.movement.block import Block
 
 __all__ = ["Saving", "save"]
 
 _HOST_BYTES = 32 << 20  # that a checkpoint passes through where training waits for it
 _HOST_BYTES_BESIDE = 256 << 20  # and where it goes on
-
-
-class Saving:
-    """A checkpoint on its way to the drive."""
-
-    def __init__(self, path: Path, writing: Writing) -> None:
-        self.path = path
-        self._writing = writing
-        self._told = False  # whether somebody knows how it ended
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._writing.done
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the checkpoint."""
-        return self._writing.nbytes
-
-    @property
-    def seconds(self) -> float:
-        """How long it took; 0.0 before it is done."""
-        return self._writing.seconds
-
-    @property
-    def waited_seconds(self) -> float:
-        """How long optimizers' updates waited for the parameters to be read."""
-        return self._writing.waited_seconds
-
-    def wait(self) -> None:
-        """Waits until the checkpoint is complete and safe from a loss of power. Raises what failed in saving it."""
-        self._told = True
-        self._writing.wait()
-
-    def ended(self) -> None:
-        """Waits until it has ended, well or not."""
-        with contextlib.suppress(Exception):
-            self._writing.wait()
-
-    def settle(self) -> None:
-        """Waits until it has ended. Raises what failed in saving it, if nobody was told before."""
-        told = self._told
-        with contextlib.suppress(Exception) if told else contextlib.nullcontext():
-            self.wait()
 
 
 def save(
@@ -119,23 +74,51 @@ def save(
     that was there is still there.
     """
     check_model(model)
-    path = Path(path).expanduser().absolute()
-    path = path.resolve() if path.is_symlink() else path
-    if keep is not None:
-        check_keep(path, keep)
-    memory_bytes = _HOST_BYTES if wait else _HOST_BYTES_BESIDE
-    if host_memory is not None:
-        memory_bytes = parse_bytes(host_memory, name="host_memory")
-    if memory_bytes < LEAST_BYTES:
-        raise ValueError(
-            f"host_memory is {format_bytes(memory_bytes)}; a checkpoint passes through {format_bytes(LEAST_BYTES)} at"
-            " least, so give that, or leave it out"
-        )
+    path, memory_bytes = _checked(path, keep, host_memory, _HOST_BYTES if wait else _HOST_BYTES_BESIDE)
     optimizers = plain_optimizers(optimizer)
     check_whole(model)
     handles = handles_of(model)
     blocks = [block for handle in handles for block in handle.settled_blocks("headrace.save")]
     settle_running()
+    writing, tensors = _writing(path, model, blocks, optimizers, extra, files or {}, keep, memory_bytes)
+    saving = Saving(path, writing)
+    for handle in handles:
+        handle.note_checkpoint(saving)
+    if wait:
+        saving.wait()
+    else:
+        writing.hurry([tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)])
+    return saving
+
+
+def _checked(
+    path: str | os.PathLike[str], keep: int | None, host_memory: Size | None, default_bytes: int
+) -> tuple[Path, int]:
+    """The directory that a checkpoint becomes, and the bytes of memory that it passes through."""
+    path = Path(path).expanduser().absolute()
+    path = path.resolve() if path.is_symlink() else path
+    if keep is not None:
+        check_keep(path, keep)
+    memory_bytes = default_bytes if host_memory is None else parse_bytes(host_memory, name="host_memory")
+    if memory_bytes < LEAST_BYTES:
+        raise ValueError(
+            f"host_memory is {format_bytes(memory_bytes)}; a checkpoint passes through {format_bytes(LEAST_BYTES)} at"
+            " least, so give that, or leave it out"
+        )
+    return path, memory_bytes
+
+
+def _writing(
+    path: Path,
+    model: nn.Module,
+    blocks: Sequence[Block],
+    optimizers: Sequence[Optimizer],
+    extra: Any,
+    files: Mapping[str, bytes],
+    keep: int | None,
+    memory_bytes: int,
+) -> tuple[Writing, Collection[torch.Tensor]]:
+    """The checkpoint, laid out, with every file in it opened; and the tensors of the model that are in it."""
     directory = NewDirectory(path)
     try:
         for block in blocks:
@@ -143,34 +126,26 @@ def save(
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         saved = saved_model(model, directory.path)
-        writing = _writing(directory, saved, optimizers, extra, files or {}, keep, memory_bytes)
+        layouts, manifest = _laid_out(directory.path, saved, optimizers, extra, files)
+
+        def finish(records: Mapping[str, FileRecord]) -> None:
+            write_whole(directory.path / MANIFEST, manifest(files=records).to_json())
+            directory.publish()
+            if keep is not None:
+                remove_older(directory.target, keep)
+
+        return Writing(directory.path, layouts, memory_bytes, finish, directory.discard), saved.tensors.values()
     except BaseException:
         directory.discard()
         raise
-    saving = Saving(path, writing)
-    writing.start()
-    set_running(saving)
-    for handle in handles:
-        handle.note_checkpoint(saving)
-    if wait:
-        saving.wait()
-    else:
-        writing.hurry([tensor for tensor in saved.tensors.values() if not isinstance(tensor, nn.Parameter)])
-    return saving
 
 
-def _writing(
-    directory: NewDirectory,
-    saved: SavedModel,
-    optimizers: Sequence[Optimizer],
-    extra: Any,
-    files: Mapping[str, bytes],
-    keep: int | None,
-    memory_bytes: int,
-) -> Writing:
-    """The checkpoint, laid out, with every file in it opened."""
-    configuration = [path for path in sorted(directory.path.rglob("*")) if path.is_file()]
-    layouts = [literal(str(path.relative_to(directory.path)), path.read_bytes()) for path in configuration]
+def _laid_out(
+    directory: Path, saved: SavedModel, optimizers: Sequence[Optimizer], extra: Any, files: Mapping[str, bytes]
+) -> tuple[list[Layout], Callable[..., Manifest]]:
+    """The files of a checkpoint that is made in `directory`, and its manifest once their records are known."""
+    configuration = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    layouts = [literal(str(path.relative_to(directory)), path.read_bytes()) for path in configuration]
     for path in configuration:
         path.unlink()
     weights: dict[str, tuple[str, str]] = {}
@@ -178,32 +153,23 @@ def _writing(
         of_weights, places = weight_files({there: saved.tensors[name] for there, name in names.items()}, stem)
         layouts += of_weights
         weights |= {names[there]: (file, there) for there, file in places.items()}
-    for number, optimizer in enumerate(optimizers):
-        layouts.append(
-            torch_file(optimizer_file(number), state_of_optimizer(optimizer, _state(optimizer)), directory.path)
-        )
+    optimizer_files = [optimizer_file(number) for number in range(len(optimizers))]
+    for file, optimizer in zip(optimizer_files, optimizers, strict=True):
+        layouts.append(torch_file(file, state_of_optimizer(optimizer, _state(optimizer)), directory))
     layouts.append(literal(EXTRA, _extra_bytes(extra, saved.extra_state)))
     for name, data in files.items():
         taken = ("", "..", MANIFEST, *(layout.name for layout in layouts))
         if Path(name).name != name or name in taken:
             raise ValueError(f"files has {name!r}; give names without folders, none of those that a checkpoint has")
         layouts.append(literal(name, data))
-    manifest = partial(
+    return layouts, partial(
         Manifest,
         weights=weights,
         shared=saved.shared,
         trained_only=saved.trained_only,
-        optimizers=[optimizer_file(number) for number in range(len(optimizers))],
+        optimizers=optimizer_files,
         made_by={name: version(name) for name in ("headrace", "torch")},
     )
-
-    def finish(records: Mapping[str, FileRecord]) -> None:
-        write_whole(directory.path / MANIFEST, manifest(files=records).to_json())
-        directory.publish()
-        if keep is not None:
-            remove_older(directory.target, keep)
-
-    return Writing(directory.path, layouts, memory_bytes, finish, directory.discard)
 
 
 def _state(optimizer: Optimizer) -> Mapping[Any, Mapping[str, Any]]:

@@ -12,6 +12,7 @@ import torch
 from headrace.cli.noise import without_noise
 
 OPTIONAL = ("accelerate", "bitsandbytes", "datasets", "diffusers", "peft", "tensorboard", "torchao", "transformers")
+LIGHT = {*OPTIONAL, "numpy", "torch"}  # what takes a tenth of a second imports none of these
 HELP = """
 try:
     headrace.cli.main.main(["--help"])
@@ -26,7 +27,7 @@ sys.exit(headrace.cli.main.main([*arguments, "--device", "cpu", "--output", "tra
 
 def in_a_fresh_process(code: str, directory: Path) -> tuple[set[str], str]:
     """Which of the optional libraries it imported, and what it wrote to stderr."""
-    imports = f"import atexit, sys\nasked = {OPTIONAL}\n"
+    imports = f"import atexit, sys\nasked = {LIGHT}\n"
     told = "atexit.register(lambda: open('imported', 'w').write(' '.join(n for n in asked if n in sys.modules)))\n"
     command = [sys.executable, "-c", imports + told + code]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100)
@@ -34,10 +35,15 @@ def in_a_fresh_process(code: str, directory: Path) -> tuple[set[str], str]:
     return set((directory / "imported").read_text().split()), done.stderr
 
 
-@pytest.mark.core(code="import headrace")
 @pytest.mark.parametrize("code", ["import headrace", "import headrace.cli.main" + HELP], ids=["import", "help"])
-def test_nothing_that_is_optional_is_imported(code: str, tmp_path: Path):
+def test_nothing_is_imported_before_it_is_used(code: str, tmp_path: Path):
     assert in_a_fresh_process(code, tmp_path) == (set(), "")
+
+
+@pytest.mark.parametrize("name", ["offload", "optim.AdamW"])
+def test_what_is_used_first_within_another_device_is_as_ever(name: str, tmp_path: Path):
+    code = f"import torch, headrace\nwith torch.device('meta'):\n    headrace.{name}\n"
+    assert in_a_fresh_process(code, tmp_path)[0].isdisjoint(OPTIONAL)
 
 
 @pytest.mark.extended

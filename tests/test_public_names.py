@@ -72,6 +72,13 @@ def test_signatures_are_those_that_were_released(request: pytest.FixtureRequest)
     )
 
 
+def test_a_name_that_is_none_is_an_attribute_error():
+    for name in ("ofload", "__wrapped__", "_names"):
+        with pytest.raises(AttributeError, match=f"module 'headrace' has no attribute '{name}'"):
+            getattr(headrace, name)
+    assert {"offload", "__version__"} <= set(dir(headrace))
+
+
 def test_pytorchs_compiler_is_not_loaded_before_it_is_needed():
-    code = "import sys, headrace; sys.exit('torch._dynamo' in sys.modules)"
+    code = "import sys, headrace; headrace.offload; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -14,6 +14,7 @@ namespace emu {
 // torch_device.cpp
 void register_hooks();
 double event_seconds(uintptr_t event);
+std::vector<long> take_threads_without_device();
 
 namespace {
 
@@ -177,6 +178,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("stats", &stats);
   m.def("reset_stats", &reset_stats);
   m.def("take_reports", [] { return runtime().scheduler.take_reports(); });
+  m.def("take_threads_without_device", &take_threads_without_device);
   m.def("virtual_seconds", [] { return runtime().scheduler.host_now(); });
   m.def("event_seconds", &event_seconds);
   m.def("host_waits_until", [](double seconds) { runtime().scheduler.host_waits_until(seconds); });

@@ -2,7 +2,11 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <unistd.h>
+
 #include <cstring>
+#include <mutex>
+#include <set>
 
 #include "torch_common.h"
 #include "torch_generator.h"
@@ -20,6 +24,18 @@ RecordingPtr recording_of(void* event) {
   return event ? static_cast<Event*>(event)->recording : nullptr;
 }
 
+// CUDA has a current device for each thread, the first one until the thread chooses. A thread that touches an event or a
+// stream of another device goes back to that first one afterwards, which makes a context there.
+thread_local bool has_chosen_device = false;
+std::mutex undecided_mutex;
+std::set<long> undecided;  // the system's numbers of threads
+
+void touch() {
+  if (has_chosen_device) return;
+  std::lock_guard lock(undecided_mutex);
+  undecided.insert(long(gettid()));
+}
+
 c10::Stream torch_stream(int id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
 
 struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
@@ -29,6 +45,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Device exchangeDevice(c10::Device) const override { return device(); }
   void setDevice(c10::Device to) const override {
     TORCH_CHECK(to.index() <= 0, "emu has one device, there is no ", to);
+    has_chosen_device = true;
   }
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
@@ -53,9 +70,11 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     return reinterpret_cast<void*>(stream.id() + 1);  // never null
   }
   bool queryStream(const c10::Stream& stream) const override {
+    touch();
     return runtime().scheduler.query_stream(int(stream.id()));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    touch();
     runtime().scheduler.synchronize_stream(int(stream.id()));
     runtime().scheduler.rethrow_late_error();
   }
@@ -66,20 +85,25 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
               c10::EventFlag) const override {
+    touch();
     if (!*event) *event = new Event;
     static_cast<Event*>(*event)->recording = runtime().scheduler.record(int(stream.id()));
   }
   void block(void* event, const c10::Stream& stream) const override {
+    touch();
     runtime().scheduler.wait(int(stream.id()), recording_of(event));
   }
   bool queryEvent(void* event) const override {
+    touch();
     return runtime().scheduler.query(recording_of(event));
   }
   void synchronizeEvent(void* event) const override {
+    touch();
     runtime().scheduler.synchronize(recording_of(event));
     runtime().scheduler.rethrow_late_error();
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    touch();
     delete static_cast<Event*>(event);
   }
   double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
@@ -103,7 +127,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kDeviceCount; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
+  void setCurrentDevice(c10::DeviceIndex) const override { has_chosen_device = true; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
@@ -150,6 +174,13 @@ double event_seconds(uintptr_t event) {
   RecordingPtr recording = recording_of(reinterpret_cast<void*>(event));
   TORCH_CHECK(recording, "the event has not been recorded");
   return recording->virtual_end;
+}
+
+std::vector<long> take_threads_without_device() {
+  std::lock_guard lock(undecided_mutex);
+  std::vector<long> found(undecided.begin(), undecided.end());
+  undecided.clear();
+  return found;
 }
 
 void register_hooks() { at::RegisterPrivateUse1HooksInterface(new Hooks); }

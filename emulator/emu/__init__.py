@@ -6,6 +6,7 @@ From then on `torch.device("emu")`, `torch.accelerator`, `torch.Stream`, `torch.
 
 import atexit
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +47,7 @@ __all__ = [
     "start_trace",
     "stats",
     "take_reports",
+    "take_threads_without_device",
     "virtual_seconds",
     "watch_host",
     "write_trace",
@@ -90,6 +92,15 @@ def reset_stats() -> None:
 def take_reports() -> list[str]:
     """The races and misuses found since the last call, at most 200."""
     return list(native.take_reports())
+
+
+def take_threads_without_device() -> set[str]:
+    """Names of the running threads that have used streams or events since the last call, and never chose a device.
+
+    On CUDA each of these makes a context on the first device, whichever one the model is on.
+    """
+    touched = set(native.take_threads_without_device())
+    return {thread.name for thread in threading.enumerate() if thread.native_id in touched}
 
 
 def set_tag(tag: str) -> None:

@@ -1,47 +1,75 @@
 """When does a forward begin and end? With the outermost call of the model, or with a block of code around calls.
 
-One thread at a time: calls of another one meanwhile go as without headrace, as do those of a part of the model alone.
+Takes part in the calls of the model and of its layers. One thread at a time: calls of another one meanwhile go as
+without headrace, as do those of a part of the model alone.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from headrace.activations.book import entry_of
 from headrace.activations.passes import Forward, Passes
+from headrace.activations.plan_cache import entry_of
 from headrace.activations.saving import may_save, pop_left_over
 from headrace.activations.selection import Selection
 from headrace.errors import StateError
 from headrace.runtime.autograd import NO_TASK, backward_task, in_backward
 from headrace.runtime.fibers import own_thread
+from headrace.runtime.module_calls import Participant, participant_of, take_part, withdraw
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "refuse_watched"]
 
 
-class Calls:
-    """The calls of one model. `check` raises where the model cannot be offloaded now."""
+class Calls(Participant):
+    """The calls of one model and of its modules `watched`. `check` raises where the model cannot be offloaded now."""
+
+    outer = True
 
     def __init__(
         self,
         model: nn.Module,
+        watched: Iterable[nn.Module],
         passes: Passes,
         selection: Selection,
-        names: Mapping[nn.Module, str],
         check: Callable[[], None],
     ) -> None:
         self._model = weakref.ref(model)
         self._passes = passes
         self._selection = selection
-        self._names = names
+        watched = {model, *watched}
+        # Weak, as all that is known of modules here: this lives as long as they do.
+        self._names = weakref.WeakKeyDictionary({m: name for name, m in model.named_modules() if m in watched})
         self._check = check
         self._block: object | None = None  # or outermost call, that is under way
         self._thread: int | None = None  # whose it is
         self._task = NO_TASK  # the backward in which it is, by autograd's number: calls in one within it are no part
         self._forward: Forward | None = None  # that it has begun
+        for module in watched:
+            take_part(module, self)
+
+    def end(self) -> None:
+        """Nobody is told of the model's calls any more."""
+        model = self._model()
+        for module in () if model is None else model.modules():
+            if participant_of(module, Calls) is self:
+                withdraw(module, self)
+
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The module is called."""
+        with self.calling(module, args, kwargs):
+            return forward(*args, **kwargs)
+
+    def compiling(self, module: nn.Module) -> bool:
+        """A layer may be compiled through; the model may not."""
+        if module is self._model():
+            torch.compiler.disable(_refuse_compilation_of_all)()  # here: that loads the compiler
+        return False
 
     @contextlib.contextmanager
     def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
@@ -97,18 +125,18 @@ class Calls:
     @contextlib.contextmanager
     def _inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         outermost = module is self._model() and backward_task() == self._task and torch.is_grad_enabled()
-        if outermost and (self._forward is None or self._forward.is_over):
+        if outermost and (self._forward is None or self._forward.trace.is_over):
             self._begin(module, args, kwargs)
         forward = self._forward if outermost else None
         if forward is not None:
-            forward.enter()
+            forward.trace.calls += 1
         self._selection.enter(module, self._names.get(module, ""))
         try:
             yield
         finally:
             self._selection.leave(module)
             if forward is not None:
-                forward.leave()
+                forward.trace.calls -= 1
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ended, self._forward = self._forward, None
@@ -117,6 +145,21 @@ class Calls:
             self._check()
             self._forward = self._passes.begin(entry_of(args, kwargs, module.training), self._selection)
             self._forward.push()
+
+
+def refuse_watched(model: nn.Module, instead: str = "") -> None:
+    """Raises StateError for a model whose activations are offloaded already."""
+    for name, module in model.named_modules():
+        if participant_of(module, Calls) is not None:
+            where = f"module {name!r}" if name else "the model"
+            raise StateError(f"the activations of {where} are offloaded already; call remove() on that handle{instead}")
+
+
+def _refuse_compilation_of_all() -> None:
+    raise StateError(
+        "torch.compile around a model whose activations are offloaded would compile the offloading away; compile"
+        " first and give the compiled model, or compile its layers: for layer in model.layers: layer.compile()"
+    )
 
 
 def _end(forward: Forward | None, *, completed: bool) -> None:

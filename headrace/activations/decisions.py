@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Protocol
 
 from headrace.activations.item import Item, Presence
-from headrace.activations.present import Items, Present
+from headrace.activations.resident_index import Items, ResidentIndex
 from headrace.planning import ActivationPlan
 
 __all__ = ["AsPlanned", "Basis", "ByCeiling", "Decisions", "Unplanned"]
@@ -31,7 +31,7 @@ class Basis(Enum):
 
 
 class Decisions(Protocol):
-    """What a course asks, in the order of events."""
+    """What a trace asks, in the order of events."""
 
     basis: Basis
 
@@ -44,9 +44,6 @@ class Decisions(Protocol):
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
         """What is sent for now that backward uses the item."""
 
-    def goes(self, item: Item) -> None:
-        """The device memory of the item goes right after this."""
-
 
 class AsPlanned:
     """Every item is the one that the plan has at its index."""
@@ -58,20 +55,14 @@ class AsPlanned:
         self._items = items
 
     def leaves(self, item: Item) -> bool:
-        """As `Decisions`."""
         return item.index in self._plan.offloaded
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        """As `Decisions`."""
         return self._present(self._plan.releases[item.index])
 
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
-        """As `Decisions`."""
         position = self._plan.position_of_use.get(item.index)
         return () if position is None else self._present(self._plan.reloads[position])
-
-    def goes(self, item: Item) -> None:
-        """As `Decisions`."""
 
     def _present(self, indices: Iterable[int]) -> Iterable[Item]:
         """Of these, those that somebody can ask for. A backward within the forward comes before the last are saved."""
@@ -90,11 +81,9 @@ class Unplanned:
         self._leaving: list[weakref.ref[Item]] = []  # at the last save
 
     def leaves(self, item: Item) -> bool:
-        """As `Decisions`."""
         return True
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        """As `Decisions`."""
         if item.presence is Presence.LEAVING:  # there was room for it
             self._sent.append(item.index)
             self._leaving.append(weakref.ref(item))
@@ -105,7 +94,6 @@ class Unplanned:
         return [other for other in leaving[:-_UNPLANNED_COPIES] if other.is_alone]
 
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
-        """As `Decisions`."""
         found: list[Item] = []
         for place in range(bisect_left(self._sent, item.index) - 1, -1, -1):
             other = self._items[self._sent[place]]()
@@ -115,14 +103,11 @@ class Unplanned:
                     break
         return found
 
-    def goes(self, item: Item) -> None:
-        """As `Decisions`."""
-
 
 class ByCeiling:
     """Keeps to the ceiling of a plan that was made for other sizes; without `budget_bytes`, in proportion to the sizes.
 
-    `items`: of the course, of which so many as there are now were saved as planned.
+    `items`: of the trace, of which so many as there are now were saved as planned.
     """
 
     basis = Basis.SIMILAR
@@ -140,17 +125,17 @@ class ByCeiling:
         self._begins = {saved.name: index for index, saved in reversed(list(enumerate(problem.saved)))}
         self._reached = count  # of the plan's saves, when that was done last
         self._factor = 1.0 if count else None
-        self._present = Present(items)
+        self._residents = ResidentIndex(items)
         self._round = -1
         self._next = 0  # items from here on were sent for in this round, or need not be
 
     def leaves(self, item: Item) -> bool:
-        """As `Decisions`. The earliest saved do, until what stays fits under the ceiling."""
+        # The earliest saved do, until what stays fits under the ceiling.
         begin = self._begins.get(item.name, 0)
         if begin > self._reached and self._saved_bytes:
             self._reached, self._factor = begin, self._saved_bytes / self._planned_bytes[begin]
         stays_in_a_crowd = self._stays_in_a_crowd
-        self._present.note(item)  # to be counted when it is known whether it leaves
+        self._residents.note(item)  # to be counted when it is known whether it leaves
         self._saved_bytes += item.nbytes
         self._largest_bytes = max(self._largest_bytes, item.nbytes)
         staying_bytes = self._scale * self._plan.problem.nbytes - self._sent_bytes
@@ -158,8 +143,8 @@ class ByCeiling:
         return needed and not stays_in_a_crowd and self._sends(item)
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        """As `Decisions`. Room is made for the next one too, whatever it is."""
-        problem, here = self._plan.problem, self._present
+        # Room is made for the next one too, whatever it is.
+        problem, here = self._plan.problem, self._residents
         here.look()
         over_bytes = here.nbytes + self._largest_bytes - self._forward_ceiling_bytes
         crowd = 0 if problem.most_in_flight is None else here.leaving - problem.most_in_flight
@@ -178,13 +163,12 @@ class ByCeiling:
         return found
 
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
-        """As `Decisions`."""
         if backward_round != self._round:
             self._round, self._next = backward_round, item.index
         self._next = min(self._next, item.index)
-        self._present.note(item)
-        self._present.look()
-        here_bytes = self._present.nbytes
+        self._residents.note(item)
+        self._residents.look()
+        here_bytes = self._residents.nbytes
         found: list[Item] = []
         while self._next > 0:
             other = self._items[self._next - 1]()
@@ -192,14 +176,10 @@ class ByCeiling:
                 here_bytes += other.nbytes
                 if here_bytes > self._ceiling_bytes:
                     break
-                self._present.note(other)
+                self._residents.note(other)
                 found.append(other)
             self._next -= 1
         return found
-
-    def goes(self, item: Item) -> None:
-        """As `Decisions`."""
-        self._present.goes(item)
 
     @property
     def _stays_in_a_crowd(self) -> bool:
@@ -207,8 +187,8 @@ class ByCeiling:
         problem = self._plan.problem
         if problem.most_in_flight is None or problem.budget_bytes is not None or problem.all_leave:
             return False
-        self._present.look()
-        return self._present.leaving >= problem.most_in_flight
+        self._residents.look()
+        return self._residents.leaving >= problem.most_in_flight
 
     @property
     def _scale(self) -> float:

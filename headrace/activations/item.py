@@ -1,17 +1,19 @@
 """Where is one piece of device memory that autograd keeps? On the device, on its way, or on the host."""
 
 import weakref
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from headrace.memory.disk import Extent
 from headrace.memory.pool import Slab
 from headrace.runtime.autograd import WeakTensor, address_of, storage_use_count
 from headrace.runtime.lanes import LateTransfer, Transfer
 
-__all__ = ["Claim", "Item", "Presence"]
+__all__ = ["HandleRef", "Item", "Presence"]
 
 
 class Presence(Enum):
@@ -23,7 +25,7 @@ class Presence(Enum):
     ARRIVING = "on its way to the device"
 
 
-class Claim(weakref.ref[Any]):
+class HandleRef(weakref.ref[Any]):
     """What is known of one handle on an item, as long as that lives, and the note that it does no longer."""
 
     __slots__ = ("item", "round")
@@ -40,7 +42,7 @@ class Item:
 
     def __init__(
         self,
-        course: Any,
+        trace: Any,
         index: int,
         storage: torch.UntypedStorage,
         start: int,
@@ -50,7 +52,7 @@ class Item:
         stream: Any,
         name: str,
     ) -> None:
-        self.course = course  # the forward that has saved it, and its backward: a `Course`
+        self.trace = trace  # the forward that has saved it, and its backward: a `ForwardTrace`
         self.index = index  # in the order of saving
         self.nbytes = nbytes
         self.stream = stream  # on which it was saved, and is used
@@ -63,14 +65,19 @@ class Item:
         self.identity = StorageWeakRef(storage), WeakTensor(root)
         self._together = together  # items of this storage, as far as is known
         together.append(weakref.ref(self))
-        self.slab: Slab | None = None
+        self.slab: Slab | None = None  # its host memory
+        self.extent: Extent | None = None  # its place on disk
         self.sent = False  # there is, or will be, a copy outside of the device
         self.leaving: Transfer | None = None  # the copy out, until compute has waited for it
         self.arriving: Transfer | LateTransfer | None = None  # the copy in, until compute has waited for it
         self.returned = False  # `memory` is a storage of its own, filled from the host
-        self.claims: set[Claim] = set()  # of saved tensors that are part of it and were not let go; without any it ends
+        self.handles: set[HandleRef] = (
+            set()
+        )  # of saved tensors that are part of it and were not let go; without any it ends
         self.round = -1  # the backward that used it last
-        self.seen: set[Claim] = set()  # those that this backward has used
+        self.seen: set[HandleRef] = set()  # those that this backward has used
+        self.use: Any = None  # its first one that was recorded: a `UseRecord`
+        self.goes: Callable[[Item], None] = _untold  # called right before its device memory goes
         self.note_version()
 
     @property
@@ -101,6 +108,10 @@ class Item:
     def _holds_storage(self) -> bool:
         """Whether its memory is that of the storage that it was saved from."""
         return self.memory is not None and not self.returned
+
+
+def _untold(_item: Item) -> None:
+    pass
 
 
 def _references(memory: torch.Tensor) -> int:

@@ -53,7 +53,7 @@ class ActivationMeter:
         """A copy to the host was submitted."""
         self.offloads += 1
         self.offload_bytes += transfer.nbytes
-        self._keep(transfer, name)
+        self.arrived(transfer, name)
 
     def onloaded(self, nbytes: int) -> None:
         """A copy to the device was submitted, or will be as soon as its bytes have come from disk."""
@@ -62,8 +62,9 @@ class ActivationMeter:
         self.lane_use.activations_bytes += nbytes
 
     def arrived(self, transfer: Transfer | LateTransfer, name: str) -> None:
-        """Compute was told to wait for a copy to the device."""
-        self._keep(transfer, name)
+        """Compute was told to wait for a copy, or will be: it is kept for timelines and the link's speed."""
+        copy = Moved(transfer.lane, _described(name), transfer.nbytes, transfer.begun, transfer.done)
+        self._copies[transfer.lane].append(copy)
 
     def spilled(self, nbytes: int, seconds: float) -> None:
         """Bytes went to disk."""
@@ -130,10 +131,6 @@ class ActivationMeter:
                 spans += cut_by(waits, name, max(begin, reached), end)
                 reached = end
         return spans + spans_of(self.moved(), first, self._lanes)
-
-    def _keep(self, transfer: Transfer | LateTransfer, name: str) -> None:
-        copy = Moved(transfer.lane, _described(name), transfer.nbytes, transfer.begun, transfer.done)
-        self._copies[transfer.lane].append(copy)
 
     def _read(self) -> None:
         wait = self._unread_waits.popleft()

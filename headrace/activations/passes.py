@@ -1,6 +1,6 @@
 """What is one forward, and what is one backward, to activations? Each is told apart by autograd's own marks.
 
-A forward opens a course and puts hooks on top; they need not stay on all the time. A backward begins with the first use
+A forward opens a trace and puts hooks on top; they need not stay on all the time. A backward begins with the first use
 of an item, and ends when autograd's engine says so, or lets go of what would have said so.
 """
 
@@ -8,30 +8,31 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from headrace.activations.book import ActivationBook, Entry
-from headrace.activations.course import Course
 from headrace.activations.item import Item
 from headrace.activations.meter import ActivationMeter
+from headrace.activations.plan_cache import PlanCache
 from headrace.activations.saving import Saving
 from headrace.activations.selection import Selection
 from headrace.activations.spilling import DiskStash
 from headrace.activations.stash import Stash
+from headrace.activations.trace import Entry, ForwardTrace
 from headrace.config import ActivationConfig
 from headrace.errors import StateError
 from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Ledger
 from headrace.runtime.autograd import NO_TASK, EndOfBackward, backward_task
 from headrace.runtime.device import is_capturing
-from headrace.runtime.lanes import Lanes
+from headrace.runtime.lanes import Lanes, Tick
 from headrace.runtime.link import LaneUse
 
 __all__ = ["Forward", "Passes"]
 
 
 class Passes:
-    """All forwards and backwards of one model, or of a part of one."""
+    """All forwards and backwards of one model, or of a part of one. `store`: where activations rest; None: the host."""
 
     def __init__(
         self,
@@ -42,14 +43,17 @@ class Passes:
         shared: LaneUse | None = None,
     ) -> None:
         self.meter = ActivationMeter(lanes, shared or LaneUse())
-        self.stash = _make_stash(config, lanes, ledger, self.meter, store)
-        self.book = ActivationBook(config, lanes, self.meter)
+        self.stash: Stash
+        if store is None:
+            self.stash = Stash(lanes, ledger, self.meter, config)
+        else:
+            self.stash = DiskStash(lanes, ledger, self.meter, config, store)
+        self.plans = PlanCache(config, lanes, self.meter)
         self._lanes = lanes
         self._rounds = itertools.count()
         # Under way, by autograd's number of their graph task, which holds them.
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
         self._whole: _Backward | None = None  # that consists of several
-        self._entries: weakref.WeakKeyDictionary[Course, Entry] = weakref.WeakKeyDictionary()
 
     def begin(self, entry: Entry, selection: Selection) -> "Forward":
         """A forward begins. Raises StateError while a CUDA graph is captured: a plan is no part of a graph."""
@@ -58,15 +62,13 @@ class Passes:
                 "activations cannot be offloaded while a CUDA graph is captured, because copies would be replayed into"
                 " memory of another step; capture layers whose activations stay, or run without graphs"
             )
-        course = self.stash.guard(self._begin, entry, selection)
-        return Forward(self, course, entry, Saving(course, self.stash, selection, self._use))
+        return self.stash.guard(self._begin, entry, selection)
 
-    def _begin(self, entry: Entry, selection: Selection) -> Course:
+    def _begin(self, entry: Entry, selection: Selection) -> "Forward":
         self.stash.begin()
         selection.begin()
-        course = Course(self.stash, self.book.expect(entry), selection.gradient_bytes)
-        self._entries[course] = entry
-        return course
+        trace = ForwardTrace(self.stash, entry, self.plans.expect(entry), selection.gradient_bytes)
+        return Forward(trace, self.stash, selection, self._use, self.plans)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _use(self, item: Item) -> int:
@@ -76,17 +78,17 @@ class Passes:
             backward_round = next(self._rounds)
         else:
             backward_round = backward.round
-            backward.courses[item.course] = None
+            backward.traces[item.trace] = None
         if item.round != backward_round:
             item.round, item.seen = backward_round, set()
-            if backward is not None and not item.course.calls:
-                item.course.end_forward()
-            item.course.used(item, backward_round, recorded=backward is not None)
+            if backward is not None and not item.trace.calls:
+                item.trace.end_forward()
+            item.trace.used(item, backward_round, recorded=backward is not None)
         else:
             if item.memory is None:  # a part of a graph is gone through twice
                 self.stash.send_for(item, needed=True)
             self.stash.arrive(item)
-            item.course.used_again(item)
+            item.trace.used_again(item)
         return backward_round
 
     def recomputed(self) -> None:
@@ -94,8 +96,8 @@ class Passes:
         backward = self._whole or self._backwards.get(backward_task())
         if backward is not None:
             with self.stash.lock:
-                for course in backward.courses:
-                    course.recomputed()
+                for trace in backward.traces:
+                    trace.recomputed()
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:
@@ -113,115 +115,77 @@ class Passes:
             return self._whole
         backward = self._backwards.get(task)
         if backward is None:
-            backward = _Backward(self, task, next(self._rounds))
-            EndOfBackward(backward.ended).queue()
+            backward = _Backward(task, next(self._rounds), self._lanes.tick())
+            EndOfBackward(functools.partial(self._ended, backward)).queue()
             self._backwards[task] = backward
         return backward
 
-    def completed(self, backward: "_Backward") -> None:
-        """Backward returned."""
-        self.stash.guard(self._complete, backward)
+    def _ended(self, backward: "_Backward", *, completed: bool) -> None:
+        """Backward returned; or autograd has let go of it, in whatever thread and whatever that is doing."""
+        if completed:
+            self.stash.guard(self._end_backward, backward, completed)
+        elif not backward.is_over:  # it raised
+            self.stash.between_moves(functools.partial(self._end_backward, backward, completed))
 
-    def let_go(self, backward: "_Backward") -> None:
-        """Autograd has let go of a backward, in whatever thread and whatever that is doing."""
-        if not backward.is_over:  # it raised
-            self.stash.between_moves(functools.partial(self._end_backward, backward, completed=False))
-
-    def _complete(self, backward: "_Backward") -> None:
-        self.stash.settle()
-        self._end_backward(backward, completed=True)
-
-    def _end_backward(self, backward: "_Backward", *, completed: bool) -> None:
+    def _end_backward(self, backward: "_Backward", completed: bool) -> None:
         """May be done again, where Ctrl-C kept it from being done wholly."""
+        if completed:
+            self.stash.settle()
         self._backwards.pop(backward.task, None)
         self.meter.backward_ended(backward.begun)
-        for course in backward.courses:
-            course.end_backward()
-            if completed and course.is_over and not course.learned:
-                self._learn(course)
+        for trace in backward.traces:
+            trace.end_backward()
+            if completed and trace.is_over and not trace.learned:
+                self._learn(trace)
         backward.is_over = True
 
-    def _learn(self, course: Course) -> None:
-        if any(course in other.courses for other in self._backwards.values()):  # a backward within another one
+    def _learn(self, trace: ForwardTrace) -> None:
+        if any(trace in other.traces for other in self._backwards.values()):  # a backward within another one
             return
-        if course.timed and not course.is_part:
-            course.learned = True
-            self.book.learn(self._entries[course], course, self._lanes.tick())
-        elif course.used_unplanned and not course.timed and not course.strayed:
-            self.book.forget(self._entries[course])
+        if trace.timed and not trace.is_part:
+            trace.learned = True
+            self.plans.learn(trace, self._lanes.tick())
+        elif trace.used_unplanned and not trace.timed and not trace.strayed:
+            self.plans.forget(trace.entry)
 
 
-class Forward:
+class Forward(Saving):
     """One forward: its hooks, which may be put on top and taken off several times, and its end."""
 
-    def __init__(self, passes: Passes, course: Course, entry: Entry, saving: Saving) -> None:
-        self._passes = passes
-        self._course = course
-        self._entry = entry
-        self._saving = saving
-        self._begun = passes.stash.lanes.tick()
-
-    def enter(self) -> None:
-        """A call of the model begins: a backward within it is a part of this forward."""
-        self._course.calls += 1
-
-    def leave(self) -> None:
-        """The call ends."""
-        self._course.calls -= 1
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended, by itself or because its backward has begun."""
-        return self._course.is_over
+    def __init__(
+        self,
+        trace: ForwardTrace,
+        stash: Stash,
+        selection: Selection,
+        on_use: Callable[[Item], int],
+        plans: PlanCache,
+    ) -> None:
+        super().__init__(trace, stash, selection, on_use)
+        self._plans = plans
+        self._begun = stash.lanes.tick()
 
     @property
     def is_gone(self) -> bool:
         """Whether autograd has let go of all that was saved."""
-        self._passes.stash.guard(self._passes.stash.settle)
-        return self._course.is_gone
-
-    def push(self) -> None:
-        """From now on autograd saves through the forward's hooks."""
-        self._saving.push()
-
-    def pop(self) -> None:
-        """The hooks that were on top before are again."""
-        self._saving.pop()
+        self._stash.guard(self._stash.settle)
+        return self.trace.is_gone
 
     def end(self, *, completed: bool) -> None:
         """Nothing more is saved."""
-        with self._passes.stash.lock:
+        with self._stash.lock:
             if completed:
-                self._course.end_forward()
-            self._passes.meter.forward_ended(self._begun, self._course.basis)
-            if self._course.strayed:
-                self._passes.book.strayed(self._entry)
+                self.trace.end_forward()
+            self._stash.meter.forward_ended(self._begun, self.trace.basis)
+            if self.trace.strayed:
+                self._plans.strayed(self.trace.entry)
 
 
-def _make_stash(
-    config: ActivationConfig, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, store: DiskStore | None
-) -> Stash:
-    if config.tier == "host":
-        return Stash(lanes, ledger, meter, config)
-    if store is None:
-        raise ValueError('tier="disk" needs a directory; give disk="/path/on/a/local/drive"')
-    return DiskStash(lanes, ledger, meter, config, store)
-
-
+@dataclass(eq=False)
 class _Backward:
     """One backward, by autograd's own count."""
 
-    def __init__(self, passes: Passes, task: int, number: int) -> None:
-        self.passes = passes
-        self.task = task
-        self.round = number
-        self.begun = passes.stash.lanes.tick()
-        self.courses: dict[Course, None] = {}  # whose items it has used
-        self.is_over = False
-
-    def ended(self, *, completed: bool) -> None:
-        """As an EndOfBackward tells it."""
-        if completed:
-            self.passes.completed(self)
-        else:
-            self.passes.let_go(self)
+    task: int
+    round: int
+    begun: Tick
+    traces: dict[ForwardTrace, None] = field(default_factory=dict)  # whose items it has used
+    is_over: bool = False

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headrace.activations.course import Course
 from headrace.activations.item import Item
 from headrace.activations.selection import Selection
 from headrace.activations.stash import Stash
+from headrace.activations.trace import ForwardTrace
 from headrace.memory.arena import KERNEL_ALIGNMENT_BYTES
 from headrace.runtime.autograd import (
     address_of,
@@ -43,11 +43,11 @@ class _Handle:
 
     __slots__ = (
         "__weakref__",
-        "claim",
         "counter",
         "dtype",
         "item",
         "offset_bytes",
+        "ref",
         "size",
         "stash",
         "stride",
@@ -64,7 +64,7 @@ class _Handle:
         self.counter = tensor.detach()  # shares the version counter, and from the next line on no memory
         self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.version = tensor._version
-        self.claim = stash.claim(item, self)
+        self.ref = stash.note_handle(item, self)
 
     def tensor(self) -> torch.Tensor:
         """The tensor as it was saved, over the item's device memory, with whose version counter it counts writes."""
@@ -82,8 +82,8 @@ class _Handle:
 class Saving:
     """The saved-tensor hooks of one outermost call. `on_use` says that an item is needed, and makes it present."""
 
-    def __init__(self, course: Course, stash: Stash, selection: Selection, on_use: Callable[[Item], int]) -> None:
-        self._course = course
+    def __init__(self, trace: ForwardTrace, stash: Stash, selection: Selection, on_use: Callable[[Item], int]) -> None:
+        self.trace = trace
         self._stash = stash
         self._selection = selection
         self._on_use = on_use
@@ -105,7 +105,7 @@ class Saving:
 
     @unseen
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if self._course.is_over or not self._selection.wants(tensor):
+        if self.trace.is_over or not self._selection.wants(tensor):
             # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
             return _Kept(tensor.detach(), tensor._version)
         return self._stash.guard(self._handle_of, tensor)
@@ -125,11 +125,11 @@ class Saving:
             if not any(ref() is not None for ref in together):
                 start, nbytes = 0, storage.nbytes()
         key = (*memory, start, nbytes)
-        if item is not None and item.claims:  # without any it was given up, whoever may still know of it
+        if item is not None and item.handles:  # without any it was given up, whoever may still know of it
             self._items[key] = item
             return _Handle(item, tensor, self._stash)
         stream, name = self._stash.streams.now(), self._selection.name
-        item = Item(self._course, self._count, storage, start, nbytes, root, together, stream, name)
+        item = Item(self.trace, self._count, storage, start, nbytes, root, together, stream, name)
         whole = nbytes == storage.nbytes()
         del storage  # a holder that would count as somebody else
         self._count += 1
@@ -137,7 +137,7 @@ class Saving:
         handle = _Handle(item, tensor, self._stash)
         if whole:
             self._whole[key[0]] = weakref.ref(item), handle.counter, handle.version
-        self._course.saved(item)
+        self.trace.saved(item)
         return handle
 
     def _same_memory(self, tensor: torch.Tensor, address: int) -> Item | None:
@@ -164,10 +164,10 @@ class Saving:
         self._stash.settle()
         self._stash.streams.now()
         item = handle.item
-        handle.claim.round = self._on_use(item)
-        item.seen.add(handle.claim)
+        handle.ref.round = self._on_use(item)
+        item.seen.add(handle.ref)
         tensor = handle.tensor()
-        if len(item.seen) >= len(item.claims):
+        if len(item.seen) >= len(item.handles):
             self._stash.put_back(item)
         return tensor
 

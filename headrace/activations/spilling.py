@@ -5,9 +5,8 @@ own, when the read before it is done.
 """
 
 import contextlib
-import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -49,10 +48,9 @@ class DiskStash(Stash):
     ) -> None:
         super().__init__(lanes, ledger, meter, config)
         self._store = store
-        self._sender = OneThread("headrace-activations")
+        self.sender: OneThread = OneThread("headrace-activations", lanes.device)
         self._file: list[ranges.Range] = []  # all that was taken of the store
         self._free: list[ranges.Range] = []  # of it: no item has these bytes, and no request of them is under way
-        self._extent_of: dict[Item, Extent] = {}
         self._spills: deque[_Spill] = deque()
         self._fetched: dict[Item, Slab] = {}  # items that are being read, in the order of submission
 
@@ -73,10 +71,9 @@ class DiskStash(Stash):
     def send_out(self, item: Item) -> None:
         """Submits the copy to the host, and behind it the write."""
         super().send_out(item)
-        if item in self._extent_of or item.slab is None or item.leaving is None:
+        if item.extent is not None or item.slab is None or item.leaving is None:
             return
-        extent = self._extent(item.nbytes)
-        self._extent_of[item] = extent
+        item.extent = extent = self._extent(item.nbytes)
         request = self._store.write(extent, item.slab.memory[: item.nbytes], after=item.leaving.done)
         self._spills.append(_Spill(item, item.slab, extent, request))
 
@@ -95,10 +92,6 @@ class DiskStash(Stash):
             self._drop(item)
             self.pool.give_back(self._fetched.pop(item))
 
-    def closers(self, *, wait: bool) -> list[Callable[[], None]]:
-        """What ends the threads of the stash, and waits for that; none of it refers to the stash itself."""
-        return [functools.partial(self._sender.shutdown, wait=wait)]
-
     def _slab_for(self, item: Item) -> Slab | None:
         return self._staged_or_refused(item, needed=True, must_be=not self._stays_without_room)
 
@@ -116,11 +109,11 @@ class DiskStash(Stash):
         return self.pool.take(whole_pages(item.nbytes)) if slab is None and must_be else slab
 
     def _copy_back(self, item: Item, memory: torch.Tensor, after: Event) -> Transfer | LateTransfer:
-        if item.slab is not None:
+        if item.slab is not None or item.extent is None:
             return super()._copy_back(item, memory, after)
         staged = self._fetched[item].memory[: item.nbytes]
         # Copies that used this host memory before were waited for by compute, so they are before `after`.
-        reading = self._store.read(self._extent_of[item], staged, after=after)
+        reading = self._store.read(item.extent, staged, after=after)
 
         lanes, meter = self.lanes, self.meter  # not the stash, which must not end on that thread
 
@@ -129,7 +122,7 @@ class DiskStash(Stash):
             meter.fetched(staged.nbytes, seconds)
             return lanes.copy(Lane.ONLOAD, [(memory, staged)], after)
 
-        submitted: Future[Transfer] = self._sender.submit(send)
+        submitted: Future[Transfer] = self.sender.submit(send)
         return LateTransfer(Lane.ONLOAD, item.nbytes, submitted)
 
     def _give_up(self, item: Item) -> None:
@@ -137,7 +130,7 @@ class DiskStash(Stash):
         slab, item.slab = item.slab, None
         if slab is not None and all(spill.slab is not slab for spill in self._spills):
             self.pool.give_back(slab)  # an interrupt kept it from being written
-        extent = self._extent_of.pop(item, None)
+        extent, item.extent = item.extent, None
         if extent is not None and all(spill.extent is not extent for spill in self._spills):
             self._free_extent(extent)
 
@@ -145,10 +138,11 @@ class DiskStash(Stash):
         """Nothing is read any more, but for items that know of it."""
         with contextlib.suppress(DiskError):  # which whoever waits for that request hears of
             self._store.synchronize()
-        self._sender.submit(int).result()  # behind whatever was submitted
+        self.sender.submit(int).result()  # behind whatever was submitted
         self._fetched = {item: slab for item, slab in self._fetched.items() if item.arriving is not None}
         self._free = self._file.copy()
-        for extent in {*self._extent_of.values(), *(spill.extent for spill in self._spills)}:
+        kept = {item.extent for item in self._guests.values() if item.extent is not None}
+        for extent in kept | {spill.extent for spill in self._spills}:
             ranges.remove(self._free, extent.offset, extent.offset + extent.capacity_bytes)
         super()._mend()
 
@@ -189,7 +183,7 @@ class DiskStash(Stash):
         spill = self._spills[0]
         spill.request.settle()
         self._spills.popleft()
-        if self._extent_of.get(spill.item) is not spill.extent:  # nobody can ask for it any more
+        if spill.item.extent is not spill.extent:  # nobody can ask for it any more
             self._free_extent(spill.extent)
         if spill.request.error is None:
             seconds = spill.request.reached_at() - spill.request.began_at()

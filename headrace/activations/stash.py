@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from headrace.activations.item import Claim, Item, Presence
+from headrace.activations.item import HandleRef, Item, Presence
 from headrace.activations.meter import ActivationMeter
 from headrace.activations.streams import ComputeStreams
 from headrace.config import ActivationConfig
 from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.pool import HostPool, Slab
 from headrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
-from headrace.runtime.threads import on_own_thread
+from headrace.runtime.threads import OneThread, on_own_thread
 
 __all__ = ["PURPOSE", "Stash"]
 
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 class Stash:
     """The host memory of one model's activations, and the copies to and from it."""
+
+    sender: OneThread | None = None  # a thread that submits copies, where there is one
 
     def __init__(self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, config: ActivationConfig) -> None:
         self.lanes = lanes
@@ -41,7 +43,7 @@ class Stash:
         self._moving = False  # one of the moves below is under way, by whoever has the lock
         self._torn = False  # something was raised in the middle of a move: Ctrl-C, or no room
         self._guests: dict[int, Item] = {}  # items that were sent out, by their id, while anybody can ask for them
-        self._lost: deque[Claim] = deque()  # on handles that autograd has let go of
+        self._lost: deque[HandleRef] = deque()  # on handles that autograd has let go of
         self._put_off: deque[Callable[[], None]] = deque()  # what was to be done in the middle of a move
 
     def begin(self) -> None:
@@ -129,7 +131,7 @@ class Stash:
             self._drop(item)
 
     def _drop(self, item: Item) -> None:
-        item.course.goes(item)
+        item.goes(item)
         item.leaving = item.arriving = item.memory = None
         self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
 
@@ -161,19 +163,15 @@ class Stash:
         if slab is not None:
             self.pool.give_back(slab)
 
-    def closers(self, *, wait: bool) -> list[Callable[[], None]]:
-        """What ends the threads of the stash, and waits for that; none of it refers to the stash itself."""
-        return []
-
     # ends -------------------------------------------------------------------------------------------------------------
-    def claim(self, item: Item, handle: object) -> Claim:
+    def note_handle(self, item: Item, handle: object) -> HandleRef:
         """Notes a handle. When autograd lets go of it, which may be in any thread at any time, nothing of ours runs
         but the note in `_lost`: Ctrl-C would end a function of Python in silence."""
         weak_item = weakref.ref(item)
-        claim = Claim(handle, self._lost.append)
-        claim.item, claim.round = weak_item, -1
-        item.claims.add(claim)
-        return claim
+        ref = HandleRef(handle, self._lost.append)
+        ref.item, ref.round = weak_item, -1
+        item.handles.add(ref)
+        return ref
 
     def settle(self) -> None:
         """Takes back the memory of items that nobody can ask for any more, or that the disk has. Raises DiskError where
@@ -192,12 +190,12 @@ class Stash:
             self._put_off[0]()  # until it is done with
             self._put_off.popleft()
         while self._lost:
-            claim = self._lost[0]  # until it is done with
-            item = claim.item()
+            ref = self._lost[0]  # until it is done with
+            item = ref.item()
             if item is not None:
-                item.claims.discard(claim)
-                item.seen.discard(claim)
-                if not item.claims:
+                item.handles.discard(ref)
+                item.seen.discard(ref)
+                if not item.handles:
                     self._forget(item)
             self._lost.popleft()
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.checkpoint.contents import Contents, SavedTensor
+from headrace.checkpoint.contents import Contents
 from headrace.errors import CheckpointError
+from headrace.memory.disk import TensorInFile
 
 __all__ = ["adapter_names", "with_names_of"]
 
@@ -41,7 +42,7 @@ def with_names_of(contents: Contents, model: nn.Module, tensors: Mapping[str, to
         raise CheckpointError(
             f"{contents.path} holds adapters of PEFT, and the model has none; put them on first (peft.get_peft_model)"
         )
-    weights: dict[str, SavedTensor] = {}
+    weights: dict[str, TensorInFile] = {}
     for directory, saved in contents.adapters.items():
         adapter = directory or _only(contents, model, adapters)
         if adapter not in adapters:

@@ -1,45 +1,19 @@
 """What does a checkpoint hold, and where does each tensor of it lie?"""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headrace.checkpoint.manifest import EXTRA, MANIFEST, read_manifest
-from headrace.checkpoint.reading import PlaceInFile, SavedFile
 from headrace.errors import CheckpointError
 from headrace.memory.disk.safetensors_header import read_header
+from headrace.memory.disk.saved_file import SavedFile, TensorInFile
 from headrace.memory.disk.torch_files import TorchFile, open_torch_file, plain_values
 
-__all__ = ["Contents", "SavedOptimizer", "SavedTensor", "own_contents"]
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A contiguous tensor in a file."""
-
-    name: str
-    file: SavedFile
-    at: PlaceInFile
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def load(self) -> torch.Tensor:
-        """In memory."""
-        like = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return self.file.at_rest(self.at, like, self.name).load()
-
-
-@dataclass(frozen=True)
-class SavedOptimizer:
-    """The state_dict of an optimizer: `tree`, of a file of torch.save."""
-
-    tree: Any
-    content: TorchFile
-    file: SavedFile
+__all__ = ["Contents", "own_contents"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +21,11 @@ class Contents:
     """What there is to load, from the files of `path`."""
 
     path: Path
-    weights: Mapping[str, SavedTensor]  # by name in the model
-    adapters: Mapping[str, Mapping[str, SavedTensor]] = field(default_factory=dict)  # of PEFT, by directory
+    weights: Mapping[str, TensorInFile]  # by name in the model
+    adapters: Mapping[str, Mapping[str, TensorInFile]] = field(default_factory=dict)  # of PEFT, by directory
     shared: Mapping[str, str] = field(default_factory=dict)  # names of the same tensor: the one it is saved under
     trained_only: bool = False  # whether what is not trained was left out
-    optimizers: Sequence[SavedOptimizer] = ()
+    optimizers: Sequence[TorchFile] = ()  # whose trees are their state_dicts
     module_state: Mapping[str, Any] = field(default_factory=dict)
     random: Mapping[str, Any] | None = None
     extra: Any = None
@@ -60,48 +34,33 @@ class Contents:
 def own_contents(directory: Path, stack: ExitStack) -> Contents:
     """Of a checkpoint that `headrace.save` wrote. Its files are open until `stack` ends. Raises CheckpointError."""
     manifest = read_manifest(directory)
-    opened = opener(stack, lambda name: SavedFile(directory / name, manifest.files[name]))
+
+    @functools.cache
+    def opened(name: str) -> SavedFile:
+        return stack.enter_context(closing(SavedFile(directory / name, manifest.files[name].checksums)))
+
     rest = plain_values(opened(EXTRA).bytes(), directory / EXTRA)
     if not isinstance(rest, dict) or not {"module_state", "random", "extra"} <= rest.keys():
         raise CheckpointError(f"{directory / EXTRA} does not hold what {MANIFEST} says; load another checkpoint")
     if not isinstance(rest["module_state"], dict) or not isinstance(rest["random"], dict | None):
         raise CheckpointError(f"{directory / EXTRA} does not hold states by name; load another checkpoint")
-    records = {
-        (name, record.name): record
+    tensors = {
+        (name, tensor.name): tensor
         for name in {file for file, _ in manifest.weights.values()}
-        for record in read_header(opened(name).descriptor, str(directory / name))
+        for tensor in read_header(opened(name))
     }
     weights = {}
     for name, (file, there) in manifest.weights.items():
-        if (file, there) not in records:
+        if (file, there) not in tensors:
             raise CheckpointError(f"{directory / file} lacks {there!r}, which {MANIFEST} says is in it")
-        record = records[file, there]
-        at = PlaceInFile(record.offset, record.nbytes)
-        weights[name] = SavedTensor(name, opened(file), at, record.dtype, record.shape)
-    optimizers = []
-    for name in manifest.optimizers:
-        content = open_torch_file(directory / name)
-        optimizers.append(SavedOptimizer(content.tree, content, opened(name)))
+        weights[name] = replace(tensors[file, there], name=name)
     return Contents(
         path=directory,
         weights=weights,
         shared=manifest.shared,
         trained_only=manifest.trained_only,
-        optimizers=optimizers,
+        optimizers=[open_torch_file(opened(name)) for name in manifest.optimizers],
         module_state=rest["module_state"],
         random=rest["random"],
         extra=rest["extra"],
     )
-
-
-def opener(stack: ExitStack, open_file: Callable[[str], SavedFile]) -> Callable[[str], SavedFile]:
-    """Opens each file once, until `stack` ends."""
-    files: dict[str, SavedFile] = {}
-
-    def opened(name: str) -> SavedFile:
-        if name not in files:
-            files[name] = open_file(name)
-            stack.callback(files[name].close)
-        return files[name]
-
-    return opened

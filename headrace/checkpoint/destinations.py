@@ -1,32 +1,17 @@
 """Where do a tensor's bytes go when it is loaded? Into the one that is there: in host memory, on a device, on disk."""
 
-import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from headrace.errors import CheckpointError
 from headrace.memory.disk import origin_of, write_bytes
-from headrace.runtime.device import is_accelerator
 
-__all__ = ["filling", "in_turn"]
+__all__ = ["filling"]
 
 _PLAIN = (torch.Tensor, torch.nn.Buffer)
-
-
-@contextlib.contextmanager
-def in_turn(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """While threads fill them: after all that their devices were told before, on any stream, and before what comes."""
-    devices = {tensor.device for tensor in tensors if is_accelerator(tensor.device)}
-    try:
-        for device in devices:
-            torch.accelerator.synchronize(device)
-        yield
-    finally:
-        for device in devices:
-            torch.accelerator.synchronize(device)
 
 
 def filling(tensor: torch.Tensor, dtype: torch.dtype, *, aligned: bool = True) -> Callable[[int, torch.Tensor], None]:

@@ -4,6 +4,7 @@ Weights are safetensors files as transformers has them, sharded by size; an opti
 would write of its state_dict, so that `torch.load` reads it.
 """
 
+import contextlib
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -16,18 +17,11 @@ import torch
 from torch.serialization import skip_data
 from torch.utils import deterministic
 
-from headrace.checkpoint.sources import (
-    Literal,
-    NotPlainError,
-    Source,
-    SourceAtRest,
-    TensorSource,
-    check_plain,
-    nbytes_of,
-)
+from headrace.checkpoint.sources import NotPlainError, Source, TensorSource, check_plain, nbytes_of, source_of
 from headrace.errors import CheckpointError
 from headrace.memory.disk import TensorAtRest
 from headrace.memory.disk.safetensors_header import DTYPES
+from headrace.memory.disk.saved_file import SavedFile
 from headrace.memory.disk.torch_files import open_torch_file, storage_ranges
 
 __all__ = ["Layout", "Owned", "Stretch", "literal", "torch_file", "weight_files"]
@@ -42,12 +36,12 @@ class Stretch:
 
     begin: int
     end: int
-    source: Source
+    source: Source | TensorSource
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A file: its stretches in order, without overlap. What is between them is zeros."""
+    """A file: its stretches in order, without overlap or hole."""
 
     name: str
     nbytes: int
@@ -56,7 +50,7 @@ class Layout:
 
 def literal(name: str, data: bytes) -> Layout:
     """A small file."""
-    return Layout(name, len(data), [Stretch(0, len(data), Literal(name, data))])
+    return Layout(name, len(data), [Stretch(0, len(data), source_of(name, data))])
 
 
 def weight_files(tensors: Mapping[str, torch.Tensor], stem: str) -> tuple[list[Layout], dict[str, str]]:
@@ -106,7 +100,7 @@ def _safetensors(name: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    stretches = [Stretch(0, len(header), Literal(f"header of {name}", header))]
+    stretches = [Stretch(0, len(header), source_of(f"header of {name}", header))]
     stretches += [
         Stretch(len(header) + begin, len(header) + begin + nbytes_of(tensor), TensorSource(key, tensor, tensor))
         for begin, key, tensor in places
@@ -128,14 +122,14 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
 
     Every tensor has a storage of its own there.
     """
-    sources: list[Source] = []
+    sources: list[Source | TensorSource] = []
 
     def stand_in(value: Any, path: str, owner: Any = None) -> Any:
         """The same tree, with memory that nobody touches in the place of tensors: no page of it is ever there."""
         if isinstance(value, Owned):
             return stand_in(value.tree, path, value.owner)
         if isinstance(value, TensorAtRest):
-            sources.append(SourceAtRest(path, value, owner))
+            sources.append(Source(path, value.nbytes, value.read, owner))
             return torch.empty_strided(value.like.shape, value.like.stride(), dtype=value.like.dtype, device="cpu")
         if isinstance(value, torch.Tensor):
             check_plain(f"{path} of {name}", value)
@@ -169,7 +163,8 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
         # On a thread of its own: what `skip_data` sets is a thread's, and Ctrl-C does not strike there.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(write).result()
-        open_torch_file(skeleton)
+        with contextlib.closing(SavedFile(skeleton)) as file:
+            open_torch_file(file)
         return _with_sources(name, skeleton, sources)
     except NotPlainError:
         raise
@@ -182,7 +177,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
         skeleton.unlink(missing_ok=True)
 
 
-def _with_sources(name: str, skeleton: Path, sources: Sequence[Source]) -> Layout:
+def _with_sources(name: str, skeleton: Path, sources: Sequence[Source | TensorSource]) -> Layout:
     """The layout of a file of torch.save: a zip archive whose records `data/0`, `data/1`, ... are the tensors.
 
     They are numbered as the tensors come in the tree.
@@ -194,7 +189,7 @@ def _with_sources(name: str, skeleton: Path, sources: Sequence[Source]) -> Layou
         def between(begin: int) -> None:
             file.seek(end)
             if data := file.read(begin - end):
-                stretches.append(Stretch(end, begin, Literal(name, data)))
+                stretches.append(Stretch(end, begin, source_of(name, data)))
 
         for number, source in enumerate(sources):
             begin, nbytes = ranges[str(number)]

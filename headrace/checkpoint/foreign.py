@@ -10,22 +10,21 @@
 | a safetensors file, index or directory | all | none | None |
 """
 
+import functools
 import json
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from headrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, opener
+from headrace.checkpoint.contents import Contents
 from headrace.checkpoint.model import EXTRA_STATE
-from headrace.checkpoint.reading import PlaceInFile, SavedFile
 from headrace.errors import CheckpointError
-from headrace.memory.disk.checkpoint_files import find_files
-from headrace.memory.disk.safetensors_header import read_header
-from headrace.memory.disk.torch_files import TorchFile, open_torch_file, plain_values
+from headrace.memory.disk.checkpoint_files import tensors_in
+from headrace.memory.disk.saved_file import SavedFile
+from headrace.memory.disk.torch_files import open_torch_file, plain_values
 
 __all__ = ["foreign_contents"]
 
@@ -36,51 +35,31 @@ _OPTIMIZERS = ("optimizer_states", "optimizer_state_dict", "optimizer")
 
 def foreign_contents(path: Path, stack: ExitStack) -> Contents:
     """What is in `path`. Its files are open until `stack` ends. Raises CheckpointError when it is none of these."""
-    opened = opener(stack, lambda name: SavedFile(Path(name), None))
+
+    @functools.cache
+    def opened(name: str) -> SavedFile:
+        return stack.enter_context(closing(SavedFile(Path(name))))
+
     is_adapter = path.name.startswith(f"{_ADAPTER}.")
     if path.is_file() and not path.name.endswith((".safetensors", ".json")) and not is_adapter:
-        return _torch_checkpoint(path, opened(str(path)))
+        return _torch_checkpoint(opened(str(path)))
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a checkpoint's directory, or its file")
     if path.is_file() and is_adapter:
-        return Contents(path=path.parent, weights={}, adapters={"": _weights(path, opened)})
+        return Contents(path=path.parent, weights={}, adapters={"": tensors_in(path, opened)})
     adapters = {} if path.is_file() else _adapters(path)
-    weights = {} if adapters else _weights(path, opened)
+    weights = {} if adapters else tensors_in(path, opened)
     optimizers = []
     for file in [path / "optimizer.pt", *sorted(path.glob("optimizer*.bin"), key=lambda file: (len(file.name), file))]:
         if file.is_file():
-            content = open_torch_file(file)
-            optimizers.append(SavedOptimizer(content.tree, content, opened(str(file))))
+            optimizers.append(open_torch_file(opened(str(file))))
     return Contents(
         path=path,
         weights=weights,
-        adapters={name: _weights(file, opened) for name, file in adapters.items()},
+        adapters={name: tensors_in(file, opened) for name, file in adapters.items()},
         optimizers=optimizers,
         extra=_rest(path),
     )
-
-
-def _weights(path: Path, opened: Callable[[str], SavedFile]) -> dict[str, SavedTensor]:
-    weights: dict[str, SavedTensor] = {}
-    for file, names in find_files(path).items():
-        saved = opened(str(file))
-        if file.suffix == ".safetensors":
-            found = {
-                record.name: SavedTensor(
-                    record.name, saved, PlaceInFile(record.offset, record.nbytes), record.dtype, record.shape
-                )
-                for record in read_header(saved.descriptor, str(file))
-            }
-        else:
-            content = open_torch_file(file)
-            found = _tensors(content.tree, content, saved)
-        for name in found if names is None else found.keys() & names:
-            if name in weights:
-                raise CheckpointError(
-                    f"{name!r} is in {weights[name].file.path} and in {file}; give the path of one of the files"
-                )
-            weights[name] = found[name]
-    return weights
 
 
 def _adapters(directory: Path) -> dict[str, Path]:
@@ -97,52 +76,29 @@ def _adapters(directory: Path) -> dict[str, Path]:
     return found
 
 
-def _torch_checkpoint(path: Path, file: SavedFile) -> Contents:
-    content = open_torch_file(path)
-    tree = content.tree
+def _torch_checkpoint(file: SavedFile) -> Contents:
+    content = open_torch_file(file)
+    path, tree = file.path, content.tree
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{path} holds a {type(tree).__name__}, and no state_dict")
     inner = next((name for name in _WEIGHTS if isinstance(tree.get(name), Mapping)), None)
     states: Any = next((tree[name] for name in _OPTIMIZERS if isinstance(tree.get(name), Mapping | list)), [])
     several = [states] if isinstance(states, Mapping) else states
-    optimizers = [SavedOptimizer(state, content, file) for state in several if _is_optimizer(state)]
-    if inner is None:
-        return Contents(path=path, weights=_tensors(tree, content, file), module_state=_module_state(tree))
-    # A copy: the tensors are memory of the file, which may be written anew while they are in use.
-    rest = deepcopy({name: value for name, value in tree.items() if name not in (inner, *_OPTIMIZERS)})
+    state = tree if inner is None else tree[inner]
+    # Copies: the tensors are memory of the file, which may be written anew while they are in use.
+    rest = None if inner is None else {name: tree[name] for name in tree if name not in (inner, *_OPTIMIZERS)}
     return Contents(
         path=path,
-        weights=_tensors(tree[inner], content, file),
-        optimizers=optimizers,
-        module_state=_module_state(tree[inner]),
-        extra=rest,
+        weights=replace(content, tree={name: state[name] for name in state if not _is_module_state(name)}).places(),
+        optimizers=[replace(content, tree=one) for one in several if inner is not None and _is_optimizer(one)],
+        module_state=deepcopy({name: state[name] for name in state if _is_module_state(name)}),
+        extra=deepcopy(rest),
     )
 
 
-def _module_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What modules saved besides, as `get_extra_state` gave it."""
-    return {name: deepcopy(value) for name, value in state.items() if _is_module_state(name)}
-
-
 def _is_module_state(name: Any) -> bool:
+    """Whether a module saved it besides, as `get_extra_state` gave it."""
     return isinstance(name, str) and name.endswith(EXTRA_STATE)
-
-
-def _tensors(tree: Any, content: TorchFile, file: SavedFile) -> dict[str, SavedTensor]:
-    found = {}
-    for name, tensor in tree.items() if isinstance(tree, Mapping) else ():
-        if not isinstance(tensor, torch.Tensor) or _is_module_state(name):
-            continue
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            raise CheckpointError(
-                f"{name!r} is not contiguous in {file.path}, or a view of what has other signs; save it as a"
-                " safetensors file, or with .resolve_conj().resolve_neg().contiguous()"
-            )
-        at = PlaceInFile(content.offset(tensor), tensor.numel() * tensor.element_size())
-        found[name] = SavedTensor(name, file, at, tensor.dtype, tuple(tensor.shape))
-    if not found:
-        raise CheckpointError(f"{file.path} holds no tensors that are a model's state_dict")
-    return found
 
 
 def _is_optimizer(state: Any) -> bool:

@@ -11,12 +11,12 @@ import xxhash
 
 from headrace.errors import CheckpointError
 from headrace.memory.disk.checkpoint_files import leads_out
+from headrace.memory.disk.saved_file import GRAIN_BYTES
 
-__all__ = ["EXTRA", "MANIFEST", "PIECE_BYTES", "FileRecord", "Manifest", "read_manifest"]
+__all__ = ["EXTRA", "MANIFEST", "FileRecord", "Manifest", "read_manifest"]
 
 MANIFEST = "headrace.json"
 EXTRA = "extra.pt"  # what is not weights, and not of optimizers
-PIECE_BYTES = 4 << 20  # of a checksum, and of a request to the drive
 _FORMAT = 1
 _MOST_BYTES = 256 << 20  # of a manifest: that of 10 TB is a fifth of it
 
@@ -47,7 +47,7 @@ class Manifest:
             name: {"nbytes": file.nbytes, "xxh3_64": [f"{value:016x}" for value in file.checksums]}
             for name, file in self.files.items()
         }
-        content = {"format": _FORMAT, "piece_bytes": PIECE_BYTES, **body}
+        content = {"format": _FORMAT, "piece_bytes": GRAIN_BYTES, **body}
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
@@ -57,7 +57,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         content: dict[str, Any] = json.loads(_small_file(path))
         told = content.pop("checksum")
-        if content["format"] != _FORMAT or content["piece_bytes"] != PIECE_BYTES:
+        if content["format"] != _FORMAT or content["piece_bytes"] != GRAIN_BYTES:
             raise CheckpointError(
                 f"{path} is of format {content['format']}, which this headrace does not read; use what wrote it:"
                 f" {content.get('made_by')}"
@@ -86,7 +86,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(f"{path} names {name!r}, which leads out of the checkpoint; it is not read")
     _check_types(manifest, path)
     for name, file in manifest.files.items():
-        if len(file.checksums) != -(-file.nbytes // PIECE_BYTES):
+        if len(file.checksums) != -(-file.nbytes // GRAIN_BYTES):
             raise CheckpointError(f"{path} has {len(file.checksums)} checksums for the {file.nbytes} bytes of {name!r}")
         _check_size(directory / name, file.nbytes)
     return manifest

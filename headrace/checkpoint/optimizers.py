@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from headrace.checkpoint.contents import SavedOptimizer
 from headrace.checkpoint.files import Owned
 from headrace.errors import CheckpointError
+from headrace.memory.disk.torch_files import TorchFile
 from headrace.runtime.tensors import parameters_of
 
 __all__ = [
@@ -68,7 +68,7 @@ def is_loaded_otherwise(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_load_state_dict_pre_hooks) or not own.__module__.startswith(_PLAIN)
 
 
-def check_sound(saved: SavedOptimizer) -> None:
+def check_sound(saved: TorchFile) -> None:
     """Raises CheckpointError for what is no state_dict of an optimizer, or has tensors larger than their bytes."""
     tree = saved.tree
     state, groups = (tree.get("state"), tree.get("param_groups")) if isinstance(tree, Mapping) else (None, None)

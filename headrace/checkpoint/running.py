@@ -1,33 +1,65 @@
 """Which checkpoint is being written in this process? One at a time; the end of the process waits for it."""
 
+import contextlib
 import sys
 import threading
 from pathlib import Path
-from typing import Protocol
 
+from headrace.checkpoint.writing import Writing
 from headrace.runtime.system import after_fork
 
-__all__ = ["set_running", "settle_running", "wait_for_running"]
+__all__ = ["Saving", "settle_running", "wait_for_running"]
 
 
-class Running(Protocol):
-    """A checkpoint on its way."""
+_last: list["Saving"] = []
 
-    path: Path
+
+class Saving:
+    """A checkpoint on its way to the drive, which begins now."""
+
+    def __init__(self, path: Path, writing: Writing) -> None:
+        self.path = path
+        self._writing = writing
+        self._told = False  # whether somebody knows how it ended
+        writing.start()
+        _last[:] = [self]
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._writing.done
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the checkpoint."""
+        return self._writing.nbytes
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; 0.0 before it is done."""
+        return self._writing.seconds
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long optimizers' updates waited for the parameters to be read."""
+        return self._writing.waited_seconds
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is complete and safe from a loss of power. Raises what failed in saving it."""
+        self._told = True
+        self._writing.wait()
 
     def ended(self) -> None:
         """Waits until it has ended, well or not."""
+        with contextlib.suppress(Exception):
+            self._writing.wait()
 
     def settle(self) -> None:
-        """Waits until it has ended. Raises what failed in it, if nobody was told before."""
-
-
-_last: list[Running] = []
-
-
-def set_running(saving: Running) -> None:
-    """This one was begun."""
-    _last[:] = [saving]
+        """Waits until it has ended. Raises what failed in saving it, if nobody was told before."""
+        if self._told:
+            self.ended()
+        else:
+            self.wait()
 
 
 def settle_running() -> None:

@@ -1,27 +1,27 @@
 """Where do a checkpoint's bytes come from? Host memory, a device, or the disk tier; some of a tensor's at a time."""
 
 import ctypes
+import functools
 import math
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from headrace.errors import CheckpointError, StateError
-from headrace.memory.disk import TensorAtRest, origin_of, read_bytes
+from headrace.memory.disk import origin_of, read_bytes
 from headrace.runtime.device import is_accelerator
 
 __all__ = [
     "SMALL_BYTES",
-    "Literal",
     "NotPlainError",
     "Source",
-    "SourceAtRest",
     "TensorSource",
     "check_plain",
     "memory_of",
     "nbytes_of",
+    "source_of",
 ]
 
 SMALL_BYTES = 1 << 14  # of a tensor that is not streamed
@@ -66,53 +66,26 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
     return None
 
 
-class Source(Protocol):
-    """Bytes of a checkpoint's file."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def owner(self) -> Any:
-        """The parameter whose value or state it is: who writes to that waits until it has been read. None: nobody's."""
-
-    def read(self, begin: int, memory: torch.Tensor) -> None:
-        """Fills uint8 `memory` with the bytes from `begin` on."""
-
-
 @dataclass(frozen=True)
-class Literal:
+class Source:
+    """Bytes of a checkpoint's file. `read(begin, memory)` fills uint8 memory with those from `begin` on.
+
+    `owner`: the parameter whose value or state it is: who writes to that waits until it has been read. None: nobody's.
+    """
+
+    name: str
+    nbytes: int
+    read: Callable[[int, torch.Tensor], None]
+    owner: Any = None
+
+
+def source_of(name: str, data: bytes) -> Source:
     """Bytes that are there."""
 
-    name: str
-    data: bytes
-    owner: None = None
+    def read(begin: int, memory: torch.Tensor) -> None:
+        ctypes.memmove(memory.data_ptr(), data[begin : begin + memory.nbytes], memory.nbytes)
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    def read(self, begin: int, memory: torch.Tensor) -> None:
-        ctypes.memmove(memory.data_ptr(), self.data[begin : begin + memory.nbytes], memory.nbytes)
-
-
-@dataclass(frozen=True)
-class SourceAtRest:
-    """A tensor on disk."""
-
-    name: str
-    tensor: TensorAtRest
-    owner: Any
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    def read(self, begin: int, memory: torch.Tensor) -> None:
-        self.tensor.read(begin, memory)
+    return Source(name, len(data), read)
 
 
 class TensorSource:
@@ -150,7 +123,7 @@ class TensorSource:
 
     @property
     def memory(self) -> tuple[int, int] | None:
-        """First address and last but one of what is yet to be read; None where that is a copy."""
+        """First address, and the one behind the last, of what is yet to be read; None where that is a copy."""
         return memory_of(self._tensor) if self._tensor is self._original else None
 
     def read(self, begin: int, memory: torch.Tensor) -> None:
@@ -158,14 +131,10 @@ class TensorSource:
         tensor = self._tensor
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             self._read_elements(begin, memory)
-        elif not self._read_file(begin, memory):
+        elif (found := origin_of(tensor)) is None or not read_bytes(found[0], found[1] + begin, memory):
             ctypes.memmove(memory.data_ptr(), tensor.data_ptr() + begin, memory.nbytes)
         if tensor is self._original and self.was_written:
             raise self.write_error()
-
-    def _read_file(self, begin: int, memory: torch.Tensor) -> bool:
-        found = origin_of(self._tensor)
-        return found is not None and read_bytes(found[0], found[1] + begin, memory)
 
     def _read_elements(self, begin: int, memory: torch.Tensor) -> None:
         """Rows of the first dimension, as few as hold the bytes, are made contiguous memory of the CPU."""
@@ -191,24 +160,14 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """First address and last but one of a strided tensor's elements; None where it has none."""
+    """First address, and the one behind the last, of a strided tensor's elements; None where it has none."""
     if tensor.is_meta or not tensor.numel():
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-class _Streams(threading.local):
-    """For copies from devices: of each thread."""
-
-    def __init__(self) -> None:
-        self.of: dict[torch.device, torch.Stream] = {}
-
-
-_streams = _Streams()
-
-
+@functools.cache
 def _stream(device: torch.device) -> torch.Stream:
-    if device not in _streams.of:
-        _streams.of[device] = torch.Stream(device)
-    return _streams.of[device]
+    """For copies from a device: one thread reads, of one checkpoint at a time."""
+    return torch.Stream(device)

@@ -4,14 +4,14 @@ One thread reads the pieces, in the order of the files; what an optimizer is abo
 them. So reading is as far ahead of the drive as there is memory, and training waits for reading alone.
 """
 
-import contextlib
 import errno
 import os
 import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from headrace.checkpoint.files import Layout, Stretch
-from headrace.checkpoint.manifest import PIECE_BYTES, FileRecord
+from headrace.checkpoint.manifest import FileRecord
 from headrace.checkpoint.sources import TensorSource, memory_of
 from headrace.config import format_bytes
 from headrace.errors import DiskError
 from headrace.memory.disk import DirectFile, neighbours_follow
 from headrace.memory.disk.checksums import checksum
-from headrace.memory.pages import map_pages
+from headrace.memory.disk.extent import pieces
+from headrace.memory.disk.saved_file import GRAIN_BYTES, new_pages
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.capture import begin_capture, end_capture
 from headrace.runtime.system import CLOSED_IN_CHILDREN, reserve
@@ -36,32 +37,27 @@ from headrace.runtime.threads import Gate
 __all__ = ["LEAST_BYTES", "Piece", "Writing"]
 
 WRITERS = 4  # that keep a drive busy; measured, see docs/design/checkpoints.md
-LEAST_BYTES = (WRITERS + 2) * PIECE_BYTES  # of memory: each writer has a piece, one is read, one waits
+LEAST_BYTES = (WRITERS + 2) * GRAIN_BYTES  # of memory: each writer has a piece, one is read, one waits
 
 
 class Piece:
     """Some neighbouring bytes of a file."""
 
-    def __init__(self, file: str, index: int, begin: int, end: int) -> None:
-        self.file, self.index, self.begin, self.end = file, index, begin, end
+    def __init__(self, file: str, begin: int, end: int) -> None:
+        self.file, self.begin, self.end = file, begin, end
         self.stretches: list[Stretch] = []
         self.read = Gate()
         self.begun = False
 
     def fill(self, memory: torch.Tensor) -> None:
         """Reads it into `memory`."""
-        reached = self.begin
         for stretch in self.stretches:
             begin, end = max(stretch.begin, self.begin), min(stretch.end, self.end)
-            if begin > reached:
-                memory[reached - self.begin : begin - self.begin].zero_()
             stretch.source.read(begin - stretch.begin, memory[begin - self.begin : end - self.begin])
-            reached = end
-        memory[reached - self.begin :].zero_()
 
 
 class _Ranges:
-    """Ranges of addresses, first and last but one, and whose each is."""
+    """Ranges of addresses, `first` to before `last`, and whose each is."""
 
     def __init__(self, ranges: Iterable[tuple[int, int, Any]] = ()) -> None:
         self._ranges = sorted(ranges, key=itemgetter(0, 1))
@@ -105,7 +101,6 @@ class Writing:
         self._error: BaseException | None = None
         self._begin, self._done = Gate(), Gate()
         self._urgent: SimpleQueue[Piece] = SimpleQueue()
-        self._filled: SimpleQueue[tuple[Piece, torch.Tensor] | None] = SimpleQueue()
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         self._files: dict[str, DirectFile] = {}
         try:
@@ -114,22 +109,15 @@ class Writing:
             for file in self._files.values():
                 file.close()
             raise
-        slots = min(memory_bytes // PIECE_BYTES, len(self._pieces))
+        slots = min(memory_bytes // GRAIN_BYTES, len(self._pieces))
         for _ in range(slots):
-            self._free.put(torch.frombuffer(map_pages(PIECE_BYTES, touched=False), dtype=torch.uint8))
-        self._writers = [threading.Thread(target=self._write, name="headrace-save-write") for _ in range(WRITERS)]
-        self._reader = threading.Thread(target=self._run, name="headrace-save")
+            self._free.put(new_pages(GRAIN_BYTES))
 
     def start(self) -> None:
-        """Begins. Optimizers ask this before they write, from now on. Raises RuntimeError when there are no threads."""
-        begun: list[threading.Thread] = []
+        """Begins. Optimizers ask this before they write, from now on. Raises RuntimeError when there is no thread."""
         try:
-            for thread in (*self._writers, self._reader):
-                thread.start()
-                begun.append(thread)
+            threading.Thread(target=self._run, name="headrace-save").start()
         except BaseException:
-            for _ in begun:
-                self._filled.put(None)
             for file in self._files.values():
                 file.close()
             self._clean_up()
@@ -182,13 +170,10 @@ class Writing:
         for layout in layouts:
             (directory / layout.name).parent.mkdir(exist_ok=True)
             self._files[layout.name] = _new_file(directory / layout.name, layout.nbytes)
-            pieces = [
-                Piece(layout.name, index, begin, min(begin + PIECE_BYTES, layout.nbytes))
-                for index, begin in enumerate(range(0, layout.nbytes, PIECE_BYTES))
-            ]
-            self._checksums[layout.name] = [0] * len(pieces)
+            own = [Piece(layout.name, begin, end) for begin, end in pieces(0, layout.nbytes, GRAIN_BYTES)]
+            self._checksums[layout.name] = [0] * len(own)
             for stretch in layout.stretches:
-                among = pieces[stretch.begin // PIECE_BYTES : -(-stretch.end // PIECE_BYTES)]
+                among = own[stretch.begin // GRAIN_BYTES : -(-stretch.end // GRAIN_BYTES)]
                 whose = stretch.source.owner
                 for piece in among:
                     piece.stretches.append(stretch)
@@ -196,7 +181,7 @@ class Writing:
                     self._of[whose] += among
                     if isinstance(stretch.source, TensorSource):
                         self._sources[whose].append(stretch.source)
-            self._pieces += pieces
+            self._pieces += own
         self._neighbours = _Ranges(
             (*memory, source.owner)
             for several in self._sources.values()
@@ -208,24 +193,20 @@ class Writing:
         begun_at = time.perf_counter()
         self._begin.wait()
         try:
-            with neighbours_follow():
-                self._read()
+            with ThreadPoolExecutor(WRITERS, thread_name_prefix="headrace-save-write") as writers:
+                try:
+                    with neighbours_follow():
+                        self._read(writers)
+                finally:
+                    end_capture(self)
         except BaseException as error:
             self._fail(self._cause(error))
-        end_capture(self)
-        for _ in self._writers:
-            self._filled.put(None)
-        for writer in self._writers:
-            writer.join()
         for piece in self._pieces:  # after a failure
             if not piece.read.is_open:
                 piece.read.open()
+        for name, file in self._files.items():
+            self._end_file(name, file)
         try:
-            with contextlib.ExitStack() as closing:
-                for name, file in self._files.items():
-                    closing.callback(_close, file, name)
-                    if self._error is None:
-                        _flush(file, name)
             if self._error is None:
                 self._finish({name: FileRecord(size, self._checksums[name]) for name, size in self._sizes.items()})
         except BaseException as error:
@@ -236,7 +217,7 @@ class Writing:
         for held in (self._pieces, self._of, self._sources, self._files):
             held.clear()
         self._neighbours = _Ranges()
-        self._free, self._filled, self._urgent = SimpleQueue(), SimpleQueue(), SimpleQueue()
+        self._free, self._urgent = SimpleQueue(), SimpleQueue()
         self.seconds = time.perf_counter() - begun_at
         self._done.open()
 
@@ -251,7 +232,7 @@ class Writing:
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
 
-    def _read(self) -> None:
+    def _read(self, writers: ThreadPoolExecutor) -> None:
         in_order = iter(self._pieces)
         while self._error is None:
             memory = self._free.get()
@@ -266,21 +247,30 @@ class Writing:
                 self._free.put(memory)
                 continue
             piece.begun = True
-            part = memory[: piece.end - piece.begin]
-            piece.fill(part)
+            piece.fill(memory[: piece.end - piece.begin])
             piece.read.open()
-            self._filled.put((piece, part))
+            writers.submit(self._write, piece, memory)
 
-    def _write(self) -> None:
-        while (item := self._filled.get()) is not None:
-            piece, part = item
+    def _write(self, piece: Piece, memory: torch.Tensor) -> None:
+        try:
+            if self._error is None:
+                address, nbytes = memory.data_ptr(), piece.end - piece.begin
+                self._checksums[piece.file][piece.begin // GRAIN_BYTES] = checksum(address, nbytes)
+                self._files[piece.file].write(address, nbytes, piece.begin, piece.file)
+        except BaseException as error:
+            self._fail(error)
+        self._free.put(memory)
+
+    def _end_file(self, name: str, file: DirectFile) -> None:
+        """It is closed; if nothing failed, it is safe from a loss of power before that."""
+        try:
             try:
                 if self._error is None:
-                    self._checksums[piece.file][piece.index] = checksum(part.data_ptr(), part.nbytes)
-                    self._files[piece.file].write(part.data_ptr(), part.nbytes, piece.begin, piece.file)
-            except BaseException as error:
-                self._fail(error)
-            self._free.put(part.as_strided((PIECE_BYTES,), (1,), 0))
+                    os.fsync(file.descriptor)
+            finally:
+                file.close()
+        except OSError as error:
+            self._fail(DiskError(error.errno, f"{name} did not reach the drive: {error.strerror}"))
 
 
 def _new_file(path: Path, nbytes: int) -> DirectFile:
@@ -299,21 +289,3 @@ def _new_file(path: Path, nbytes: int) -> DirectFile:
             error.errno,
             f"{path}: {format_bytes(nbytes)} could not be taken: {error.strerror}. Free space, or save elsewhere.",
         ) from error
-
-
-def _flush(file: DirectFile, name: str) -> None:
-    with _told(name):
-        os.fsync(file.descriptor)
-
-
-def _close(file: DirectFile, name: str) -> None:
-    with _told(name):
-        file.close()
-
-
-@contextlib.contextmanager
-def _told(name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DiskError(error.errno, f"{name} did not reach the drive: {error.strerror}") from error

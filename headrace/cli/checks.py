@@ -3,13 +3,14 @@
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
 
+from headrace.optim import kernel
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.host import available_host_bytes, container_limit_bytes, total_host_bytes
 from headrace.runtime.page_locks import is_wsl, limit_text, lockable_bytes, memlock_bytes, memlock_matters
@@ -43,7 +44,6 @@ class Machine:
     device: torch.device
     disk: Path
     root: Path = Path("/")
-    missing: tuple["Finding", ...] = ()  # of headrace itself
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def text(self, path: str) -> str:
@@ -56,18 +56,21 @@ class Machine:
 
 def findings(machine: Machine) -> list[Finding]:
     """Everything that is wrong, severe things first."""
-    found = [*machine.missing, *(finding for check in _CHECKS for finding in check(machine))]
+    checks = (_installed, _device, _page_locks, _host_memory, _notebook, _disk, _threads, _numa, _huge_pages, _link)
+    found = [finding for check in checks for finding in check(machine)]
     return sorted(found, key=lambda finding: not finding.severe)
 
 
-def _torch_version(machine: Machine) -> Iterator[Finding]:
+def _installed(machine: Machine) -> Iterator[Finding]:
+    if not kernel.available():
+        yield Finding(kernel.SLOWER, kernel.INSTALL)
     numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         yield Finding(f"torch is {torch.__version__}; headrace needs {oldest}", f"pip install 'torch>={oldest}'", True)
 
 
-def _no_accelerator(machine: Machine) -> Iterator[Finding]:
+def _device(machine: Machine) -> Iterator[Finding]:
     cards = list(_cards(machine))
     if machine.device.type == "cpu" and cards:
         yield Finding(
@@ -80,9 +83,6 @@ def _no_accelerator(machine: Machine) -> Iterator[Finding]:
             "there is no accelerator: the CPU computes, and weights are copied within the same memory",
             "nothing, if you only try headrace out; offloading to disk still makes larger models fit",
         )
-
-
-def _integrated(machine: Machine) -> Iterator[Finding]:
     if not is_accelerator(machine.device):
         return
     describe = getattr(torch.get_device_module(machine.device), "get_device_properties", None)
@@ -95,7 +95,7 @@ def _integrated(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _wsl(machine: Machine) -> Iterator[Finding]:
+def _page_locks(machine: Machine) -> Iterator[Finding]:
     if is_wsl(machine.text("proc/sys/kernel/osrelease") or machine.text("proc/version")):
         half = _total_bytes(machine) / 2e9
         yield Finding(
@@ -104,23 +104,15 @@ def _wsl(machine: Machine) -> Iterator[Finding]:
             " and compute waits for its copies",
             "run on Linux itself; or more device_memory and less host_memory (with disk=...), so that less is streamed",
         )
-
-
-def _page_locks(machine: Machine) -> Iterator[Finding]:
-    """What the driver refuses, found by asking for it."""
-    if not is_accelerator(machine.device):
-        return
-    wanted = min(_LOCK_TRIED_BYTES, available_host_bytes() // 4)
-    locked = lockable_bytes(machine.device, wanted, piece_bytes=max(1, wanted // 16 // _PAGE_BYTES) * _PAGE_BYTES)
-    if locked < wanted * 15 // 16:
-        yield Finding(
-            f"the driver page-locks {locked / 2**20:,.0f} MiB of host memory, of {wanted / 2**20:,.0f} MiB that were"
-            " tried: the rest stays pageable, and compute waits for its copies",
-            limit_text(machine.device, machine.text("proc/sys/kernel/osrelease")),
-        )
-
-
-def _locked_memory(machine: Machine) -> Iterator[Finding]:
+    if is_accelerator(machine.device):  # whose driver is asked for memory, to see what it refuses
+        wanted = min(_LOCK_TRIED_BYTES, available_host_bytes() // 4)
+        locked = lockable_bytes(machine.device, wanted, piece_bytes=max(1, wanted // 16 // _PAGE_BYTES) * _PAGE_BYTES)
+        if locked < wanted * 15 // 16:
+            yield Finding(
+                f"the driver page-locks {locked / 2**20:,.0f} MiB of host memory, of {wanted / 2**20:,.0f} MiB that"
+                " were tried: the rest stays pageable, and compute waits for its copies",
+                limit_text(machine.device, machine.text("proc/sys/kernel/osrelease")),
+            )
     limit = memlock_bytes()
     if limit is not None and limit < _GIB and memlock_matters(machine.device):
         yield Finding(
@@ -130,27 +122,20 @@ def _locked_memory(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _container(machine: Machine) -> Iterator[Finding]:
-    limit, total = container_limit_bytes(machine.root), _total_bytes(machine)
+def _host_memory(machine: Machine) -> Iterator[Finding]:
+    limit, available, total = container_limit_bytes(machine.root), available_host_bytes(), _total_bytes(machine)
     if limit is not None and limit < total:
         yield Finding(
             f"the container (cgroup) may take {limit / 1e9:.1f} of {total / 1e9:.1f} GB of host memory: what goes over"
             " that is killed without a message, and page-locked memory counts",
             "docker run --memory, resources.limits.memory; headrace keeps host_memory below it unless you give more",
         )
-
-
-def _available(machine: Machine) -> Iterator[Finding]:
-    available, total = available_host_bytes(), _total_bytes(machine)
     if available < total / 4:
         yield Finding(
             f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of host memory can be taken: other processes or the"
             " cgroup's limit have the rest, and what goes over it is killed without a message",
             "raise the container's limit (docker run --memory, resources.limits.memory), or end what uses it",
         )
-
-
-def _shared_memory(machine: Machine) -> Iterator[Finding]:
     place = machine.root / "dev/shm"
     if hasattr(os, "statvfs") and place.is_dir():
         stat = os.statvfs(place)
@@ -179,26 +164,33 @@ def _total_bytes(machine: Machine) -> int:
     return int(found[1]) * 1024 if found else total_host_bytes()
 
 
-def _file_system(machine: Machine) -> Iterator[Finding]:
+def _disk(machine: Machine) -> Iterator[Finding]:
     kind = _kind_of(machine, machine.disk)
+    if kind in _REMOTE_SYSTEMS:
+        yield Finding(
+            f"{machine.disk} is on the network ({kind}): weights and state would cross it at every step",
+            "name a directory on a local NVMe drive: disk=... or --disk",
+        )
     if kind in _MEMORY_SYSTEMS:
         yield Finding(
             f"{machine.disk} is {kind}, which is host memory: what is spilled there frees nothing",
             "name a directory on a drive: disk=... or --disk",
             severe=True,
         )
-    elif kind in _REMOTE_SYSTEMS:
+    elif machine.disk.is_dir():
+        yield from _direct(machine)
+    if machine.disk.is_dir() and (free := free_bytes(machine.disk)) < 20 * _GIB:
         yield Finding(
-            f"{machine.disk} is on the network ({kind}): weights and state would cross it at every step",
-            "name a directory on a local NVMe drive: disk=... or --disk",
+            f"{machine.disk} has {free / 1e9:.1f} GB left; the state of one billion parameters is 12 GB",
+            "make room, or name another directory: disk=... or --disk",
         )
 
 
 def _direct(machine: Machine) -> Iterator[Finding]:
-    flag = getattr(os, "O_DIRECT", None)
-    if flag is None or not machine.disk.is_dir() or _kind_of(machine, machine.disk) in _MEMORY_SYSTEMS:
+    """What a file on the disk can be opened for, if anything."""
+    flag, probe = getattr(os, "O_DIRECT", None), machine.disk / f".headrace-doctor-{os.getpid()}"
+    if flag is None:
         return
-    probe = machine.disk / f".headrace-doctor-{os.getpid()}"
     try:
         probe.touch()
     except OSError as error:
@@ -217,16 +209,6 @@ def _direct(machine: Machine) -> Iterator[Finding]:
         )
     finally:
         probe.unlink(missing_ok=True)
-
-
-def _space(machine: Machine) -> Iterator[Finding]:
-    if machine.disk.is_dir():
-        free = free_bytes(machine.disk)
-        if free < 20 * _GIB:
-            yield Finding(
-                f"{machine.disk} has {free / 1e9:.1f} GB left; the state of one billion parameters is 12 GB",
-                "make room, or name another directory: disk=... or --disk",
-            )
 
 
 def _threads(machine: Machine) -> Iterator[Finding]:
@@ -317,24 +299,3 @@ def _kind_of(machine: Machine, directory: Path) -> str:
 def _gigatransfers(text: str) -> float:
     found = re.match(r"[\d.]+", text)
     return float(found[0]) if found else 0.0
-
-
-_CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
-    _torch_version,
-    _no_accelerator,
-    _integrated,
-    _wsl,
-    _page_locks,
-    _locked_memory,
-    _container,
-    _available,
-    _shared_memory,
-    _notebook,
-    _file_system,
-    _direct,
-    _space,
-    _threads,
-    _numa,
-    _huge_pages,
-    _link,
-)

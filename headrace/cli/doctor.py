@@ -3,30 +3,19 @@
 import argparse
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from headrace.checkpoint.directory import newest
 from headrace.checkpoint.manifest import MANIFEST, read_manifest
-from headrace.checkpoint.reading import SavedFile
-from headrace.cli.checks import Finding, Machine, findings
+from headrace.cli import InputError, about_input
+from headrace.cli.checks import Machine, findings
 from headrace.cli.symptoms import SYMPTOMS, matching
 from headrace.config import format_bytes
-from headrace.errors import HeadraceError
-from headrace.optim import kernel
+from headrace.memory.disk.saved_file import SavedFile, read_all, reading_memory
 from headrace.runtime.device import resolve_device
 
 
-class DoctorInputError(HeadraceError, ValueError):
-    """What was given cannot be looked at."""
-
-
-def add_doctor_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help="what is wrong with this machine for offloading, and the fix",
-        description="Look for what makes offloading fail or slow here. Exit code 1 when something severe is found.",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Look for what makes offloading fail or slow here. Exit code 1 when something severe is found."
     parser.add_argument("--device", metavar="DEVICE", help="compute device (default: the accelerator, else cpu)")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="where a run would spill (default: temporary files)")
     parser.add_argument(
@@ -41,10 +30,9 @@ def add_doctor_command(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="WORD",
         help="what usually goes wrong with a run, how headrace names it, why, and what to do; those with all WORDs",
     )
-    parser.set_defaults(run=run_doctor)
 
 
-def run_doctor(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     if arguments.symptoms is not None:
         print(_symptoms(arguments.symptoms))
         return 0
@@ -53,13 +41,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return 0
     disk = arguments.disk or Path(tempfile.gettempdir())
     if not disk.is_dir():
-        raise DoctorInputError(f"--disk {disk} is no directory; make it, or name another")
-    try:
+        raise InputError(f"--disk {disk} is no directory; make it, or name another")
+    with about_input(ValueError):
         device = resolve_device(arguments.device)
-    except ValueError as error:
-        raise DoctorInputError(str(error)) from error
-    missing = () if kernel.available() else (Finding(kernel.SLOWER, kernel.INSTALL),)
-    found = findings(Machine(device=device, disk=disk, missing=missing))
+    found = findings(Machine(device=device, disk=disk))
     for finding in found:
         print(f"{'SEVERE' if finding.severe else 'note'}: {finding.problem}\n  fix: {finding.fix}")
     if not found:
@@ -70,7 +55,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 def _symptoms(words: list[str]) -> str:
     found = matching(words)
     if not found:
-        raise DoctorInputError(
+        raise InputError(
             f"no symptom has {' and '.join(map(repr, words))}; give fewer or other words, or none to see all"
             f" {len(SYMPTOMS)}"
         )
@@ -86,8 +71,8 @@ def _checked(directory: Path) -> str:
         directory = newest(directory) or directory
     manifest = read_manifest(directory)
     for name, record in manifest.files.items():
-        file = SavedFile(directory / name, record)
-        file.verify()
+        file = SavedFile(directory / name, record.checksums)
+        read_all([(file, ())], reading_memory())
         file.close()
     nbytes = sum(record.nbytes for record in manifest.files.values())
     return f"{directory} is whole: {len(manifest.files)} files, {format_bytes(nbytes)}, as they were written"

@@ -5,13 +5,15 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from headrace.cli import InputError, about_input
 from headrace.config import counted, format_bytes, parse_budget
-from headrace.errors import HeadraceError
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
     from headrace import Offloaded
@@ -24,19 +26,9 @@ together, and their texts come when all are done.
 """
 
 
-class GenerateInputError(HeadraceError, ValueError):
-    """What was given cannot be used."""
-
-
-def add_generate_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
-        "generate",
-        help="write text with a model that is larger than memory",
-        description="Write text with a causal language model that is larger than device memory, or than RAM.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write text with a causal language model that is larger than device memory, or than RAM."
+    parser.epilog = EPILOG
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a transformers model, tokenizer too")
     parser.add_argument(
         "--prompt",
@@ -57,48 +49,51 @@ def add_generate_command(commands: "argparse._SubParsersAction[Any]") -> None:
     memory.add_argument("--device-memory", metavar="SIZE", help="for weights on the device (default: what is free)")
     memory.add_argument("--host-memory", metavar="SIZE", help="for weights in host RAM (default: what is free)")
     memory.add_argument("--disk", type=Path, metavar="DIR", help="for weights that fit in neither (default: none)")
-    parser.set_defaults(run=run_generate)
 
 
-def run_generate(arguments: argparse.Namespace) -> int:
-    if arguments.max_new_tokens < 1:
-        raise GenerateInputError(f"--max-new-tokens is {arguments.max_new_tokens}; give 1 or more")
-    if not -(2**63) <= arguments.seed < 2**64:
-        raise GenerateInputError(f"--seed {arguments.seed} is not a number of 64 bits")
-    if arguments.temperature is not None and not (arguments.sample and arguments.temperature > 0):
-        raise GenerateInputError(f"--temperature {arguments.temperature} needs --sample, and to be above 0")
-    if not arguments.model.is_dir():
-        raise GenerateInputError(f"model directory {arguments.model} does not exist; models are not downloaded")
+def run(arguments: argparse.Namespace) -> int:
+    _check_arguments(arguments)
     prompts = [sys.stdin.read()] if arguments.prompt is None else arguments.prompt
     if not all(prompts):
-        raise GenerateInputError("the prompt is empty; give some text to go on from")
+        raise InputError("the prompt is empty; give some text to go on from")
     try:
-        # Here and not above: transformers takes seconds to import, and `headrace --help` does not need it.
+        # Here and not above: transformers takes seconds to import, and `headrace generate --help` does not need it.
         from transformers.utils.logging import disable_progress_bar
 
         from headrace.integrations.transformers import from_pretrained
         from headrace.runtime.device import resolve_device
+        from headrace.train.model import load_tokenizer
     except ModuleNotFoundError as error:
-        raise GenerateInputError(f"{error.name} is not installed; run: pip install 'transformers>=5'") from error
+        raise InputError(f"{error.name} is not installed; run: pip install 'transformers>=5'") from error
     disable_progress_bar()
-    tokenizer = _tokenizer(arguments.model)
+    tokenizer = load_tokenizer(arguments.model, trust_remote_code=False)
     if arguments.chat:
         prompts = [_in_template(tokenizer, prompt) for prompt in prompts]
-    try:
-        settings = {
-            "device": resolve_device(arguments.device),
-            "device_memory": _size(arguments.device_memory, "--device-memory"),
-            "host_memory": _size(arguments.host_memory, "--host-memory"),
-            "disk": arguments.disk,
-        }
-    except ValueError as error:
-        raise GenerateInputError(str(error)) from error
-    if arguments.disk is not None and arguments.disk.is_file():
-        raise GenerateInputError(f"--disk {arguments.disk} is a file; give a directory")
-    model, handle = from_pretrained(arguments.model, trainable=False, **settings)
+    with about_input(ValueError):
+        device = resolve_device(arguments.device)
+    memory = {name: getattr(arguments, name) for name in ("device_memory", "host_memory", "disk")}
+    model, handle = from_pretrained(arguments.model, trainable=False, device=device, **memory)
     with handle:
         _write(arguments, prompts, tokenizer, model, handle)
     return 0
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises InputError for what can be used with no model."""
+    if arguments.max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens is {arguments.max_new_tokens}; give 1 or more")
+    if not -(2**63) <= arguments.seed < 2**64:
+        raise InputError(f"--seed {arguments.seed} is not a number of 64 bits")
+    if arguments.temperature is not None and not (arguments.sample and arguments.temperature > 0):
+        raise InputError(f"--temperature {arguments.temperature} needs --sample, and to be above 0")
+    if not arguments.model.is_dir():
+        raise InputError(f"model directory {arguments.model} does not exist; models are not downloaded")
+    if arguments.disk is not None and arguments.disk.is_file():
+        raise InputError(f"--disk {arguments.disk} is a file; give a directory")
+    with about_input(ValueError):  # a share is of weights that are read later
+        for name in ("device_memory", "host_memory"):
+            if getattr(arguments, name) is not None:
+                parse_budget(getattr(arguments, name), name=f"--{name.replace('_', '-')}", whole_bytes=0)
 
 
 def _write(
@@ -109,13 +104,12 @@ def _write(
     handle: "Offloaded",
 ) -> None:
     """Writes the text as it comes, or those of several prompts at the end, and then what was measured."""
-    import torch
     from transformers import TextStreamer
 
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None and len(prompts) > 1:
-        raise GenerateInputError("the tokenizer has no token to pad with; give one prompt at a time")
+        raise InputError("the tokenizer has no token to pad with; give one prompt at a time")
     tokenizer.padding_side = "left"  # so that all texts go on at the end
     # A chat template has its own token for the beginning.
     inputs = tokenizer(
@@ -164,29 +158,23 @@ def _write(
     )
 
 
-def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: "Tensor") -> None:
-    """Raises GenerateInputError where the model cannot go on from these; `tokens` has shape (prompts, length)."""
-    from torch import nn
+def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: torch.Tensor) -> None:
+    """Raises InputError where the model cannot go on from these; `tokens` has shape (prompts, length)."""
+    from headrace.train.model import check_vocabulary
 
     if not model.can_generate():
-        raise GenerateInputError(f"a {type(model).__name__} writes no text; give a causal language model")
+        raise InputError(f"a {type(model).__name__} writes no text; give a causal language model")
     if not tokens.numel():
-        raise GenerateInputError("the prompt has no tokens; give some text to go on from")
-    table = model.get_input_embeddings()
-    largest = int(tokens.max())
-    if isinstance(table, nn.Embedding) and largest >= table.num_embeddings:
-        raise GenerateInputError(
-            f"the tokenizer gives token {largest}, but the model embeds tokens below {table.num_embeddings};"
-            " save the tokenizer there that belongs to the model"
-        )
+        raise InputError("the prompt has no tokens; give some text to go on from")
+    check_vocabulary(model, int(tokens.max()))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     length = tokens.shape[1] + arguments.max_new_tokens - 1  # the last token goes through no layer
     if longest is None or length <= longest or model.config.is_encoder_decoder:
         return
     # Positions that are computed go on as far as one likes, those of a table do not; some tables have two rows more.
-    others = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not table]
-    if any(longest <= other.num_embeddings <= longest + 2 for other in others):
-        raise GenerateInputError(
+    tables = {module for module in model.modules() if isinstance(module, nn.Embedding)} - {model.get_input_embeddings()}
+    if any(longest <= table.num_embeddings <= longest + 2 for table in tables):
+        raise InputError(
             f"{counted(tokens.shape[1], 'token')} of prompt and --max-new-tokens {arguments.max_new_tokens} are more"
             f" than the model's {longest} positions; shorten one"
         )
@@ -214,7 +202,7 @@ class _Clock:
         self._text = text
         self._steps = 0  # the prompt is one
 
-    def put(self, tokens: "Tensor") -> None:
+    def put(self, tokens: torch.Tensor) -> None:
         """The prompt, or the next token of each text."""
         self._steps += 1
         if self._steps == 2:
@@ -236,32 +224,11 @@ def _length(tokens: list[int], ends: int | list[int] | None) -> int:
 
 def _in_template(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
     if not tokenizer.chat_template:
-        raise GenerateInputError("the tokenizer has no chat template; leave --chat out")
+        raise InputError("the tokenizer has no chat template; leave --chat out")
     try:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # templates are programs
-        raise GenerateInputError(f"the chat template cannot be used: {error}; leave --chat out") from error
+        raise InputError(f"the chat template cannot be used: {error}; leave --chat out") from error
     return str(text)
-
-
-def _size(text: str | None, option: str) -> str | None:
-    """As it is: a share is of weights that are read later. Raises ValueError for what is no size."""
-    if text is not None:
-        parse_budget(text, name=option, whole_bytes=0)
-    return text
-
-
-def _tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # transformers raises many kinds for a file that is missing or broken
-        raise GenerateInputError(
-            f"model directory {directory} has no tokenizer that transformers can load; save the model's tokenizer there"
-        ) from error
-    return tokenizer

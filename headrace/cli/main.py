@@ -1,88 +1,95 @@
 """What does `headrace` on the command line do? It reads the arguments, runs one command, and says what went wrong."""
 
 import argparse
+import importlib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import headrace
-from headrace.cli.config_file import nearest
-from headrace.cli.doctor import add_doctor_command
-from headrace.cli.generate import add_generate_command
+from headrace.cli import nearest
 from headrace.cli.noise import without_noise
-from headrace.cli.plan import add_plan_command
-from headrace.cli.probe import add_probe_command
-from headrace.cli.report import add_report_command
-from headrace.cli.train import add_train_command, rewrite
 from headrace.errors import HeadraceError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
+COMMANDS = {
+    "train": "train a causal language model within memory budgets",
+    "generate": "write text with a model that is larger than memory",
+    "plan": "what a model will hold and how fast it will be, before it runs",
+    "probe": "measure this machine: links, disk, memory, update, matrix products",
+    "report": "show a run: where its time and memory went",
+    "doctor": "what is wrong with this machine for offloading, and the fix",
+}
+
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with an error in one line."""
+    """argparse, with an error in one line that names the nearest flag where one is unknown."""
 
-    commands: Mapping[str, argparse.ArgumentParser]
+    commands: Mapping[str, "Parser"]
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
+    def known(self, arguments: Sequence[str]) -> list[str]:
+        """The arguments as argparse is to see them; ends the process where a flag is none of this parser's.
 
-def build_parser() -> Parser:
+        argparse would name what is missing first, such as the flag that was misspelt.
+        """
+        flags = [option for action in self._actions for option in action.option_strings]
+        ours: list[str] = []
+        for index, argument in enumerate(arguments):
+            name, equals, value = argument.partition("=")
+            dashed = name.replace("_", "-")
+            if argument == "--":
+                return [*ours, *arguments[index:]]
+            if re.match(r"-\d", argument) and ours and ours[-1] in flags:  # a number, which argparse takes for a flag
+                ours[-1] += f"={argument}"
+            elif not name.startswith("--") or name in flags:
+                ours.append(argument)
+            elif dashed in flags:
+                ours.append(f"{dashed}{equals}{value}")
+            else:
+                self.error(f"there is no flag {name}{nearest(dashed, flags)}")
+        return ours
+
+
+def build_parser(commands: Iterable[str] = COMMANDS) -> Parser:
+    """Of all commands by name, with the arguments of some."""
     parser = Parser(prog="headrace", description="Train and run PyTorch models that are larger than device memory.")
     parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_train_command(commands)
-    add_generate_command(commands)
-    add_plan_command(commands)
-    add_probe_command(commands)
-    add_report_command(commands)
-    add_doctor_command(commands)
-    parser.commands = commands.choices
+    choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, about in COMMANDS.items():
+        own = choices.add_parser(
+            name, help=about, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name in commands:
+            command = importlib.import_module(f"headrace.cli.{name}")
+            command.add_arguments(own)
+            own.set_defaults(run=command.run)
+    parser.commands = choices.choices
     return parser
 
 
-def _parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
-    """Ends the process with a line that names the nearest command or flag where one is unknown."""
-    command = arguments[0] if arguments else ""
-    if command and not command.startswith("-") and command not in parser.commands:
-        parser.error(f"there is no command {command}{nearest(command, list(parser.commands))}")
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Ends the process with one line where the arguments cannot be used."""
+    command = arguments[0]
+    parser = build_parser([command])
+    if not command.startswith("-") and command not in COMMANDS:
+        parser.error(f"there is no command {command}{nearest(command, COMMANDS)}")
     reader = parser.commands.get(command, parser)
-    known = [option for action in reader._actions for option in action.option_strings]
-    # Before argparse looks, which names what is missing first, such as the flag that was misspelt.
-    ours: list[str] = []
-    for index, argument in enumerate(arguments):
-        if argument == "--":
-            ours += arguments[index:]
-            break
-        name, equals, value = argument.partition("=")
-        dashed = name.replace("_", "-")
-        if re.match(r"-\d", argument) and ours and ours[-1] in known:  # a number, which argparse takes for a flag
-            ours[-1] += f"={argument}"
-        elif not name.startswith("--") or name in known:
-            ours.append(argument)
-        elif dashed in known:
-            ours.append(f"{dashed}{equals}{value}")
-        else:
-            reader.error(f"there is no flag {name}{nearest(dashed, known)}")
-    return parser.parse_args(ours)
+    return parser.parse_args(reader.known(arguments))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when it failed, 2 for input that cannot be used."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
-        build_parser().print_help(sys.stderr)
+        build_parser([]).print_help(sys.stderr)
         return BAD_INPUT
-    try:
-        if given[:1] == ["train"]:
-            given = ["train", *rewrite(given[1:])]
-        parsed = _parse(build_parser(), given)
-    except HeadraceError as error:
-        print(f"headrace {given[0]}: {error}", file=sys.stderr)
-        return BAD_INPUT
+    parsed = _parse(given)
     try:
         with without_noise():
             code: int = parsed.run(parsed)

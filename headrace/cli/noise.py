@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
-
 __all__ = ["without_noise"]
 
 _LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def _says_something(record: logging.LogRecord) -> bool:
+    import torch  # which is imported already where one of these has something to say
+
     if record.name == "torchao":
         return not str(record.msg).startswith("Failed to load ") or torch.accelerator.is_available()
     about = record.args[0] if isinstance(record.args, tuple) and record.args else None

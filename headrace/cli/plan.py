@@ -2,12 +2,13 @@
 
 import argparse
 import contextlib
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 from headrace.ahead import machine_of, plan
-from headrace.errors import HeadraceError
+from headrace.cli import InputError, about_input
 from headrace.planning.cost import DRIVES, METHODS, PEERS, RunPlan, compare_text
 
 EPILOG = """\
@@ -23,19 +24,9 @@ _HUB_SECONDS = 5.0
 _TRAININGS = {"lora": "adapter"}  # other names
 
 
-class PlanInputError(HeadraceError, ValueError):
-    """What was given cannot be planned."""
-
-
-def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="what a model will hold and how fast it will be, before it runs",
-        description="Plan a run: the strategy, bytes by tier, the step's time and why, and what would help most.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Plan a run: the strategy, bytes by tier, the step's time and why, and what would help most."
+    parser.epilog = EPILOG
     parser.add_argument("model", metavar="MODEL", help="a config.json, its directory, or the name of a model")
     parser.add_argument(
         "--hardware",
@@ -89,10 +80,9 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         parser.add_argument(f"--{option}", metavar="SIZE", help=text)
     parser.add_argument("--no-disk", action="store_true", help="nothing may rest on disk")
     parser.add_argument("--json", action="store_true", help="all numbers, as JSON (docs/json.md)")
-    parser.set_defaults(run=run_plan)
 
 
-def run_plan(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     model = _config(arguments.model)
     plans = [(name or "default", _planned(model, name, arguments)) for name in arguments.hardware or [None]]
     if arguments.json:
@@ -106,32 +96,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) -> RunPlan:
-    try:
-        return plan(
-            model,
-            hardware=machine_of(hardware).changed(**_figures(arguments.set)) if arguments.set else hardware,
-            batch_size=arguments.batch_size,
-            sequence_length=arguments.sequence_length,
-            micro_batches=arguments.micro_batches,
-            device_memory=arguments.device_memory,
-            host_memory=arguments.host_memory,
-            disk=False if arguments.no_disk else arguments.disk,
-            devices=arguments.devices,
-            nodes=arguments.nodes,
-            training=_TRAININGS.get(arguments.training, arguments.training),
-            adapter_rank=arguments.adapter_rank,
-            weight_bits=arguments.weight_bits,
-            overlap=arguments.overlap,
-            state_dtype=arguments.state_dtype,
-            zero_stage=arguments.zero_stage,
-            method=arguments.method,
-            optimizer_fraction=arguments.optimizer_fraction,
-            expert_hit_rate=arguments.expert_hit_rate,
-        )
-    except HeadraceError:
-        raise
-    except ValueError as error:
-        raise PlanInputError(str(error)) from error
+    given = {name: value for name, value in vars(arguments).items() if name in inspect.signature(plan).parameters}
+    given["training"] = _TRAININGS.get(arguments.training, arguments.training)
+    given["disk"] = False if arguments.no_disk else arguments.disk
+    with about_input(ValueError):
+        given["hardware"] = machine_of(hardware).changed(**_figures(arguments.set)) if arguments.set else hardware
+        return plan(**{**given, "model": model})
 
 
 def _figures(given: list[str]) -> dict[str, str]:
@@ -140,7 +110,7 @@ def _figures(given: list[str]) -> dict[str, str]:
     for each in given:
         name, equals, value = each.partition("=")
         if not equals:
-            raise PlanInputError(f"--set {each}: give FIGURE=VALUE, such as link=25GB/s")
+            raise InputError(f"--set {each}: give FIGURE=VALUE, such as link=25GB/s")
         figures[name] = value
     return figures
 
@@ -151,14 +121,14 @@ def _config(model: str) -> Any:
         if Path(model).exists() or model.endswith(".json"):
             return model
     except OSError as error:
-        raise PlanInputError(f"MODEL {model[:80]!r}: {error.strerror}; give a config.json or a model's name") from error
+        raise InputError(f"MODEL {model[:80]!r}: {error.strerror}; give a config.json or a model's name") from error
     if model.startswith(("/", ".", "~")) or model.endswith("/"):
-        raise PlanInputError(f"there is no directory or file {model!r}; give a model's directory or its config.json")
+        raise InputError(f"there is no directory or file {model!r}; give a model's directory or its config.json")
     try:
         from huggingface_hub import HfApi
         from transformers import AutoConfig  # here: it takes seconds to import, and a path does not need it
     except ModuleNotFoundError as error:
-        raise PlanInputError(
+        raise InputError(
             f"there is no file {model!r}; for names of models run: pip install 'transformers>=5'"
         ) from error
     with contextlib.suppress(OSError, ValueError):
@@ -168,6 +138,6 @@ def _config(model: str) -> Any:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # of several libraries
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PlanInputError(
+        raise InputError(
             f"there is no directory or file {model!r}, and no config of that name on the Hugging Face hub: {reason}"
         ) from error

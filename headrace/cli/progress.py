@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tqdm import tqdm
 
 from headrace.config import format_bytes
-from headrace.train.progress import StepRecord
+from headrace.train.progress import Progress, StepRecord
 
 if TYPE_CHECKING:
     from headrace.train.evaluation import Evaluation
@@ -34,7 +34,7 @@ def describe_evaluation(measured: "Evaluation") -> str:
     return f"evaluation after step {measured.step}: loss {measured.loss:.4f}, perplexity {measured.perplexity:,.2f}"
 
 
-class LineProgress:
+class LineProgress(Progress):
     """About `LINES` lines for the whole run, the first and the last step among them."""
 
     def __init__(self) -> None:
@@ -50,9 +50,6 @@ class LineProgress:
     def evaluation(self, measured: "Evaluation") -> None:
         self.note(describe_evaluation(measured))
 
-    def close(self) -> None:
-        pass
-
     def _rest(self, record: StepRecord) -> str:
         """How long the rest will take, by the time since the first step, which is slower than others."""
         if self._first is None:
@@ -64,23 +61,7 @@ class LineProgress:
         return f", {tqdm.format_interval(seconds)} left"
 
 
-class NoProgress:
-    """Of a rank that is not the first, which tells for all."""
-
-    def note(self, text: str) -> None:
-        pass
-
-    def step(self, record: StepRecord) -> None:
-        pass
-
-    def evaluation(self, measured: "Evaluation") -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class BarProgress:
+class BarProgress(Progress):
     def __init__(self) -> None:
         self._bar: tqdm[NoReturn] | None = None
 

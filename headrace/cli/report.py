@@ -2,9 +2,9 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from headrace.errors import HeadraceError
+from headrace.cli import InputError, about_input
 from headrace.report import Report, RunRecord
 
 if TYPE_CHECKING:
@@ -14,35 +14,27 @@ RECORD = "headrace-run.json"  # in the directory that a run has written
 _WHAT_TO_GIVE = "give the --output of a headrace train that has ended, or what handle.report().save(path) has written"
 
 
-class ReportInputError(HeadraceError, ValueError):
-    """What was given is no run's record, or cannot be written."""
-
-
-def add_report_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
-        "report",
-        help="show a run: where its time and memory went",
-        description="Show a run that handle.report().save(path), or headrace train, has written.",
-        epilog="A block of layers visits the device: its weights are there while it computes. A stall is the time in"
-        " which a visit waited for a copy; the report names both.",
-        allow_abbrev=False,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show a run that handle.report().save(path), or headrace train, has written."
+    parser.epilog = (
+        "A block of layers visits the device: its weights are there while it computes. A stall is the time in which a\n"
+        "visit waited for a copy; the report names both."
     )
     parser.add_argument("record", type=Path, metavar="RUN", help="the record, or a directory with headrace-run.json")
     parser.add_argument("--html", type=Path, metavar="FILE", help="one page for a browser, without network")
     parser.add_argument("--png", type=Path, metavar="FILE", help="time line and memory as a picture")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a Chrome trace, for Perfetto")
     parser.add_argument("--with-profiler", type=Path, metavar="FILE", help="a trace of torch.profiler for --trace")
-    parser.set_defaults(run=run_report)
 
 
-def run_report(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.record
     if not path.exists():
-        raise ReportInputError(f"there is no run at {path}; {_WHAT_TO_GIVE}")
+        raise InputError(f"there is no run at {path}; {_WHAT_TO_GIVE}")
     if path.is_dir() and not (path / RECORD).is_file():
-        raise ReportInputError(f"directory {path} has no {RECORD}; {_WHAT_TO_GIVE}")
+        raise InputError(f"directory {path} has no {RECORD}; {_WHAT_TO_GIVE}")
     path = path / RECORD if path.is_dir() else path
-    try:
+    with about_input(ValueError, OSError, ModuleNotFoundError, where=f"{path}: "):
         report = Report(RunRecord.from_json(path.read_text()))
         if arguments.html:
             report.to_html(arguments.html)
@@ -50,8 +42,6 @@ def run_report(arguments: argparse.Namespace) -> int:
             report.to_png(arguments.png)
         if arguments.trace:
             report.to_trace(arguments.trace, profiler_trace=arguments.with_profiler)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise ReportInputError(f"{path}: {error}") from error
     show(report)
     return 0
 

@@ -1,19 +1,18 @@
 """How does the command line ask for a training run? The arguments of `headrace train`, and what it prints."""
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from headrace.cli.config_file import with_config_file
-from headrace.cli.progress import BarProgress, LineProgress, NoProgress, describe_evaluation
+from headrace.cli import nearest
+from headrace.cli.progress import BarProgress, LineProgress, describe_evaluation
 from headrace.config import counted, format_bytes
 from headrace.errors import TrainInputError
-from headrace.train.config import TrainConfig
-from headrace.train.idle import refuse_idle
+from headrace.train.config import TrainConfig, flag, kinds_of, refuse_idle, words_of
 from headrace.train.progress import Progress
-from headrace.train.settings import Declared, declared, flag
 
 if TYPE_CHECKING:
     from headrace.train.trainer import TrainResult
@@ -31,82 +30,119 @@ machine.
 Exit codes: 0 trained and saved, 1 the training failed or memory ran out, 2 the input cannot be used,
 3 stopped on request after a checkpoint was saved, 130 stopped at once.
 """
+_METAVARS = {int: "N", float: "X", Path: "DIR"}
 
 
-def add_train_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
-        "train",
-        help="train a causal language model within memory budgets",
-        description="Train a causal language model on texts or conversations, within memory budgets.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train a causal language model on texts or conversations, within memory budgets."
+    parser.epilog = EPILOG
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "--config", action=_Once, metavar="FILE", help="a YAML file with any of these flags; those given here win"
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file with any of these flags; those given here win")
-    groups: dict[str, Any] = {}
-    for setting in declared(TrainConfig):
-        group = groups.setdefault(setting.group, None) or parser.add_argument_group(setting.group)
-        groups[setting.group] = group
-        group.add_argument(flag(setting.name), help=setting.help.replace("%", "%%"), **_form(setting))
-    parser.set_defaults(run=run_train)
+    hints, group = get_type_hints(TrainConfig), parser.add_argument_group("data")
+    for field in dataclasses.fields(TrainConfig):
+        about = field.metadata
+        if about["group"] not in (None, group.title):
+            group = parser.add_argument_group(about["group"])
+        form = _form(hints[field.name], field.default, about["metavar"])
+        group.add_argument(flag(field.name), help=about["help"].replace("%", "%%"), **form)
+    parser.set_defaults(parse=parser.parse_args)
 
 
-def _form(setting: Declared) -> dict[str, Any]:
-    """What argparse is told beside name and help."""
-    if setting.default is False:
-        return {"action": "store_true"}
-    if setting.default is True or setting.name == "packing":
-        return {"action": argparse.BooleanOptionalAction}
-    form: dict[str, Any] = {"type": setting.kind, "nargs": setting.several}
-    if setting.several == "?":
-        form["const"] = True
-    if setting.choices is None:
-        return {**form, "metavar": setting.metavar}
-    return {**form, "choices": setting.choices}
+def _form(hint: Any, default: Any, metavar: str | None) -> dict[str, Any]:
+    """What argparse is told of a setting of this type, beside name and help."""
+    first, *others = kinds_of(hint)
+    if first is bool:
+        return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
+    if get_origin(first) is Literal:
+        return {"choices": get_args(first)}
+    if get_origin(first) is tuple:
+        several = "*" if default is None else "+"
+        return {"action": _Once, "type": get_args(first)[0], "nargs": several, "metavar": metavar}
+    form = {"type": str if str in others else first, "metavar": metavar or _METAVARS.get(first)}
+    words = words_of(hint)
+    if words == (True,):  # the flag alone means so
+        return {**form, "nargs": "?", "const": True}
+    return {**form, "type": _number_or_word(first, words)} if words else form
 
 
-def rewrite(arguments: list[str]) -> list[str]:
-    """The arguments of `headrace train` with those of a config file."""
-    _refuse_twice(arguments)
-    return with_config_file(arguments)
+def _number_or_word(number: Callable[[str], Any], words: Iterable[str]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return text if text in words else number(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number, nor {' or '.join(words)}") from None
+
+    return read
 
 
-def _refuse_twice(arguments: list[str]) -> None:
-    """Of lists, the second would silently take the place of the first."""
-    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
-    for setting in declared(TrainConfig):
-        if setting.several in ("+", "*") and names.count(flag(setting.name)) > 1:
-            name = flag(setting.name)
-            raise TrainInputError(f"{name} is given more than once; give all its values together: {name} ONE TWO")
+class _Once(argparse.Action):
+    """Of a list, the second would silently take the place of the first."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if hasattr(namespace, self.dest):
+            how = f"give all its values together: {option_string} ONE TWO" if self.nargs else "put both into one file"
+            parser.error(f"{option_string} is given more than once; {how}")
+        setattr(namespace, self.dest, values)
 
 
-def run_train(arguments: argparse.Namespace) -> int:
-    known = {setting.name for setting in declared(TrainConfig)}
-    given = {name: value for name, value in vars(arguments).items() if name in known}
-    settings: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-    }
-    config = TrainConfig(**settings)
-    refuse_idle(config, given)  # those that are given as they are by themselves, too
+def flags_of(file: Path) -> list[str]:
+    """Each key of a YAML file as the flag of that name. Raises TrainInputError for one that is none."""
     try:
-        # Here and not above: they take seconds to import, and `headrace --help` does not need them.
+        import yaml
+    except ModuleNotFoundError as error:
+        raise TrainInputError(f"{error.name} is not installed; run: pip install PyYAML") from error
+
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TrainInputError(f"--config {file} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise TrainInputError(f"--config {file} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict | None):
+        raise TrainInputError(f"--config {file} holds a {type(content).__name__}; write a flag and its value in a line")
+    hints = get_type_hints(TrainConfig)
+    flags: list[str] = []
+    for key, value in (content or {}).items():
+        name = str(key).removeprefix("--").replace("-", "_")
+        if name not in hints:
+            raise TrainInputError(
+                f"--config {file}: {key!r} is no flag of headrace train{nearest(name, hints)}; see headrace train"
+                " --help"
+            )
+        flags += _flag_of(name, value, several=get_origin(kinds_of(hints[name])[0]) is tuple)
+    return flags
+
+
+def _flag_of(name: str, value: Any, *, several: bool) -> list[str]:
+    """One key as arguments. null is as if it were not there; so is false, but for what --no- takes back."""
+    if value is None or (value is False and name != "packing"):
+        return []
+    if isinstance(value, bool):
+        return [flag(name) if value else flag(name).replace("--", "--no-", 1)]
+    if isinstance(value, dict):  # settings by name
+        value = [f"{key}={each}" for key, each in value.items()]
+    values = value if isinstance(value, list) else [value]
+    return [flag(name), *map(str, values)] if several else [f"{flag(name)}={each}" for each in values]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = _config(vars(arguments))
+    try:
+        # Here and not above: they take seconds to import, and `headrace train --help` does not need them.
         from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
         from transformers.utils import logging
 
         from headrace.train.ranks import is_first_rank
-        from headrace.train.trainer import prepare, train
+        from headrace.train.trainer import train
     except ModuleNotFoundError as error:
         raise TrainInputError(f"{error.name} is not installed; run: pip install {LIBRARIES}") from error
     logging.disable_progress_bar()  # ours is enough
     disable_progress_bar()
     set_verbosity(CRITICAL)  # what fails there is told as an error of ours
     first = is_first_rank()
-    progress: Progress = NoProgress() if not first else BarProgress() if sys.stderr.isatty() else LineProgress()
-    if config.data_only:
-        if first:
-            prepare(config, progress)
-        return 0
+    progress = Progress() if not first else BarProgress() if sys.stderr.isatty() else LineProgress()
     if config.tensorboard is not None and first:
         from headrace.train.scalars import ScalarProgress
 
@@ -115,6 +151,20 @@ def run_train(arguments: argparse.Namespace) -> int:
     if first:
         print(summary(result, config.output_directory))
     return 0 if result.checkpoint is None else STOPPED
+
+
+def _config(given: Mapping[str, Any]) -> TrainConfig:
+    """Of the flags that are given, before those of the file that --config names."""
+    if "config" in given:
+        given = {**vars(given["parse"](flags_of(Path(given["config"])))), **given}
+    settings: dict[str, Any] = {
+        field.name: tuple(given[field.name]) if isinstance(given[field.name], list) else given[field.name]
+        for field in dataclasses.fields(TrainConfig)
+        if field.name in given
+    }
+    config = TrainConfig(**settings)
+    refuse_idle(config, settings)  # those that are given as they are by themselves, too
+    return config
 
 
 def summary(result: "TrainResult", output: Path) -> str:

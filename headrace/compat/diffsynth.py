@@ -1,26 +1,8 @@
 """How does code written for DiffSynth-Studio's OffloadTrainingManager run on headrace? With the import changed.
 
-| DiffSynth-Studio | here |
-|---|---|
-| `model` on the CPU, optimizer made before or after | the same: parameters stay the objects they were |
-| `target_device` | `headrace.offload(device=)` |
-| a leaf module is onloaded, computes, is offloaded | a leaf module is a block; the next arrive while it computes |
-| `enable_optimizer_cpu_offload=True`: trainable weights travel, | the same; gradients leave block by block in |
-| the optimizer runs on the CPU | backward, and nothing else is copied back |
-| `enable_optimizer_cpu_offload=False`: trainable weights stay | the same; they are in no budget, and no block |
-| on the device, with gradients and optimizer | |
-| `cpu_offload_split_threshold`: modules above it are split; in MB, | in MB of 10**6 bytes; modules not above it, and |
-| compared with a count of elements | leaf modules, are blocks |
-| `after_backward()`: gradients move to the CPU, marks are cleared | gradients are where they belong when `backward()` |
-| | returns; it waits for the device, and may be left out |
-| pinned chunks of 1 GiB and more | exact size |
-| one micro-batch for each optimizer step | any number |
-| no way back | `manager.remove()` |
-| `launch_data_process_task(...)` saves what the model makes of data | the same, in host memory |
-| `PinnedArenaPool`, the four offloaders | the same names, in diffsynth_memory.py |
-
-The device budget is three times the largest block, and what stays: buffers, and parameters of modules that have
-submodules. What is trained while it stays on the device comes on top. Row by row: docs/documents/diffsynth.md.
+A leaf module is a block, and the next one arrives while it computes. The device budget is three times the largest
+block, and what stays: buffers, and parameters of modules that have submodules. What is trained while it stays on the
+device comes on top. What differs is in docs/documents/diffsynth.md, row by row.
 """
 
 from collections.abc import Iterator
@@ -32,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-import headrace
 from headrace.compat.diffsynth_memory import (
     AlwaysOnGPUParamOffloader,
     BufferOffloader,
@@ -41,7 +22,7 @@ from headrace.compat.diffsynth_memory import (
     StaticParamOffloader,
     TrainableParamOffloader,
 )
-from headrace.compat.sizes import module_bytes, tensor_bytes
+from headrace.compat.visiting import offload_some, tensor_bytes
 from headrace.runtime.device import resolve_device
 from headrace.runtime.tensors import map_tensors
 from headrace.weights.model.inventory import is_left_to_user, leave_to_user
@@ -89,7 +70,7 @@ class OffloadTrainingManager:
         leave_to_user(left_before, left=False)  # of a manager whose handle was removed alone
         leave_to_user(self._trained)
         try:
-            self.handle = _offload(model, device, {id(parameter) for parameter in self._trained}, limit_bytes)
+            self.handle = offload_some(model, list(_units(model, limit_bytes)), BLOCKS_ON_DEVICE, device=device)
         except BaseException:
             leave_to_user(self._trained, left=False)
             leave_to_user(left_before)  # of a manager that the model has
@@ -159,28 +140,13 @@ def _alone(batch: list[Any]) -> Any:
     return batch[0]
 
 
-def _offload(model: nn.Module, device: torch.device, left: set[int], limit_bytes: int) -> headrace.Offloaded:
-    """All but the parameters that are left on the device, by id."""
-    managed = [parameter for parameter in model.parameters() if id(parameter) not in left]
-    units = {unit: [p for p in unit.parameters() if id(p) not in left] for unit in _units(model, limit_bytes)}
-    units = {unit: inside for unit, inside in units.items() if inside}
-    visiting = {id(parameter) for inside in units.values() for parameter in inside}
-    staying_bytes = tensor_bytes(p for p in managed if id(p) not in visiting) + tensor_bytes(model.buffers())
-    return headrace.offload(
-        model,
-        device=device,
-        device_memory=staying_bytes + BLOCKS_ON_DEVICE * max(map(tensor_bytes, units.values()), default=0),
-        blocks=list(units) or "auto",
-    )
-
-
 def _units(module: nn.Module, limit_bytes: int) -> Iterator[nn.Module]:
     """The largest modules inside that are not above the limit and compute as a whole, else leaf modules."""
     for child in module.children():
         if not any(True for _ in child.parameters()):
             continue
         leaf = not any(True for inner in child.children() for _ in inner.parameters())
-        fits = module_bytes(child) <= limit_bytes and _computes_as_a_whole(child)
+        fits = tensor_bytes(child.parameters()) <= limit_bytes and _computes_as_a_whole(child)
         # An nn.MultiheadAttention computes with the weights of its child without calling it.
         if leaf or fits or isinstance(child, nn.MultiheadAttention):
             yield child

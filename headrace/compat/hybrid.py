@@ -1,23 +1,8 @@
 """How does code written for Megatron-Core's HybridDeviceOptimizer run on headrace? With the import changed.
 
-| Megatron-Core | here |
-|---|---|
-| `offload_fraction`: whole parameters, the first ones | the first ones, split inside a tensor: exact to 128 elements; |
-| | checked to be in [0, 1] |
-| `cpu_optimizer_cls`, `gpu_optimizer_cls`: the classes that step | one rule of `headrace.optim` by its name, in one |
-| | pass over memory; any others of PyTorch, or two rules, step by themselves, as there |
-| arguments of TransformerEngine's FusedAdam and FusedSGD | the same (`sub_optimizers.py` says what is refused) |
-| `param_update_in_fp32` | always so: low-precision weights have float32 masters |
-| `pin_cpu_grads`, `pin_cpu_params` | the same (`pin`) |
-| `overlap_cpu_optimizer_d2h_h2d` | `overlap_d2h_h2d` |
-| `sub_optimizers` | one: this optimizer |
-| CPU results within 1e-3 of the GPU's | for the share on the CPU, bit for bit those of `torch.optim` on the CPU |
-| | (AdamW, Adam and SGD with `fused=True`; float32 weights) |
-
-Other keyword arguments are the update rule's own (`lr`, `betas`, ...), as are keys of param groups.
+What differs is in docs/documents/megatron.md.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -35,22 +20,33 @@ __all__ = ["HybridDeviceOptimizer"]
 class HybridDeviceOptimizer(HostOptimizer):
     """An optimizer with `offload_fraction` of its state in host memory and the rest on the parameters' accelerator.
 
+    The first parameters are on the host, whole, as there.
     `cpu_optimizer_cls` and `gpu_optimizer_cls` are classes, or `functools.partial` of them; None means the same as the
     other one, and AdamW if both are None. If both name the same of Adam, AdamW, FusedAdam, SGD, FusedSGD and Muon, the
-    rule of `headrace.optim` by that name updates. Any other classes (with `use_torch_optimizer`, these too) step by
-    themselves, on whole parameters. Parameters on the
-    CPU are updated there, whatever the fraction.
+    rule of `headrace.optim` by that name updates, with float32 masters of low-precision weights, whatever
+    `param_update_in_fp32` says. Any other classes (with `use_torch_optimizer`, these too) step by themselves, on whole
+    parameters. Parameters on the CPU are updated there, whatever the fraction. `pin_cpu_grads` and `pin_cpu_params` are
+    `pin` of `headrace.optim.AdamW`, `overlap_cpu_optimizer_d2h_h2d` is its `overlap_d2h_h2d`; other settings, and keys
+    of param groups, are those of the classes (of TransformerEngine's, too) and of `headrace.optim`.
 
     Raises ValueError for a fraction outside [0, 1], for LBFGS and SparseAdam, and for arguments that do not exist here.
     """
 
     _corrects = True  # whether moments are corrected for their beginning at zero
 
-    def __new__(cls, params: Any = (), offload_fraction: float = 0.5, *classes: Any, **settings: Any) -> Any:
-        if cls is not HybridDeviceOptimizer:
-            return super().__new__(cls)
-        given = {**dict(zip(("cpu_optimizer_cls", "gpu_optimizer_cls"), classes, strict=False)), **settings}
-        return super().__new__(_choose(given)[0])
+    def __new__(
+        cls,
+        params: Any = (),
+        offload_fraction: float = 0.5,
+        cpu_optimizer_cls: Any = None,
+        gpu_optimizer_cls: Any = None,
+        *others: Any,
+        use_torch_optimizer: bool = False,
+        **settings: Any,
+    ) -> Any:
+        if cls is HybridDeviceOptimizer:
+            cls, _ = _choose(cpu_optimizer_cls, gpu_optimizer_cls, settings, by_torch=use_torch_optimizer)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -68,14 +64,13 @@ class HybridDeviceOptimizer(HostOptimizer):
     ) -> None:
         if isinstance(offload_fraction, bool) or not 0 <= offload_fraction <= 1:
             raise ValueError(f"offload_fraction={offload_fraction!r} is outside [0, 1]")
-        chosen = {"cpu_optimizer_cls": cpu_optimizer_cls, "gpu_optimizer_cls": gpu_optimizer_cls}
-        _, settings = _choose({**settings, **chosen, "use_torch_optimizer": use_torch_optimizer})
-        params = _as_groups(params)
-        tensors = [tensor for group in params for tensor in _tensors(group)]
+        _, settings = _choose(cpu_optimizer_cls, gpu_optimizer_cls, settings, by_torch=use_torch_optimizer)
+        groups = _as_groups(params)
+        tensors = [one[1] if isinstance(one, tuple) else one for group in groups for one in group["params"]]
         if isinstance(self, Adam | AdamW):
             self._corrects = settings.pop("bias_correction", True)
         super().__init__(
-            params,
+            groups,
             device_fraction=0.0 if all(tensor.device.type == "cpu" for tensor in tensors) else 1 - offload_fraction,
             pin=_PINNED[pin_cpu_params, pin_cpu_grads],
             overlap_d2h_h2d=overlap_cpu_optimizer_d2h_h2d,
@@ -85,31 +80,44 @@ class HybridDeviceOptimizer(HostOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_corrects": self._corrects}
 
+    def _rule(self, group: dict[str, Any], step: float) -> Any:
+        rule = super()._rule(group, step)
+        return replace(rule, bias_correction=self._corrects) if isinstance(rule, AdamRule) else rule
+
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers whose settings and state count: this one."""
         return [self]
 
     def dummy_step(self) -> None:
-        """Creates the state of every parameter, as a step would, but changes no weight; steps are counted from 0."""
+        """Creates the state of every parameter, as a step would, but changes no weight; steps are counted from 0.
+
+        Raises ValueError where the classes step by themselves: not every one can take a step that leaves no trace.
+        """
+        if isinstance(self, TorchSteps):
+            raise ValueError(
+                "dummy_step() is there for Adam, AdamW, SGD and Muon; state can be loaded without it, by"
+                " load_state_dict()"
+            )
         parameters = parameters_of(self)
         gradients = [parameter.grad for parameter in parameters]
         kept = [{name: group[name] for name in ("lr", "weight_decay")} for group in self.param_groups]
         for group in self.param_groups:
             group.update(lr=0.0, weight_decay=0.0)
+        fresh = [parameter for parameter in parameters if self._local_shards.to_local(parameter) not in self.entries]
         for parameter in parameters:
-            parameter.grad = (
-                torch.zeros_like(parameter) if self._local_shards.of(parameter) not in self.entries else None
-            )
+            parameter.grad = None
+        for parameter in fresh:
+            parameter.grad = torch.zeros_like(parameter)
         try:
             self.step()
         finally:
             for group, settings in zip(self.param_groups, kept, strict=True):
                 group.update(settings)
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                fresh = parameter.grad is not None
                 parameter.grad = gradient
-                if fresh and "step" in self.state[parameter]:
+            for parameter in fresh:
+                if "step" in self.state[parameter]:
                     self.state[parameter]["step"].zero_()
 
     def update_fp32_param_by_new_param(self) -> None:
@@ -118,13 +126,11 @@ class HybridDeviceOptimizer(HostOptimizer):
 
 
 class _HybridAdamW(HybridDeviceOptimizer, AdamW):
-    def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
-        return replace(super()._rule(group, step), bias_correction=self._corrects)
+    pass
 
 
 class _HybridAdam(HybridDeviceOptimizer, Adam):
-    def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
-        return replace(super()._rule(group, step), bias_correction=self._corrects)
+    pass
 
 
 class _HybridSGD(HybridDeviceOptimizer, SGD):
@@ -136,11 +142,7 @@ class _HybridMuon(HybridDeviceOptimizer, Muon):
 
 
 class _HybridTorch(HybridDeviceOptimizer, TorchSteps):
-    def dummy_step(self) -> None:
-        """Raises ValueError: not every class can take a step that leaves no trace."""
-        raise ValueError(
-            "dummy_step() is there for Adam, AdamW, SGD and Muon; state can be loaded without it, by load_state_dict()"
-        )
+    pass
 
 
 _KINDS: dict[str, type] = {"AdamW": _HybridAdamW, "Adam": _HybridAdam, "SGD": _HybridSGD, "Muon": _HybridMuon}
@@ -152,11 +154,8 @@ _PINNED: dict[tuple[bool, bool], Any] = {
 }
 
 
-def _choose(given: dict[str, Any]) -> tuple[type, dict[str, Any]]:
+def _choose(cpu: Any, gpu: Any, settings: dict[str, Any], *, by_torch: bool) -> tuple[type, dict[str, Any]]:
     """The kind of optimizer for two classes, and its settings."""
-    settings = dict(given)
-    cpu, gpu = settings.pop("cpu_optimizer_cls", None), settings.pop("gpu_optimizer_cls", None)
-    by_torch = settings.pop("use_torch_optimizer", False)
     cpu, gpu = cpu or gpu or torch.optim.AdamW, gpu or cpu or torch.optim.AdamW
     rule, arguments = shared_rule(cpu, gpu, settings)
     if rule is not None and not by_torch:
@@ -165,11 +164,9 @@ def _choose(given: dict[str, Any]) -> tuple[type, dict[str, Any]]:
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
+    """Groups whose parameters are lists."""
     params = list(params)
-    return params if params and isinstance(params[0], dict) else [{"params": params}]
-
-
-def _tensors(group: dict[str, Any]) -> Iterable[torch.Tensor]:
-    held = group["params"]
-    held = [held] if isinstance(held, torch.Tensor) else held
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in held]
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    held = [group["params"] for group in groups]
+    lists = [[one] if isinstance(one, torch.Tensor) else list(one) for one in held]
+    return [{**group, "params": one} for group, one in zip(groups, lists, strict=True)]

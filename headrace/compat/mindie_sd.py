@@ -1,40 +1,25 @@
 """How does code written for MindIE-SD's enable_offload run on headrace? With the import changed.
 
-| MindIE-SD | here |
-|---|---|
-| `enable_offload(model, blocks, min_reserved_blocks_count=2)` returns None | the same |
-| `model.to("npu")` afterwards puts the rest of the model on the device | the rest is `resident`; `.to()` is harmless |
-| the device is the NPU | the machine's accelerator, else the CPU |
-| blocks 0 to R-1 stay, R = `min_reserved_blocks_count` | the same (`resident=`) |
-| at most min(2R + 1, N) blocks are on the device: R is how far it prefetches, too | the same (`device_memory=`) |
-| TypeError: `model` or a block is no Module, `blocks` no ModuleList, the count no int | the same |
-| ValueError: no blocks, a count below 0 or not below `len(blocks)` | the same |
-| inference only | training, too |
-| one list of blocks for a model | several, one call for each |
-| a block may not be skipped, called twice or share weights | it may |
-| `model.blocks` and other attributes are set | no attribute is set |
-| no way back | `disable_offload(model)` |
-| nothing to ask | `handle_of(model)`: `report()`, `stats()`, `remove()` |
-| beside DyEPLB, which moves experts: "adjust execution timing" | `with handle_of(model).copies_paused():`, or |
-| | `handle_of(model).limit_copies("8GB")` |
+What differs is in docs/documents/mindie_sd.md.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 import headrace
-from headrace.compat.sizes import module_bytes, parameter_pattern, tensor_bytes
+from headrace.compat.visiting import offload_some
+
+BlockLists = list[tuple[nn.ModuleList, int]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Enabled:
     """The block lists of one model with their counts of reserved blocks, and what offloads them."""
 
-    lists: list[tuple[nn.ModuleList, int]] = field(default_factory=list)
-    handle: headrace.Offloaded | None = None
+    lists: BlockLists
+    handle: headrace.Offloaded
 
 
 _enabled: "WeakKeyDictionary[nn.Module, _Enabled]" = WeakKeyDictionary()
@@ -43,25 +28,23 @@ _enabled: "WeakKeyDictionary[nn.Module, _Enabled]" = WeakKeyDictionary()
 def enable_offload(model: nn.Module, blocks: nn.ModuleList, min_reserved_blocks_count: int = 2) -> None:
     """Blocks of `model` visit the device in turn; the first `min_reserved_blocks_count` and all else stay there.
 
-    Raises TypeError and ValueError for arguments as listed above, and what `headrace.offload` raises. If it is
-    called again for the same blocks, the new count applies; if for other blocks of the model, these travel as well. If
-    such a call raises, what was enabled before stays as it was.
+    Those that stay are `blocks[:min_reserved_blocks_count]`; others are loaded as many ahead. The device is this
+    machine's accelerator, else the CPU. If it is called again for the same blocks, the new count applies; if for other
+    blocks of the model, these travel as well. If such a call raises, what was enabled before stays as it was.
+
+    Raises TypeError when `model` or a block is no Module, `blocks` no ModuleList, the count no int; ValueError for no
+    blocks and for a count below 0 or not below `len(blocks)`; and what `headrace.offload` raises.
     """
     _check(model, blocks, min_reserved_blocks_count)
-    enabled = _enabled.setdefault(model, _Enabled())
-    before = enabled.lists
-    enabled.lists = [pair for pair in before if pair[0] is not blocks] + [(blocks, min_reserved_blocks_count)]
-    if enabled.handle is not None:
-        enabled.handle.remove()
-        enabled.handle = None
+    before = _enabled.pop(model, None)
+    others = [] if before is None else [pair for pair in before.lists if pair[0] is not blocks]
+    if before is not None:
+        before.handle.remove()
     try:
-        enabled.handle = _offload(model, enabled.lists)
+        _enabled[model] = _offload(model, [*others, (blocks, min_reserved_blocks_count)])
     except Exception:
-        enabled.lists = before
-        if before:
-            enabled.handle = _offload(model, before)
-        else:
-            del _enabled[model]
+        if before is not None:
+            _enabled[model] = _offload(model, before.lists)
         raise
 
 
@@ -70,10 +53,9 @@ def handle_of(model: nn.Module) -> headrace.Offloaded:
 
     Raises ValueError when `enable_offload` was not called for it.
     """
-    enabled = _enabled.get(model)
-    if enabled is None or enabled.handle is None:
+    if model not in _enabled:
         raise ValueError(f"this {type(model).__name__} is not offloaded; call enable_offload first")
-    return enabled.handle
+    return _enabled[model].handle
 
 
 def disable_offload(model: nn.Module) -> None:
@@ -82,19 +64,11 @@ def disable_offload(model: nn.Module) -> None:
     del _enabled[model]
 
 
-def _offload(model: nn.Module, lists: list[tuple[nn.ModuleList, int]]) -> headrace.Offloaded:
+def _offload(model: nn.Module, lists: BlockLists) -> _Enabled:
+    """At most 2 R + 1 of the blocks of a list with R reserved ones are on the device, as with the original."""
     travelling = [block for blocks, reserved in lists for block in blocks[reserved:]]
-    inside = {id(parameter) for block in travelling for parameter in block.parameters()}
-    staying = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in inside}
     visiting = max(min(reserved + 1, len(blocks) - reserved) for blocks, reserved in lists)
-    staying_bytes = tensor_bytes(staying.values()) + tensor_bytes(model.buffers())
-    return headrace.offload(
-        model,
-        device_memory=staying_bytes + visiting * max(map(module_bytes, travelling)),
-        blocks=travelling,
-        resident=[parameter_pattern(name) for name in staying],
-        prefetch=visiting - 1,
-    )
+    return _Enabled(lists, offload_some(model, travelling, visiting, prefetch=visiting - 1))
 
 
 def _check(model: nn.Module, blocks: nn.ModuleList, count: int) -> None:
@@ -104,7 +78,7 @@ def _check(model: nn.Module, blocks: nn.ModuleList, count: int) -> None:
         raise TypeError(f"blocks is a {type(blocks).__name__}; give a torch.nn.ModuleList of the model")
     if len(blocks) == 0:
         raise ValueError("blocks is empty; give a torch.nn.ModuleList with at least one block")
-    for index, block in enumerate(_elements(blocks)):
+    for index, block in enumerate(blocks._modules.values()):
         if not isinstance(block, nn.Module):
             raise TypeError(f"blocks[{index}] is a {type(block).__name__}; give a torch.nn.Module")
     if isinstance(count, bool) or not isinstance(count, int):
@@ -113,8 +87,3 @@ def _check(model: nn.Module, blocks: nn.ModuleList, count: int) -> None:
         raise ValueError(
             f"min_reserved_blocks_count is {count}; give 0 to {len(blocks) - 1}, fewer than the {len(blocks)} blocks"
         )
-
-
-def _elements(blocks: nn.ModuleList) -> Iterator[object]:
-    """What the list holds, whatever was put there: assigning to `_modules` is not checked by PyTorch."""
-    yield from blocks._modules.values()

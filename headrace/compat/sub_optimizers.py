@@ -1,14 +1,15 @@
 """How do optimizers of PyTorch and of TransformerEngine run as shares of a hybrid one? By their class and arguments."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from headrace.optim.matrices import MatrixOptimizer
-from headrace.optim.options import Given, Options
+from headrace.optim.optimizer import HostOptimizer
+from headrace.optim.options import Given, Options, snapshot
+from headrace.optim.rules import MatrixRule
 from headrace.optim.weights import FULL, REMAINDER
 
 __all__ = ["TorchSteps", "our_arguments", "shared_rule"]
@@ -21,23 +22,15 @@ _NOT_BY_PARAMETER = {"LBFGS": "it needs the closure many times in a step", "Spar
 
 def shared_rule(one: Any, other: Any, settings: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """The optimizer of headrace that updates both shares as these two classes would, and its settings; or None."""
-    (kind, given), (other_kind, also_given) = _unwrapped(one), _unwrapped(other)
-    rules = {_rule_of(kind, {**given, **settings}), _rule_of(other_kind, {**also_given, **settings})}
-    alike = kind is other_kind or not given or not also_given or _telling(given) == _telling(also_given)
-    both = {**given, **also_given, **settings}
-    return (rules.pop() if len(rules) == 1 and alike else None), both
+    kinds = functools.partial(one, **settings), functools.partial(other, **settings)
+    given = [_telling(functools.partial(kind).keywords) for kind in (one, other)]
+    rules = {_rule_of(kind.func, kind.keywords) for kind in kinds}
+    alike = not all(given) or given[0] == given[1]
+    return (rules.pop() if len(rules) == 1 and alike else None), {**kinds[0].keywords, **kinds[1].keywords}
 
 
 def _telling(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in ("adam_w_mode", *_HOW_IT_IS_COMPUTED)}
-
-
-def _unwrapped(kind: Any) -> tuple[Any, dict[str, Any]]:
-    """The class, and the arguments that `functools.partial` has put around it."""
-    if isinstance(kind, functools.partial):
-        inner, arguments = _unwrapped(kind.func)
-        return inner, {**arguments, **kind.keywords}
-    return kind, {}
 
 
 def _rule_of(kind: Any, arguments: dict[str, Any]) -> str | None:
@@ -47,11 +40,18 @@ def _rule_of(kind: Any, arguments: dict[str, Any]) -> str | None:
 
 
 # TransformerEngine's arguments ---------------------------------------------------------------------------------------
+_ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "master_weight_dtype": ((torch.float32,), "masters are float32"),
+    "use_decoupled_grad": ((False,), "gradients are read from .grad, which may have a dtype of its own (grad_dtype)"),
+    "set_grad_none": ((None, True), "call zero_grad(set_to_none=False)"),
+    "wd_after_momentum": ((False,), "weight decay is added before the momentum, as in torch.optim.SGD"),
+}
+
+
 def our_arguments(settings: dict[str, Any], tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
     """What FusedAdam and FusedSGD are told, in our words. Raises ValueError, by name, for what does not exist here."""
-    settings = {name: value for name, value in settings.items() if name not in _HOW_IT_IS_COMPUTED}
-    for name in ("adam_w_mode", "materialize_master_grads"):  # the first has chosen the rule
-        settings.pop(name, None)
+    says_nothing = ("adam_w_mode", "materialize_master_grads", *_HOW_IT_IS_COMPUTED)  # the first has chosen the rule
+    settings = {name: value for name, value in settings.items() if name not in says_nothing}
     for name, (allowed, instead) in _ONE_VALUE.items():
         if name in settings and settings.pop(name) not in allowed:
             raise ValueError(f"{name} is available as {allowed[0]} only: {instead}")
@@ -64,77 +64,76 @@ def our_arguments(settings: dict[str, Any], tensors: Iterable[torch.Tensor]) -> 
                 )
     if "store_param_remainders" in settings:
         settings["master_form"] = "split" if settings.pop("store_param_remainders") else "full"
-    moments: dict[str, torch.dtype] = {
-        name: settings.pop(name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if name in settings
-    }
-    if moments:
-        settings["state_dtype"] = _moment_dtype(moments)
+    if "exp_avg_dtype" in settings or "exp_avg_sq_dtype" in settings:
+        first, second = (settings.pop(name, torch.float32) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+        if first != second or first not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"exp_avg_dtype={first} with exp_avg_sq_dtype={second} is not available; both may be torch.float32, or"
+                ' both torch.bfloat16; state_dtype="8bit" takes less'
+            )
+        settings["state_dtype"] = first
     return settings
 
 
-_ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "master_weight_dtype": ((torch.float32,), "masters are float32"),
-    "use_decoupled_grad": ((False,), "gradients are read from .grad, which may have a dtype of its own (grad_dtype)"),
-    "set_grad_none": ((None, True), "call zero_grad(set_to_none=False)"),
-    "wd_after_momentum": ((False,), "weight decay is added before the momentum, as in torch.optim.SGD"),
-}
-
-
-def _moment_dtype(given: dict[str, torch.dtype]) -> torch.dtype:
-    wanted = {"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32, **given}
-    dtypes = set(wanted.values())
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
-        raise ValueError(
-            f"exp_avg_dtype={wanted['exp_avg_dtype']} with exp_avg_sq_dtype={wanted['exp_avg_sq_dtype']} is not"
-            ' available; both may be torch.float32, or both torch.bfloat16; state_dtype="8bit" takes less'
-        )
-    return dtypes.pop()
-
-
 # any class of PyTorch ------------------------------------------------------------------------------------------------
-class TorchSteps(MatrixOptimizer):
+_EACH_ITS_OWN = "of_each_class"  # in a param group: settings that it was not given, with another default in each class
+
+
+class TorchSteps(HostOptimizer):
     """Runs optimizers of PyTorch: one class for the parameters on the host, and one for those that stay on the device.
 
     The arithmetic is that of the class itself, on whole parameters: float32 (or float64) weights get its bits, and
     low-precision ones have a float32 master that it updates.
     """
 
+    _updates_whole = True
+
     def __init__(self, params: Any, *, on_host: Any, on_device: Any, **settings: Any) -> None:
         settings = {name: value for name, value in settings.items() if name not in ("capturable", "differentiable")}
         own = {name: settings.pop(name) for name in Given.__annotations__ if name in settings}
-        self._kinds = {"host": (*_unwrapped(on_host), settings), "device": (*_unwrapped(on_device), settings)}
-        super().__init__(
-            params,
-            options=Options(**own),
-            defaults={**self._defaults("device"), **self._defaults("host")},
-        )
+        self._kinds = {
+            "host": functools.partial(on_host, **settings),
+            "device": functools.partial(on_device, **settings),
+        }
+        defaults = {**self._defaults("device"), **self._defaults("host")}
+        self._differ = [name for name, value in self._defaults("device").items() if value != defaults[name]]
+        super().__init__(params, options=Options(**own), defaults=defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        not_given = [name for name in self._differ if name not in param_group]
+        super().add_param_group({**param_group, _EACH_ITS_OWN: not_given} if not_given else param_group)
 
     def _defaults(self, where: str) -> dict[str, Any]:
         """The settings of a class, and those that it was not given. It raises for what it does not take."""
-        kind, arguments, settings = self._kinds[where]
-        reason = _NOT_BY_PARAMETER.get(kind.__name__)
+        kind = self._kinds[where]
+        reason = _NOT_BY_PARAMETER.get(kind.func.__name__)
         if reason is not None:
-            raise ValueError(f"{kind.__name__} cannot run as a share of a hybrid optimizer: {reason}")
-        probe = kind([nn.Parameter(torch.zeros(1, device="cpu"))], **{**arguments, **settings})
-        return dict(probe.defaults)
+            raise ValueError(f"{kind.func.__name__} cannot run as a share of a hybrid optimizer: {reason}")
+        return dict(kind([nn.Parameter(torch.zeros(1, device="cpu"))]).defaults)
 
-    def _apply(
-        self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
-    ) -> None:
-        kind, arguments, settings = self._kinds["host" if weight.device.type == "cpu" else "device"]
-        parameter = nn.Parameter(weight)
-        parameter.grad = gradient
-        own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        inner = kind([{"params": [parameter], **own}], **{**arguments, **settings})
-        inner.state[parameter] = {name: value for name, value in state.items() if name not in (REMAINDER, FULL)}
-        _plain_step(kind)(inner)
-        state.update(inner.state[parameter])
+    def _rule(self, group: dict[str, Any], step: float) -> MatrixRule:
+        unchanged = [name for name in group.get(_EACH_ITS_OWN, ()) if group[name] == self.defaults[name]]
+        others = ("param_names", _EACH_ITS_OWN, *unchanged)
+        settings = {name: value for name, value in snapshot(group).items() if name not in others}
+        return MatrixRule(functools.partial(_torch_step, self._kinds, settings))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kinds": self._kinds}
+        return {**super().__getstate__(), "_kinds": self._kinds, "_differ": self._differ}
 
 
-def _plain_step(kind: Any) -> Callable[[Any], Any]:
-    """`step` without the hooks on any optimizer's step: this one is a part of another, which has called them."""
-    step = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+def _torch_step(
+    kinds: dict[str, Any],
+    settings: dict[str, Any],
+    state: dict[str, Any],
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    kind: Any = kinds["host" if weight.device.type == "cpu" else "device"]
+    parameter = nn.Parameter(weight)
+    parameter.grad = gradient
+    inner = kind([{"params": [parameter], **settings}])
+    inner.state[parameter] = {name: value for name, value in state.items() if name not in (REMAINDER, FULL)}
+    # Without the hooks on any optimizer's step: this one is a part of another, which has called them.
+    step = kind.func.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
+    state.update(inner.state[parameter])

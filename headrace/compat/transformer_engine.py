@@ -1,25 +1,10 @@
 """How does code for TransformerEngine's or Megatron's CPU offloading of layers run here? With the import changed.
 
-| TransformerEngine, Megatron | here |
-|---|---|
-| `context, sync = get_cpu_offload_context(enabled, num_layers, model_layers, ...)` | the same |
-| `with context: x = layer(x)`, then `x = sync(x)`, for each layer in turn | the same |
-| layers 0 to `num_layers` - 1 leave; `num_layers` is 0 to `model_layers` - 1, and 0 means off | the same |
-| they leave, however slow the link is | the same, or as `device_memory=` says |
-| `double_buffering`: how deep reloads go | accepted: the plan chooses the depth |
-| `retain_pinned_cpu_buffers` | accepted: host memory is kept in any case, and shapes may change |
-| `offload_weights` has no effect any more | with `model=`, weights of these layers visit the device; the rest stays |
-| no recomputation, one pipeline stage | any; several forwards may come before their backwards |
-| CUDA graphs refused | refused, and capturing raises StateError |
-| `manual_synchronization`, `offload_stream` | refused: plan and lanes are headrace's |
-| `fine_grained_activation_offloading`: what the modules `offload_modules` save leaves | modules whose names have one |
-| | of these in them, such as "mlp" |
-| pinned memory per tensor, and copies on one stream for both directions | one arena, and a lane for each direction |
+`with context: x = layer(x)`, then `x = sync(x)`, for each layer in turn. What differs is in docs/documents/megatron.md.
 """
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -31,8 +16,7 @@ from headrace.activations.passes import Forward, Passes
 from headrace.activations.saving import may_save, pop_left_over
 from headrace.activations.selection import Selection
 from headrace.activations.targets import named_layers
-from headrace.compat.settings import Settings
-from headrace.compat.sizes import module_bytes, parameter_pattern, tensor_bytes
+from headrace.compat.visiting import offload_some
 from headrace.config import ActivationConfig, Size
 from headrace.memory.ledger import Ledger
 from headrace.runtime.autograd import in_backward
@@ -40,7 +24,7 @@ from headrace.runtime.device import resolve_device
 from headrace.runtime.host import available_host_bytes
 from headrace.runtime.lanes import open_lanes
 
-__all__ = ["CPUOffloadConfig", "get_cpu_offload_context"]
+__all__ = ["get_cpu_offload_context", "offload_layers", "saving_settings"]
 
 _MIN_BYTES = "512KiB"  # TransformerEngine: 256 Ki elements, here of bfloat16
 _HOST_SHARE = 0.85  # of what is available
@@ -67,11 +51,16 @@ def get_cpu_offload_context(
 ) -> tuple[Context, Sync]:
     """A context for each layer's call, and a function for its output; what the first layers save leaves the device.
 
-    `model`: offloading is hooked into the model instead, and the context does nothing; `offload_weights` needs this,
-    with the model on the CPU. `device_memory`: ceiling in bytes for saved tensors on the device; by default all that
-    these layers save leaves. `min_bytes`: smaller tensors stay.
+    These are layers 0 to `num_layers` - 1 of `model_layers`; 0 means off, and the last one stays. Several forwards may
+    come before their backwards, and layers may be recomputed. `model`: offloading is hooked into the model instead, and
+    the context does nothing. `offload_weights` needs this, with the model on the CPU: weights of these layers then
+    visit the device, and the rest goes there to stay. `device_memory`: ceiling in bytes for saved tensors on the
+    device; by default all that these layers save leaves, however slow the link is. `min_bytes`: smaller tensors stay.
+    `double_buffering` and `retain_pinned_cpu_buffers` change nothing: the plan chooses the depth, and host memory is
+    kept in any case.
 
-    Raises ValueError for settings as listed above, and what `headrace.offload` and `offload_activations` raise.
+    Raises ValueError for other numbers of layers, with nothing to offload, and for `manual_synchronization` and
+    `offload_stream`; and what `headrace.offload` and `offload_activations` raise.
     """
     if not enabled or (num_layers == 0 and model_layers >= 0):
         return contextlib.nullcontext(), _unchanged
@@ -85,13 +74,13 @@ def get_cpu_offload_context(
     for name, given in (("manual_synchronization", manual_synchronization), ("offload_stream", offload_stream)):
         if given:
             raise ValueError(f"{name} is not supported: headrace plans the copies, and has a lane for each direction")
-    settings = {"device_memory": device_memory, "min_bytes": min_bytes, "all_leave": device_memory is None}
+    settings = saving_settings(device_memory, min_bytes)
     if model is not None:
-        _offload_model(model, num_layers, settings, activations=offload_activations, weights=offload_weights)
+        offload_layers(model, num_layers, settings, activations=offload_activations, weights=offload_weights)
         return contextlib.nullcontext(), _unchanged
     if offload_weights:
         raise ValueError("offload_weights needs the model whose weights are to visit the device; pass model=")
-    context = _LayerContext(num_layers, model_layers, ActivationConfig.of(**settings))  # type: ignore[arg-type]
+    context = _LayerContext(num_layers, model_layers, ActivationConfig.of(**settings))
     return context, context.sync
 
 
@@ -99,23 +88,22 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _offload_model(
+def saving_settings(device_memory: Size | None, min_bytes: Size | None) -> dict[str, Any]:
+    """What `headrace.offload_activations` is told, so that all saved tensors leave unless there is a ceiling."""
+    least = _MIN_BYTES if min_bytes is None else min_bytes
+    return {"device_memory": device_memory, "min_bytes": least, "all_leave": device_memory is None}
+
+
+def offload_layers(
     model: nn.Module, num_layers: int, settings: dict[str, Any], *, activations: bool, weights: bool
 ) -> headrace.Offloaded | headrace.ActivationOffloading:
+    """What the first layers of `model` save leaves the device, or their weights visit it, or both."""
     settings = {**settings, "layers": num_layers}
     if not weights:
         return headrace.offload_activations(model, **settings)
     travelling = list(named_layers(model))[:num_layers]
-    inside = {id(parameter) for layer in travelling for parameter in layer.parameters()}
-    staying = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in inside}
-    visiting_bytes = min(_VISITING_LAYERS, num_layers) * max(map(module_bytes, travelling))
-    return headrace.offload(
-        model,
-        device_memory=tensor_bytes(staying.values()) + tensor_bytes(model.buffers()) + visiting_bytes,
-        blocks=travelling,
-        resident=[parameter_pattern(name) for name in staying],
-        activations=settings if activations else False,
-    )
+    visiting = min(_VISITING_LAYERS, num_layers)
+    return offload_some(model, travelling, visiting, activations=settings if activations else False)
 
 
 class _LayerContext:
@@ -179,77 +167,3 @@ class _LayerContext:
         self._layer = 0
         if forward is not None:
             forward.end(completed=completed)
-
-
-@dataclass(kw_only=True)
-class CPUOffloadConfig(Settings):
-    """Megatron's settings of layer-level CPU offloading, validated as listed above. `num_layers`: of the model.
-
-    They may be changed one after another: `validate()` checks them again, and so does whatever uses them. Raises
-    ValueError for settings that cannot work. Recomputation and pipeline stages may be set as one likes.
-    """
-
-    num_layers: int
-    cpu_offloading: bool = False
-    cpu_offloading_num_layers: int = 0
-    cpu_offloading_activations: bool = True
-    cpu_offloading_weights: bool = False
-    cpu_offloading_double_buffering: bool = False
-    cpu_offloading_retain_pinned_cpu_buffers: bool = False
-    pipeline_model_parallel_size: int = 1
-    recompute_granularity: str | None = None
-    cuda_graph_impl: str = "none"
-    fine_grained_activation_offloading: bool = False
-    offload_modules: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Raises ValueError for settings that cannot work."""
-        if self.fine_grained_activation_offloading and self.cpu_offloading:
-            raise ValueError(
-                "fine_grained_activation_offloading=True with cpu_offloading=True says for a second time what leaves;"
-                " set one of them to False (headrace.offload_activations(model, layers=N, modules=[...]) takes both)"
-            )
-        if self.fine_grained_activation_offloading and not self.offload_modules:
-            raise ValueError(
-                "fine_grained_activation_offloading=True names no modules; give parts of their names in the model, such"
-                ' as offload_modules=["mlp"]'
-            )
-        if not self.cpu_offloading:
-            return
-        if not 0 <= self.cpu_offloading_num_layers < self.num_layers:
-            raise ValueError(
-                f"cpu_offloading_num_layers={self.cpu_offloading_num_layers}: CPU offloading can be done only for fewer"
-                f" than the {self.num_layers} layers; give 0 to {self.num_layers - 1}"
-            )
-        if self.cuda_graph_impl != "none":
-            raise ValueError(
-                f"cuda_graph_impl={self.cuda_graph_impl!r}: a graph would replay copies into memory of another step;"
-                ' set "none", or cpu_offloading=False'
-            )
-        if not (self.cpu_offloading_activations or self.cpu_offloading_weights):
-            raise ValueError("cpu_offloading has nothing to do; set cpu_offloading_activations or _weights")
-
-    def _offload(
-        self, model: nn.Module, device_memory: Size | None, min_bytes: Size | None
-    ) -> headrace.Offloaded | headrace.ActivationOffloading | None:
-        self.validate()
-        settings: dict[str, Any] = {
-            "device_memory": device_memory,
-            "min_bytes": _MIN_BYTES if min_bytes is None else min_bytes,
-            "all_leave": device_memory is None,
-        }
-        if self.fine_grained_activation_offloading:
-            modules = [f"*{name}*" for name in self.offload_modules]
-            return headrace.offload_activations(model, modules=modules, **settings)
-        if not self.cpu_offloading or self.cpu_offloading_num_layers == 0:
-            return None
-        return _offload_model(
-            model,
-            self.cpu_offloading_num_layers,
-            settings,
-            activations=self.cpu_offloading_activations,
-            weights=self.cpu_offloading_weights,
-        )

@@ -5,11 +5,9 @@ is a view of the rank's own: it reads the same memory, and what it writes (`p.da
 that rank, in copies of the pages that were written, until it is published or dropped. See docs/design/nodes.md.
 """
 
-import mmap
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -19,23 +17,10 @@ from headrace.memory.ledger import Ledger
 from headrace.memory.locking import lock
 from headrace.runtime.node import Node
 
-__all__ = ["Common", "OwnView", "SharedArena", "SharedExtent", "close_descriptors"]
+__all__ = ["Common", "SharedArena", "SharedExtent", "close_descriptors"]
 
 _SLAB_BYTES = 64 << 20
 _SMALL_BYTES = 4 << 20  # of an arena that is part of a slab: a process may have some thousand descriptors only
-
-
-class Common(Protocol):
-    """Bytes of which a node has one copy."""
-
-    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Bytes `offset` to `offset + nbytes` as all ranks see them: shape (elements,), with a storage of its own."""
-
-    def own_view(self) -> "OwnView":
-        """The same bytes, of which what this rank writes stays its own."""
-
-    def forget(self) -> None:
-        """What was touched counts no more as memory of this process, where it rests elsewhere."""
 
 
 class SharedArena:
@@ -69,12 +54,12 @@ class SharedArena:
         self.pinned = unlock is not None
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """As in Common."""
+        """Bytes `offset` to `offset + nbytes` as all ranks see them: shape (elements,), with a storage of its own."""
         return self._common.tensor(offset, nbytes, dtype)
 
-    def own_view(self) -> "OwnView":
-        """As in Common."""
-        return OwnView(Mapping(self._descriptor.number, self._offset, self.nbytes, shared=False), self.nbytes)
+    def own_view(self) -> Mapping:
+        """The same bytes, as user code of this rank sees them: what it writes there stays its own."""
+        return Mapping(self._descriptor.number, self._offset, self.nbytes, shared=False)
 
     def forget(self) -> None:
         """Nothing: it is memory."""
@@ -88,42 +73,19 @@ class SharedExtent:
         self._common = store.mapping(extent)  # which keeps it mapped when the store is closed
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """As in Common."""
+        """As of a SharedArena."""
         return self._store.mapping(self.extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
 
-    def own_view(self) -> "OwnView":
-        """As in Common."""
-        return OwnView(self._store.own_mapping(self.extent), self.extent.nbytes)
+    def own_view(self) -> Mapping:
+        """As of a SharedArena."""
+        return self._store.own_mapping(self.extent)
 
     def forget(self) -> None:
-        """As in Common."""
+        """What was touched counts no more as memory of this process."""
         self._store.forget(self.extent)
 
 
-class OwnView:
-    """Common bytes as user code of one rank sees them."""
-
-    def __init__(self, mapping: Mapping, nbytes: int) -> None:
-        self._mapping = mapping
-        self._nbytes = nbytes
-
-    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Bytes `offset` to `offset + nbytes`: shape (elements,), with a storage of its own."""
-        return self._mapping.tensor(offset, nbytes, dtype)
-
-    @property
-    def may_be_written(self) -> bool:
-        """Whether this rank may have written anything here since the last `drop`: False is certain."""
-        return self._mapping.written(0, self._nbytes) is not False
-
-    def drop(self) -> None:
-        """What this rank has written here is gone: it sees what all see."""
-        self._mapping.forget()
-
-    def keep(self) -> None:
-        """From now on this is memory of its own, with what is seen now, whatever others write."""
-        first_bytes = self._mapping.tensor(0, self._nbytes)[:: mmap.PAGESIZE]
-        first_bytes.copy_(first_bytes.clone())
+Common = SharedArena | SharedExtent  # bytes of which a node has one copy
 
 
 class _Descriptor:

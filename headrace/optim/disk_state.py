@@ -5,34 +5,27 @@ ones, are a load: they share a slot of the ring while they are read, updated and
 """
 
 import contextlib
-import itertools
 import os
-import shutil
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from headrace.errors import DiskError, StateError
 from headrace.memory.disk import DiskStore, Extent, Origin, Request, Slot, StagingRing, TensorAtRest, read_bytes
 from headrace.memory.ledger import Ledger, Tier
 from headrace.optim import eight_bit
-from headrace.runtime.system import host_name
 
 __all__ = ["DiskState", "Part", "Wanted"]
 
 CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, what a drive takes at full speed
 SLOTS = 8  # one is updated, the others are read into or written from
 MOST_BYTES_PER_ELEMENT = 12
-_numbers = itertools.count()
-_PREFIX = "optimizer-"  # of directories; the number of their process follows, and its host at the end
 
 
 @dataclass(frozen=True)
@@ -95,16 +88,14 @@ class DiskState:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = directory
         self._failed = False  # since when it holds nothing that can be relied on
-        _remove_stale(Path(directory).expanduser())
-        own = Path(directory) / f"{_PREFIX}{os.getpid()}-{next(_numbers)}@{host_name()}"
         self._ledger = Ledger()
-        self._store = DiskStore(own, self._ledger)
+        self._store = DiskStore(directory, self._ledger, own="optimizer")
         self._ring = StagingRing(CHUNK_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, torch.device("cpu"), self._ledger)
         self._extents: dict[Any, dict[tuple[str, torch.dtype], Extent]] = {}  # for good: the disk is not given back
         self._written: dict[Any, dict[str, torch.dtype]] = {}  # the tensors whose extents hold anything
         self._chunks: dict[Any, int] = {}  # elements of the parts in which these were written last
         self._busy = threading.Lock()
-        weakref.finalize(self, _close, self._store, own)
+        weakref.finalize(self, self._store.close)
 
     @property
     def host_bytes(self) -> int:
@@ -124,12 +115,9 @@ class DiskState:
         for name in names:
             self._written.get(key, {}).pop(name, None)
 
-    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """What is on disk of these is not needed any more."""
-        gone = set(map(id, parameters))
-        for key in list(self._written):
-            if id(key[0] if isinstance(key, tuple) else key) in gone:
-                del self._written[key]
+    def forget(self, key: Any) -> None:
+        """What is on disk of this parameter is not needed any more."""
+        self._written.pop(key, None)
 
     def emptied(self) -> "DiskState":
         """Itself, holding nothing and with room for what comes next; another one where its drive failed."""
@@ -233,9 +221,9 @@ class DiskState:
         return lent
 
     def take_back(self, key: Any) -> None:
-        """What was lent is read and written directly again."""
+        """What was lent is read and written directly again: in parts, which have checksums of their own."""
         for extent in self._extents.get(key, {}).values():
-            self._store.to_direct(extent).synchronize()
+            self._store.to_direct(extent, within=()).synchronize()
 
     def _loads(self, wanted: Sequence[Wanted]) -> Iterator[list[tuple[Part, list[_Stretch]]]]:
         load: list[tuple[Part, list[_Stretch]]] = []
@@ -315,16 +303,3 @@ def _pairs(parts: list[Part], tensors: Mapping[str, torch.Tensor]) -> Iterator[t
         for name, memory in part.tensors.items():
             start = eight_bit.nbytes(part.start, memory.dtype) // memory.itemsize
             yield memory, tensors[name][start : start + memory.numel()]
-
-
-def _remove_stale(directory: Path) -> None:
-    """Directories of processes that were killed on this host go: they hold a lock's file, and no bytes."""
-    for path in directory.glob(f"{_PREFIX}*-*@{host_name()}"):
-        owner = path.name.removeprefix(_PREFIX).split("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _close(store: DiskStore, directory: Path) -> None:
-    store.close()
-    shutil.rmtree(directory, ignore_errors=True)

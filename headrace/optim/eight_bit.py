@@ -13,19 +13,20 @@ float32 in each row. The native kernel has the same arithmetic.
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = [
     "RECORD_BYTES",
     "RUN_ELEMENTS",
     "SUFFIX",
+    "convert",
     "decode",
     "encode",
     "fits",
     "is_record",
     "nbytes",
     "records",
-    "settle",
     "zeros",
 ]
 
@@ -46,7 +47,7 @@ class _Code:
         self.base = (127 - octaves) << 23  # bits of the offset
         self.offset = 2.0**-octaves
         self.top = 0.96875 - self.offset  # what the largest value of a run becomes: the last code
-        self.inverse = float(torch.tensor(1.0).div_(torch.tensor(self.top)))  # rounded to float32, as the kernel's
+        self.inverse = float(np.float32(1) / np.float32(self.top))  # rounded as the kernel's
         self.largest = largest
 
 
@@ -117,7 +118,7 @@ def encode(values: torch.Tensor, moment: torch.Tensor, random: torch.Tensor | No
     moment[:, RUN_ELEMENTS:] = scales.view(torch.uint8).view(-1, 4)
 
 
-def settle(state: dict[str, Any], names: Iterable[str], parameter: torch.Tensor, *, narrow: bool) -> None:
+def convert(state: dict[str, Any], names: Iterable[str], parameter: torch.Tensor, *, narrow: bool) -> None:
     """Brings the moments `names` of a parameter's state, first moment first, into 8 bits, or out of them.
 
     What is there in the wanted form stays as it is.

@@ -70,7 +70,7 @@ class Updater:
         self._look_for_fork()
         return self._thread.submit(quietly)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """The host waits until all that was submitted has ended; what failed in it is for whoever waits."""
         self.run(lambda: None).exception()
 

@@ -3,13 +3,14 @@
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from headrace.errors import StateError
-from headrace.runtime.descriptors import mapped
+import torch
 
-__all__ = ["Counters"]
+from headrace.errors import StateError
+
+__all__ = ["Counters", "mapped"]
 
 _LOOK_SECONDS = 0.2  # between two looks whether those who are waited for are still there
 _LONGEST_PAUSE_SECONDS = 1e-3
@@ -31,12 +32,13 @@ class Together(Protocol):
 class Counters:
     """`count` numbers of each rank of a node, which only grow. A rank posts its own, and waits for those of others."""
 
-    def __init__(self, node: Together, count: int) -> None:
+    def __init__(self, node: Together, count: int, cells: memoryview | None = None) -> None:
+        """A collective. `cells`: memory that all see, of 8 bytes for each number; None: the node's."""
         self._node = weakref.ref(node)
         self._count, self._rank, self._size = count, node.rank, node.size
         self._owner = os.getpid()
         nbytes = 8 * count * node.size
-        self._cells = mapped(node.share(nbytes), nbytes).cast("q")
+        self._cells = (mapped(node.share(nbytes), nbytes) if cells is None else cells[:nbytes]).cast("q")
         self._broken: BaseException | None = None
 
     def post(self, index: int, value: int) -> None:
@@ -56,13 +58,15 @@ class Counters:
         """Whether all ranks have come as far as `value`."""
         return all(self.of(rank, index) >= value for rank in range(self._size))
 
-    def wait(self, index: int, value: int, what: str, *, in_pass: bool = True) -> None:
-        """Until all ranks, this one too, have come as far as `value`.
+    def wait(
+        self, index: int, value: int, what: str, *, in_pass: bool = True, ranks: Iterable[int] | None = None
+    ) -> None:
+        """Until all ranks, this one too, or those given, have come as far as `value`.
 
         Raises RankError, with `what` and the rank, when one has ended, or does not come within the process group's
         timeout; and when it has broken off this pass, or gone on to another, if what is waited for is posted `in_pass`.
         """
-        for rank in range(self._size):  # this one too: its own threads post
+        for rank in range(self._size) if ranks is None else ranks:  # this one too: its own threads post
             self._wait_for(rank, index, value, what, in_pass=in_pass)
 
     def break_off(self, error: BaseException) -> None:
@@ -82,3 +86,12 @@ class Counters:
                 node = self._node()
                 if node is not None:
                     node.check(rank, what, now - began, lambda: self.of(rank, index) < value, in_pass=in_pass)
+
+
+def mapped(descriptor: int, nbytes: int) -> memoryview:
+    """The memory of a descriptor, which is closed: Python's own mmap would keep one as long as the memory."""
+    try:
+        file = f"/proc/self/fd/{descriptor}"
+        return torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8, device="cpu").numpy().data
+    finally:
+        os.close(descriptor)

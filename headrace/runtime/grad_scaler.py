@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch.amp import grad_scaler
 
-from headrace.runtime.process_wide import ProcessWide
+from headrace.runtime.process_wide import Method, patched
 from headrace.runtime.tensors import parameters_of
 
 __all__ = ["make_grad_scaler_leave_traces", "make_grad_scaler_wait"]
-
-Method = Callable[..., Any]
 
 
 def make_grad_scaler_wait(user: object) -> Callable[[], None]:
@@ -32,21 +30,6 @@ def make_grad_scaler_wait(user: object) -> Callable[[], None]:
 def make_grad_scaler_leave_traces(user: object) -> Callable[[], None]:
     """Gradients that a GradScaler unscales get a new `_version`; so long as above."""
     return _traces.use(user)
-
-
-def _patched(owner: Any, name: str, around: Callable[[Method], Method]) -> ProcessWide:
-    def begin() -> Callable[[], None]:
-        original = getattr(owner, name)
-        ours = around(original)
-        setattr(owner, name, ours)
-
-        def undo() -> None:
-            if getattr(owner, name) is ours:  # nobody has put another one around it
-                setattr(owner, name, original)
-
-        return undo
-
-    return ProcessWide(begin, anywhere=True)
 
 
 def _arrived(get: Method) -> Method:
@@ -73,5 +56,5 @@ def _with_traces(unscale: Method) -> Method:
     return unscale_with_traces
 
 
-_waiting = _patched(grad_scaler._MultiDeviceReplicator, "get", _arrived)
-_traces = _patched(grad_scaler.GradScaler, "_unscale_grads_", _with_traces)
+_waiting = patched(lambda: grad_scaler._MultiDeviceReplicator, "get", _arrived)
+_traces = patched(lambda: grad_scaler.GradScaler, "_unscale_grads_", _with_traces)

@@ -85,7 +85,7 @@ class Transfer:
 
 class LateTransfer:
     """Copies that another thread submits in time. Stands where a Transfer does: asking for its begin or end waits until
-    there is one, and raises what kept it from being submitted."""
+    there is one, and raises what kept it from being submitted. As an Event it is their end, whenever that comes."""
 
     copies: tuple[Copy, ...] = ()  # it keeps none itself
 
@@ -102,6 +102,12 @@ class LateTransfer:
     def done(self) -> Any:
         return self._submitted.result().done
 
+    def synchronize(self) -> None:
+        self._submitted.result().done.synchronize()
+
+    def query(self) -> bool:
+        return self._submitted.done() and bool(self._submitted.result().done.query())
+
     def done_while(self, doing: Callable[[], None]) -> Any:
         """As `done`; where there is none for long, `doing` is called, again and again."""
         while True:
@@ -117,7 +123,7 @@ class Lanes(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._host = OneThread("headrace-host")
+        self._host = OneThread("headrace-host", device)
 
     @abstractmethod
     def mark(self) -> Event:
@@ -192,8 +198,7 @@ class StreamLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._streams: dict[Lane | CollectiveLane, torch.Stream] = {lane: torch.Stream(device=device) for lane in Lane}
-        self._unpacking: torch.Stream | None = None
+        self._streams: dict[str, torch.Stream] = {lane: torch.Stream(device=device) for lane in Lane}
 
     def mark(self) -> Event:
         return torch.accelerator.current_stream(self.device).record_event()
@@ -203,30 +208,29 @@ class StreamLanes(Lanes):
         stream.wait_event(after)  # type: ignore[arg-type]
         begun = self._tick_on(stream)
         nbytes = 0
-        with stream:
+        with _entered(stream):
             for destination, source in copies:
                 destination.copy_(source, non_blocking=True)
                 nbytes += source.nbytes
         return Transfer(lane, tuple(copies), nbytes, begun, self._tick_on(stream))
 
     def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+        return Transfer(lane, (), nbytes, *self._launch(lane, job, (after,)))
+
+    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+        return self._launch("unpack", job, after)[1]
+
+    def _launch(self, lane: str, job: Callable[[], None], after: Sequence[Event]) -> tuple[Tick, Tick]:
+        """Calls `job` on the lane's stream, made when it is first needed. Begin and end of what that launches."""
         if lane not in self._streams:
             self._streams[lane] = torch.Stream(device=self.device)
         stream = self._streams[lane]
-        stream.wait_event(after)  # type: ignore[arg-type]
-        begun = self._tick_on(stream)
-        with stream:
-            job()
-        return Transfer(lane, (), nbytes, begun, self._tick_on(stream))
-
-    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
-        if self._unpacking is None:
-            self._unpacking = torch.Stream(device=self.device)
         for event in after:
-            self._unpacking.wait_event(event)  # type: ignore[arg-type]
-        with self._unpacking:
+            stream.wait_event(event)  # type: ignore[arg-type]
+        begun = self._tick_on(stream)
+        with _entered(stream):
             job()
-        return self._tick_on(self._unpacking)
+        return begun, self._tick_on(stream)
 
     def wait(self, event: Event) -> None:
         torch.accelerator.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
@@ -235,7 +239,7 @@ class StreamLanes(Lanes):
         return torch.accelerator.current_stream(self.device)
 
     def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext() if stream == self.compute_stream() else stream
+        return nullcontext() if stream == self.compute_stream() else _entered(stream)
 
     def tick(self) -> Tick:
         return self._tick_on(torch.accelerator.current_stream(self.device))
@@ -255,6 +259,18 @@ class StreamLanes(Lanes):
         event = torch.Event(self.device, enable_timing=True)
         stream.record_event(event)
         return event
+
+
+def _entered(stream: torch.Stream) -> AbstractContextManager[Any]:
+    """To be entered in a `with` statement, on any thread: an object of its own for each.
+
+    A stream keeps on its Python object what was current before. Two threads that entered one object at the same time
+    would go on with each other's stream and device.
+    """
+    fresh: Any = torch.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+    return fresh  # type: ignore[no-any-return]
 
 
 class _Reached:
@@ -279,22 +295,6 @@ class _Passed(_Reached):
     def reached_at(self) -> float:
         """Seconds of `time.perf_counter`."""
         return self._moment
-
-
-class _JobEvent:
-    """The end of a job on a worker thread."""
-
-    def __init__(self, job: "Future[float]") -> None:
-        self._job = job
-
-    def synchronize(self) -> None:
-        self._job.result()
-
-    def query(self) -> bool:
-        return self._job.done()
-
-    def reached_at(self) -> float:
-        return self._job.result()
 
 
 class ThreadLanes(Lanes):
@@ -340,16 +340,13 @@ class ThreadLanes(Lanes):
 
         submitted = self._threads[lane].submit(job)
         self._last[lane] = weakref.ref(submitted)
-        return Transfer(lane, tuple(copies), nbytes, _JobEvent(begun), _JobEvent(submitted))
+        return Transfer(lane, tuple(copies), nbytes, begun, submitted)
 
     def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
-        begun: Job[float] = Job()
-        done: Job[float] = Job()
         after.synchronize()
-        begun.set_result(time.perf_counter())
+        begun_at = time.perf_counter()
         job()
-        done.set_result(time.perf_counter())
-        return Transfer(lane, (), nbytes, _JobEvent(begun), _JobEvent(done))
+        return Transfer(lane, (), nbytes, begun_at, _Passed(time.perf_counter()))
 
     def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
         for event in after:

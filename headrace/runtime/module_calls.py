@@ -35,9 +35,11 @@ class Participant(Protocol):
     @property
     def methods(self) -> Mapping[str, Method]:
         """What takes the place of methods of the instance."""
+        return {}
 
     def leaves_out(self) -> bool:
         """Whether `call` would do nothing of its own now. Asked at every call."""
+        return False
 
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -49,12 +51,15 @@ class Participant(Protocol):
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
         """Calls of the module are to be compiled. Whether something was compiled in their place."""
+        return False
 
     def stopped(self, module: nn.Module) -> None:
         """The compiler stopped at a call of the module, which is made without it."""
+        return
 
     def plain(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the module's attributes are what they would be without us, to be copied or pickled."""
+        return contextlib.nullcontext()
 
 
 class _Calls:
@@ -97,7 +102,7 @@ class _Calls:
     def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Every participant's `call`, around `forward`."""
         for participant in self.participants[:0:-1]:
-            forward = _Around(participant, module, forward)
+            forward = _around(participant, module, forward)
         return self.participants[0].call(module, forward, args, kwargs)
 
     def forward(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -136,15 +141,9 @@ def _outside_of_compiler() -> Callable[..., Any]:
     return _outside
 
 
-class _Around:
+def _around(participant: Participant, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A participant's call, as what the one around it calls."""
-
-    def __init__(self, participant: Participant, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._all = participant, module, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        participant, module, forward = self._all
-        return participant.call(module, forward, args, kwargs)
+    return lambda *args, **kwargs: participant.call(module, forward, args, kwargs)
 
 
 class _Bound:

@@ -1,35 +1,39 @@
 """How do the ranks of one node meet? In memory that they share: each posts how far it has come, and waits for others.
 
-What they share comes as descriptors of files without a name, over sockets that have none in the file system either:
-nothing is left behind, however a rank ends. Ranks of other nodes are reached by process groups.
+What they share are files without a name, which the others open by the first rank's descriptors: nothing is left behind,
+however a rank ends. Ranks of other nodes are reached by process groups.
 """
 
-import contextlib
-import datetime
+import errno
 import os
 import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed
 
 from headrace.errors import RankError, StateError
-from headrace.runtime.counters import Counters
-from headrace.runtime.descriptors import Descriptors, has_ended, listen, mapped, started
+from headrace.runtime.counters import Counters, mapped
 from headrace.runtime.numa import Spread, node_of, nodes_of_process
-from headrace.runtime.sharded import timeout_seconds
+from headrace.runtime.ranks import Ranks, new_group, timeout_seconds
 
 __all__ = ["BorrowedGroup", "Node"]
 
 _PASS = 0  # counters that every node has: the pass that a rank has begun,
 _MET = 1  # how often it has been at a meeting,
 _BROKEN = 2  # the last pass whose backward it has broken off;
-_SAID = 3  # what it has said to questions, in two that take turns
+_SAID = 3  # what it has said to questions, in two that take turns;
+_HANDED = 5  # how many descriptors, or words that something was done, the first rank has given and others have taken,
+_GIVEN = 6  # the number that came with the last of them, negative for an error's,
+_DESCRIPTOR = 7  # and the first rank's descriptor, or -1
+_COUNTERS = 8
 _NOTE_BYTES = 2048  # what a rank says of its last error
 _ENDS_SECONDS = 1.0  # a connection is closed before the process counts as ended
 _SAYS_SECONDS = 5.0  # a backward is broken off before the process tells of its error
@@ -62,50 +66,42 @@ class Node:
     def __init__(self, mesh: Any) -> None:
         """A collective of all ranks of the mesh. Raises StateError for a mesh or nodes that cannot be."""
         group = _group_of(mesh)
-        mine = distributed.get_rank(group)
-        self.world = distributed.get_world_size(group)
+        self._mesh = Ranks(group, mesh.device_type)
+        self.world = self._mesh.count
         self._timeout_seconds = timeout_seconds(group)
         _allow_descriptors()
-        listening = listen()
-        facts: list[Any] = [None] * self.world
-        own = (distributed.get_rank(), _node_name(), os.getpid(), started(os.getpid()), listening.getsockname())
-        distributed.all_gather_object(facts, own, group=group)
+        made = _memory((8 * _COUNTERS + _NOTE_BYTES) * self.world)  # that of a node's first rank is used
+        own = (distributed.get_rank(), _node_name(), os.getpid(), _status(os.getpid())[1], made)
+        facts = self._mesh.objects(own)
         names = list(dict.fromkeys(fact[1] for fact in facts))
         on_nodes = [[number for number, fact in enumerate(facts) if fact[1] == name] for name in names]
         _check_even(names, on_nodes, facts)
-        self.number = names.index(facts[mine][1])
+        self.number = names.index(own[1])
         here = on_nodes[self.number]
-        self.nodes, self.size, self.rank = len(names), len(here), here.index(mine)
+        self.nodes, self.size, self.rank = len(names), len(here), here.index(self._mesh.own)
         self.ranks: tuple[int, ...] = tuple(facts[number][0] for number in here)
         self._processes = [(facts[number][2], facts[number][3]) for number in here]
         self._mesh_group, self.group, self.across = group, group, None
-        config = str(distributed.get_backend_config(group))
-        self._backends = dict(entry.split(":") for entry in config.split(","))
-        if self.nodes > 1 or "cpu" not in self._backends:  # NCCL's has no way to the host
-            self.group = self._group_of(self.ranks)
+        if self.nodes > 1 or "cpu" not in self._mesh.backends:  # NCCL's has no way to the host
+            self.group = new_group(group, self.ranks, "gloo")
         if self.nodes > 1:
-            self.across = self._group_of([facts[on_node[self.rank]][0] for on_node in on_nodes])
-        self._descriptors = Descriptors(
-            self.ranks, self.rank, self._processes, self._timeout_seconds, listening, facts[here[0]][4]
-        )
+            self.across = new_group(group, [facts[on_node[self.rank]][0] for on_node in on_nodes], "gloo")
+        look = partial(Node.look, weakref.proxy(self))  # no cycle
+        self._here = Ranks(self.group, "cpu", look)
+        self._across = self._here if self.across is None else Ranks(self.across, "cpu", look)
         self.spread = Spread()  # of memory that the ranks of the node share
-        self._asked = 0
-        self._meetings = Counters(self, 5)
-        self._notes = mapped(self.share(_NOTE_BYTES * self.size), _NOTE_BYTES * self.size)
+        self._asked = self._handed = 0
+        memory = mapped(self._opened(facts[here[0]][4]), (8 * _COUNTERS + _NOTE_BYTES) * self.size)
+        self._meetings = Counters(self, _COUNTERS, memory)
+        self._notes = memory[8 * _COUNTERS * self.size :]
+        self.meet("the memory of the node")
+        os.close(made)  # all have opened it
         _watch_uncaught()
         _nodes.add(self)
 
-    def close(self) -> None:
-        """Nothing more is shared. Not a collective: each rank may do so as soon as it needs nothing more."""
-        self._descriptors.close()
-
-    def _group_of(self, ranks: Sequence[int], backend: str = "gloo") -> Any:
-        timeout = datetime.timedelta(seconds=self._timeout_seconds)
-        return distributed.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-
     def backend_of(self, device: torch.device) -> str:
         """What the mesh's process group sends such a device's memory with; "gloo", from host memory, where nothing."""
-        return self._backends.get(device.type, "gloo")
+        return self._mesh.backends.get(device.type, "gloo")
 
     def borrow_group(self, device: torch.device, user: object) -> "BorrowedGroup":
         """A process group of the ranks of this node, which nobody else has while `user` is there.
@@ -120,28 +116,20 @@ class Node:
             found = known[free.index(1)]
             found.user = weakref.ref(user)
         else:
-            found = BorrowedGroup(self._group_of(self.ranks, backend), weakref.ref(user))
+            found = BorrowedGroup(new_group(self._mesh_group, self.ranks, backend), weakref.ref(user))
             known.append(found)
         return found
 
-    @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """A collective of the node. Raises RankError where it fails because a rank has ended."""
-        try:
-            yield
-        except RuntimeError as error:
-            self.look(what)
-            raise RankError(
-                f"a collective of ranks {list(self.ranks)} failed on rank {self.ranks[self.rank]}: {what}"
-                f" ({str(error).splitlines()[0]}); end this run, and go on from its last checkpoint"
-            ) from error
+    def together(self, what: str, *, across: bool = False) -> AbstractContextManager[None]:
+        """A collective of the node, or `across` nodes. Raises RankError where it fails because a rank has ended."""
+        return (self._across if across else self._here).together(what)
 
     def reduce_across(self, tensor: torch.Tensor, what: str, *, largest: bool = False) -> None:
         """The sum of what all nodes have in it, or the `largest`, is in it. A collective of ranks of the same number;
         nothing where there is one node. Raises RankError.
         """
         if self.across is not None:
-            with self.together(f"{what} of all nodes"):
+            with self.together(f"{what} of all nodes", across=True):
                 by = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
                 distributed.all_reduce(tensor, by, group=self.across)
 
@@ -160,30 +148,66 @@ class Node:
 
         Raises OSError when the system has no memory for them.
         """
-        return self._descriptors.share(nbytes)
+        return self.hand_out(nbytes, f"{nbytes:,} bytes of the node's memory", partial(_memory, nbytes))
 
     def grow(self, descriptor: int, offset: int, nbytes: int) -> None:
-        """More zeros of a descriptor from `share`; as `Descriptors.grow`."""
-        self._descriptors.grow(descriptor, offset, nbytes)
+        """So many zeros more, from `offset` on, of what `share` gave. A collective; raises OSError as that does."""
+        self.hand_out(nbytes, f"{nbytes:,} bytes of the node's memory", partial(_take, descriptor, offset, nbytes))
 
-    def hand_out(self, number: int, what: str, make: Callable[[], int]) -> int:
-        """The descriptor that `make` returns on the first rank; as `Descriptors.hand_out`."""
-        return self._descriptors.hand_out(number, what, make)
+    def hand_out(self, number: int, what: str, make: Callable[[], int | None]) -> int:
+        """`make` is called on the first rank. If it returns a descriptor, each rank gets one of its own; -1 otherwise.
 
-    def once(self, number: int, what: str, do: Callable[[], None]) -> None:
-        """`do` is called on the first rank; as `Descriptors.once`."""
-        self._descriptors.once(number, what, do)
+        A collective. Raises what `make` raises on the first rank, OSError on the others then; StateError where
+        `number` is not what the first rank gives; RankError.
+        """
+        self._handed += 1
+        return self._receive(number, what) if self.rank else self._give(number, what, make)
+
+    def _give(self, number: int, what: str, make: Callable[[], int | None]) -> int:
+        """On the first rank: all others have opened what `make` returned when this returns."""
+        self._meetings.wait(_HANDED, self._handed - 1, what, in_pass=False)  # of one that failed nobody has waited
+        made = None
+        try:
+            made = make()
+        except BaseException as error:
+            number = -((error.errno if isinstance(error, OSError) else None) or errno.ECANCELED)
+            raise
+        finally:
+            self._meetings.post(_GIVEN, number)
+            self._meetings.post(_DESCRIPTOR, -1 if made is None else made)
+            self._meetings.post(_HANDED, self._handed)
+        self._meetings.wait(_HANDED, self._handed, what, in_pass=False)
+        return -1 if made is None else made
+
+    def _receive(self, number: int, what: str) -> int:
+        self._meetings.wait(_HANDED, self._handed, what, in_pass=False, ranks=(0,))
+        found, theirs = self._meetings.of(0, _GIVEN), self._meetings.of(0, _DESCRIPTOR)
+        try:
+            own = self._opened(theirs) if found == number and theirs >= 0 else -1
+        except FileNotFoundError:
+            self.look(what)
+            raise
+        self._meetings.post(_HANDED, self._handed)
+        if found < 0:
+            raise OSError(-found, f"rank {self.ranks[0]} could not get {what}: {os.strerror(-found)}; see its error")
+        if found != number:
+            raise StateError(
+                f"rank {self.ranks[self.rank]} wants {what} where rank {self.ranks[0]} wants {found:,}: the models, the"
+                " settings, or the parameters that are trained, differ between ranks"
+            )
+        return own
+
+    def _opened(self, descriptor: int) -> int:
+        """A descriptor of our own of what the first rank has under that number."""
+        return os.open(f"/proc/{self._processes[0][0]}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
     def least(self, values: Sequence[int]) -> list[int]:
         """The least of each value on all ranks of the mesh. A collective of these."""
-        found: list[Any] = [None] * self.world
-        distributed.all_gather_object(found, list(values), group=self._mesh_group)
-        return [min(each) for each in zip(*found, strict=True)]
+        return [min(each) for each in zip(*self._mesh.numbers(values), strict=True)]
 
     def check_alike(self, settings: Mapping[str, object]) -> None:
         """Raises StateError on all ranks of the mesh where some have other settings. A collective of these."""
-        found: list[Any] = [None] * self.world
-        distributed.all_gather_object(found, {name: str(value) for name, value in settings.items()}, self._mesh_group)
+        found = self._mesh.objects({name: str(value) for name, value in settings.items()})
         for name in {name: None for one in found for name in one}:
             ranks: dict[str, list[int]] = {}
             for rank, one in enumerate(found):
@@ -197,9 +221,9 @@ class Node:
         """What the first rank of the mesh has in these, in host memory, all ranks have. A collective of the mesh."""
         for tensor in tensors:
             whole = tensor.detach().reshape(-1).contiguous()
-            with self.together("its buffers, as the first rank has them"):
-                for group in (self.across, self.group):
-                    if group is not None:
+            for group in (self.across, self.group):
+                if group is not None:
+                    with self.together("its buffers, as the first rank has them", across=group is self.across):
                         distributed.broadcast(whole.view(torch.uint8), group_src=0, group=group)
             if not torch.equal(whole.view(tensor.shape), tensor):
                 tensor.copy_(whole.view(tensor.shape))
@@ -208,9 +232,7 @@ class Node:
         """Memory that is shared from now on lies on the NUMA nodes of all ranks, in turn; `by_ranks`: what each alone
         copies to its device there. A collective.
         """
-        found: list[Any] = [None] * self.size
-        with self.together("the NUMA nodes of its device"):
-            distributed.all_gather_object(found, (nodes_of_process(), node_of(device)), group=self.group)
+        found = self._here.objects((nodes_of_process(), node_of(device)))
         nodes = {node for those, _ in found for node in those}
         self.spread = Spread(tuple(sorted(nodes)), tuple(node for _, node in found) if by_ranks else ())
 
@@ -265,7 +287,7 @@ class Node:
         broken = in_pass and rank != self.rank and self._meetings.of(rank, _BROKEN) >= own > 0
         if broken:
             self._let_say(rank)
-        if has_ended(*self._processes[rank]):
+        if self._has_ended(rank):
             reason = "has ended"
         elif in_pass and self._meetings.of(rank, _PASS) > own:
             reason = f"has gone on to forward {self._meetings.of(rank, _PASS)}"
@@ -282,11 +304,17 @@ class Node:
             self.note(error)  # whoever finds this rank gone then learns of the one that was first
             raise error
 
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the rank's process is there no more: another one may have got its number."""
+        process, began = self._processes[rank]
+        state, found = _status(process)
+        return state in "ZX" or found != began
+
     def _let_say(self, rank: int) -> None:
         """A rank whose backward is broken off gets time to end, with a word of its error, or to go on regardless."""
         began, own = time.monotonic(), self._meetings.of(self.rank, _PASS)
         while time.monotonic() - began < _SAYS_SECONDS:
-            if has_ended(*self._processes[rank]) or self._meetings.of(rank, _PASS) > own:
+            if self._has_ended(rank) or self._meetings.of(rank, _PASS) > own:
                 break
             time.sleep(_ENDS_SECONDS / 20)
 
@@ -360,3 +388,34 @@ def _allow_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _status(process: int) -> tuple[str, str]:
+    """State and start of a process; that it is dead, where there is none."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "X", ""
+    return fields[0], fields[19]
+
+
+def _memory(nbytes: int) -> int:
+    descriptor = os.memfd_create("headrace", os.MFD_CLOEXEC)
+    try:
+        _take(descriptor, 0, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _take(descriptor: int, offset: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, offset, nbytes)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the system has no {nbytes:,} bytes of memory for the ranks of this node to share ({error.strerror});"
+            " lower what is offloaded, or raise the memory limit of the container",
+        ) from error

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,9 @@ import torch
 
 from headrace.runtime.device import pci_address
 
-__all__ = ["Spread", "bind", "interleave", "libnuma", "node_of", "nodes_in_use", "nodes_of_process"]
+__all__ = ["Spread", "bind", "interleave", "libnuma", "node_of", "nodes_of_process"]
 
-_NODES = Path("/sys/devices/system/node")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-
-
-def nodes_in_use(cores: Iterable[int], nodes: Path = _NODES) -> tuple[int, ...]:
-    """The nodes that these cores belong to, as the kernel lists them under `nodes`; empty where it lists none."""
-    wanted = set(cores)
-    found = []
-    for directory in nodes.glob("node[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            if wanted & _listed((directory / "cpulist").read_text()):
-                found.append(int(directory.name.removeprefix("node")))
-    return tuple(sorted(found))
 
 
 def interleave(address: int, nbytes: int, nodes: tuple[int, ...]) -> bool:
@@ -118,15 +105,9 @@ def libnuma() -> Any:
 
 @functools.cache
 def nodes_of_process() -> tuple[int, ...]:
-    """The nodes whose cores this process may use. Asked once: memory that is there does not move."""
-    return nodes_in_use(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
-
-
-def _listed(text: str) -> set[int]:
-    """The numbers of a kernel's list such as "0-3,8"."""
-    numbers: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            numbers.update(range(int(first), int(last or first) + 1))
-    return numbers
+    """The nodes whose cores this process may use, as libnuma has it. Asked once: memory that is there does not move."""
+    library = libnuma() if hasattr(os, "sched_getaffinity") else None
+    if library is None:
+        return ()
+    nodes = {library.numa_node_of_cpu(core) for core in os.sched_getaffinity(0)}
+    return tuple(sorted(nodes - {-1}))  # of a core that is not known

@@ -10,39 +10,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
 from headrace.runtime.threads import OneThread
 
-__all__ = ["Pace", "Submitted"]
+__all__ = ["Pace"]
 
 _PIECES = 16  # in a window
 _LEAST_SECONDS = 1e-6  # to sleep: rounding would make it none
-
-
-@dataclass(frozen=True)
-class _Limit:
-    """Bytes in any window of so many seconds."""
-
-    nbytes: int
-    seconds: float
-
-
-class Submitted:
-    """The end of copies that another thread submits."""
-
-    def __init__(self, submitted: "Future[Transfer]") -> None:
-        self._submitted = submitted
-
-    def synchronize(self) -> None:
-        self._submitted.result().done.synchronize()
-
-    def query(self) -> bool:
-        return self._submitted.done() and self._submitted.result().done.query()
 
 
 class Pace:
@@ -50,7 +27,7 @@ class Pace:
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
-        self._limit: _Limit | None = None
+        self._limit: tuple[int, float] | None = None  # bytes in any window of so many seconds
         self.is_limited = False
         self._thread: OneThread | None = None
         self._one_at_a_time = threading.Lock()
@@ -62,9 +39,9 @@ class Pace:
         if bytes_per_second is None:
             self._limit = None
             return
-        self._limit = _Limit(max(1, int(bytes_per_second * window_seconds)), window_seconds)
+        self._limit = max(1, int(bytes_per_second * window_seconds)), window_seconds
         if self._thread is None:
-            self._thread = OneThread("headrace-pace")
+            self._thread = OneThread("headrace-pace", self.lanes.device)
 
     def submit(self, lane: Lane, copies: Sequence[Copy], after: Event) -> tuple[Transfer | LateTransfer, Event]:
         """Submits copies, within the limit, and never blocks. Also returns their end."""
@@ -72,8 +49,8 @@ class Pace:
             transfer = self.lanes.copy(lane, copies, after)
             return transfer, transfer.done
         nbytes = sum(source.nbytes for _, source in copies)
-        submitted = self._thread.submit(self.copy, lane, list(copies), after)
-        return LateTransfer(lane, nbytes, submitted), Submitted(submitted)
+        late = LateTransfer(lane, nbytes, self._thread.submit(self.copy, lane, list(copies), after))
+        return late, late
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
         """As `Lanes.copy`, for a thread of ours: with a limit it returns when they have arrived. Empties `copies`."""
@@ -82,14 +59,14 @@ class Pace:
             return self.lanes.copy(lane, copies, after)
         after.synchronize()
         with torch.no_grad():
-            pieces = deque(piece for copy in copies for piece in _pieces(*copy, max(1, limit.nbytes // _PIECES)))
+            pieces = deque(piece for copy in copies for piece in _pieces(*copy, max(1, limit[0] // _PIECES)))
         if isinstance(copies, list):
             copies.clear()  # who waits for the result finds that nobody refers to the memory any more
         nbytes = 0
         with self._one_at_a_time, torch.no_grad():
             first = last = self.lanes.copy(lane, (), after)
             while pieces:
-                self._wait_for_turn(limit, pieces[0][1].nbytes)
+                self._wait_for_turn(*limit, pieces[0][1].nbytes)
                 last = self.lanes.copy(lane, [pieces[0]], after)
                 first = first if nbytes else last
                 last.done.synchronize()
@@ -98,15 +75,15 @@ class Pace:
                 del pieces[0]
         return Transfer(lane, (), nbytes, first.begun, last.done)
 
-    def _wait_for_turn(self, limit: _Limit, nbytes: int) -> None:
+    def _wait_for_turn(self, most_bytes: int, seconds: float, nbytes: int) -> None:
         while True:
             now = time.perf_counter()
-            while self._ended and self._ended[0][0] <= now - limit.seconds:
+            while self._ended and self._ended[0][0] <= now - seconds:
                 self._ended.popleft()
             recent = sum(size for _, size in self._ended)
-            if not recent or recent + nbytes <= limit.nbytes:
+            if not recent or recent + nbytes <= most_bytes:
                 return
-            time.sleep(max(self._ended[0][0] + limit.seconds - now, _LEAST_SECONDS))
+            time.sleep(max(self._ended[0][0] + seconds - now, _LEAST_SECONDS))
 
     def wait(self) -> None:
         """The caller waits until all that was submitted has arrived, or failed."""

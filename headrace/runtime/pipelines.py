@@ -12,7 +12,7 @@ import torch
 
 from headrace.errors import StateError
 from headrace.runtime.pending import unit_of
-from headrace.runtime.process_wide import ProcessWide
+from headrace.runtime.process_wide import Method, patched
 
 __all__ = ["pipelines_are_imported", "refuse_split_backward"]
 
@@ -32,10 +32,8 @@ def refuse_split_backward(user: object) -> Callable[[], None]:
     return _refused.use(user)
 
 
-def _refuse() -> Callable[[], None]:
+def _refusing(own: Method) -> Method:
     """Relies on stages calling this function by its name in their module, with their parameters last."""
-    stage: Any = sys.modules[_STAGE]
-    original = stage.stage_backward_input
 
     def stage_backward_input(*arguments: Any) -> Any:
         *others, weights = arguments
@@ -46,14 +44,9 @@ def _refuse() -> Callable[[], None]:
                 " zero-bubble schedules do, and would find no gradients of weights; use ScheduleGPipe, Schedule1F1B or"
                 " ScheduleInterleaved1F1B"
             )
-        return original(*others, iter(parameters))
+        return own(*others, iter(parameters))
 
-    def undo() -> None:
-        if stage.stage_backward_input is stage_backward_input:  # nobody has put another one around it
-            stage.stage_backward_input = original
-
-    stage.stage_backward_input = stage_backward_input
-    return undo
+    return stage_backward_input
 
 
-_refused = ProcessWide(_refuse, anywhere=True)
+_refused = patched(lambda: sys.modules[_STAGE], "stage_backward_input", _refusing)

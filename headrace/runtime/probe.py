@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.page_locks import locked_tensor
-from headrace.runtime.torch_rules import fused_adamw
 
 __all__ = ["LinkRates", "dram_rate", "link_rates", "matmul_rates", "update_rate"]
 
@@ -94,27 +94,10 @@ def dram_rate(*, copy_bytes: int = _COPY_BYTES) -> float:
 
 def update_rate(*, parameters: int = _UPDATE_PARAMETERS) -> float:
     """Bytes of DRAM traffic per second that AdamW in float32 reaches on all threads, at 28 bytes per parameter."""
-    weight, gradient, first, second = (torch.zeros(parameters) for _ in range(4))
-    steps = torch.ones(())
-
-    def update() -> None:
-        fused_adamw(
-            [weight],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [steps],
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.01,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
-
-    return _UPDATE_BYTES * parameters / _Watch(torch.device("cpu")).seconds(update)
+    weight = torch.zeros(parameters)
+    weight.grad = torch.zeros(parameters)
+    step = torch.optim.AdamW([weight], fused=True).step
+    return _UPDATE_BYTES * parameters / _Watch(torch.device("cpu")).seconds(step)
 
 
 def matmul_rates(device: torch.device, *, size: int | None = None) -> dict[str, float]:
@@ -123,12 +106,8 @@ def matmul_rates(device: torch.device, *, size: int | None = None) -> dict[str, 
     rates = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / _Watch(device).seconds(_product(left, right))
+        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / _Watch(device).seconds(partial(torch.mm, left, right))
     return rates
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> Callable[[], object]:
-    return lambda: torch.mm(left, right)
 
 
 class _Watch:

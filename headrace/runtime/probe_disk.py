@@ -4,6 +4,7 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,11 @@ def disk_rates(directory: Path, *, file_bytes: int = _FILE_BYTES) -> DiskRates:
     try:
         direct = _opens(name, os.O_RDWR | _DIRECT)
         flags = _DIRECT if direct else 0
-        write = file_bytes / _write_seconds(name, flags, block, file_bytes)
-        read = file_bytes / _read_seconds(name, flags, block, file_bytes)
+        write = file_bytes / _seconds(name, os.O_WRONLY | flags, write_at, block, file_bytes)
+        if not flags and hasattr(os, "posix_fadvise"):
+            with open(name, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read = file_bytes / _seconds(name, os.O_RDONLY | flags, read_at, block, file_bytes)
     finally:
         os.unlink(name)
         block.close()
@@ -64,26 +68,14 @@ def _opens(name: str, flags: int) -> bool:
     return bool(_DIRECT)
 
 
-def _write_seconds(name: str, flags: int, block: mmap.mmap, file_bytes: int) -> float:
-    handle = os.open(name, os.O_WRONLY | flags)
+def _seconds(name: str, flags: int, move: Callable[..., int], block: mmap.mmap, file_bytes: int) -> float:
+    handle = os.open(name, flags)
     try:
         begun = time.perf_counter()
         for offset in range(0, file_bytes, _BLOCK_BYTES):
-            write_at(handle, [block], offset)
-        os.fsync(handle)
-        return time.perf_counter() - begun
-    finally:
-        os.close(handle)
-
-
-def _read_seconds(name: str, flags: int, block: mmap.mmap, file_bytes: int) -> float:
-    handle = os.open(name, os.O_RDONLY | flags)
-    try:
-        if not flags and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        begun = time.perf_counter()
-        for offset in range(0, file_bytes, _BLOCK_BYTES):
-            read_at(handle, [block], offset)
+            move(handle, [block], offset)
+        if flags & os.O_WRONLY:
+            os.fsync(handle)
         return time.perf_counter() - begun
     finally:
         os.close(handle)

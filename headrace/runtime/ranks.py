@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from headrace.errors import RankError
-from headrace.runtime.sharded import timeout_seconds
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "new_group", "timeout_seconds"]
 
 _BUCKET_BYTES = 32 << 20  # of small tensors that travel as one
 _ALONE_BYTES = 4 << 20  # a tensor of so much travels by itself, where it lies
@@ -24,41 +23,42 @@ _ALIGNED = 16  # bytes, of each tensor in a bucket
 class Ranks:
     """The ranks of a process group, such as that of one dimension of a `DeviceMesh`, by their numbers in it."""
 
-    def __init__(self, group: Any, device_type: str, look: Callable[[], None] = lambda: None) -> None:
-        """`look`: called when a collective fails; it raises RankError where it can tell which rank is missing."""
+    def __init__(self, group: Any, device_type: str, look: Callable[[str], None] = lambda what: None) -> None:
+        """`look`: called when a collective fails, with what it is; raises RankError if it can tell who is missing."""
         self._group = group
         self._look = look
         self.count: int = torch.distributed.get_world_size(self._group)
         self.own: int = torch.distributed.get_rank(self._group)
         config = str(torch.distributed.get_backend_config(self._group))
-        self._backends = dict(entry.split(":") for entry in config.split(","))
-        self._device = torch.device("cpu" if "cpu" in self._backends else device_type)
+        self.backends: dict[str, str] = dict(entry.split(":") for entry in config.split(","))  # by type of device
+        self._device = torch.device("cpu" if "cpu" in self.backends else device_type)
 
     def reaches(self, device: torch.device) -> bool:
         """Whether tensors there can be sent."""
-        return device.type in self._backends
+        return device.type in self.backends
 
     def named(self, rank: int) -> str:
         """How a rank is called in errors: as torchrun numbers it."""
         return f"rank {torch.distributed.get_global_rank(self._group, rank)}"
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """A collective. Raises RankError where it fails because not all ranks take part."""
+    def together(self, what: str = "its part of a step") -> Iterator[None]:
+        """A collective of these ranks. Raises RankError where it fails because not all of them take part."""
         try:
             yield
         except RuntimeError as error:
-            self._look()
+            self._look(what)
             raise RankError(
-                f"{self.named(self.own)} waited for all {self.count} ranks of the mesh, and at least one did not come:"
-                f" it raised an error, ended, or took no step ({str(error).splitlines()[0]})"
+                f"{self.named(self.own)} waited for all {self.count} ranks of the mesh, and at least one did not come"
+                f" for {what} (it raised an error, ended, or took no step: {str(error).splitlines()[0]}); end this"
+                " run, and go on from its last checkpoint"
             ) from error
 
     def numbers(self, values: Sequence[int]) -> list[list[int]]:
         """These of every rank, which all give equally many. Raises RankError where one does not call this in time."""
         own = torch.tensor(values, dtype=torch.int64, device=self._device)
         every = [torch.empty_like(own) for _ in range(self.count)]
-        with self._together():
+        with self.together():
             torch.distributed.all_gather(every, own, group=self._group)
         found: list[list[int]] = torch.stack(every).tolist()
         return found
@@ -66,21 +66,21 @@ class Ranks:
     def objects(self, value: Any) -> list[Any]:
         """What every rank has, pickled on its way."""
         found: list[Any] = [None] * self.count
-        with self._together():
+        with self.together():
             torch.distributed.all_gather_object(found, value, group=self._group)
         return found
 
     def added(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, on the CPU."""
         total = values.to(self._device, copy=True)
-        with self._together():
+        with self.together():
             torch.distributed.all_reduce(total, group=self._group)
         return total.cpu()
 
     def spread(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Tensors, each with the rank whose values all get. Small ones of one rank travel together."""
         under_way: list[_Bucket] = []
-        with self._together():
+        with self.together():
             for owner, batch in _batches(tensors):
                 under_way.append(_Bucket(batch, owner, owner == self.own, self._group))
                 if len(under_way) == _IN_FLIGHT:
@@ -100,7 +100,7 @@ class Ranks:
         for place, tensor in zip(_places(sent, every), every, strict=True):
             place.copy_(tensor)
         sizes = list(map(_room, incoming)), list(map(_room, outgoing))
-        with self._together():
+        with self.together():
             torch.distributed.all_to_all_single(come, sent, *sizes, group=self._group)
         every = [tensor for tensors in incoming for tensor in tensors]
         for place, tensor in zip(_places(come, every), every, strict=True):
@@ -109,33 +109,44 @@ class Ranks:
     def apart(self) -> "Ranks":
         """The same ranks, with a process group whose collectives have an order of their own. A collective."""
         ranks = torch.distributed.get_process_group_ranks(self._group)
-        timeout = datetime.timedelta(seconds=timeout_seconds(self._group))
-        config = str(torch.distributed.get_backend_config(self._group))
-        group = torch.distributed.new_group(ranks, timeout=timeout, backend=config, use_local_synchronization=True)
+        group = new_group(self._group, ranks, str(torch.distributed.get_backend_config(self._group)))
         return Ranks(group, self._device.type, self._look)
 
     def reduce(self, tensor: torch.Tensor, to: int) -> Any:
         """Begins to add up every rank's into that of one rank; what the others' hold then is nobody's. For `wait`."""
-        with self._together():
+        with self.together():
             return torch.distributed.reduce(tensor, group=self._group, group_dst=to, async_op=True)
 
     def wait(self, work: Any) -> None:
         """What was begun has come, as far as the device's stream is concerned."""
-        with self._together():
+        with self.together():
             work.wait()
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """A tensor to one rank, which calls `receive`."""
         flat = tensor.to(self._device).contiguous().view(-1).view(torch.uint8)
-        with self._together():
+        with self.together():
             torch.distributed.send(flat, group=self._group, group_dst=to)
 
     def receive(self, into: torch.Tensor, source: int) -> None:
         """What that rank sends: a tensor of the shape and dtype of `into`."""
         flat = torch.empty(into.nbytes, dtype=torch.uint8, device=self._device)
-        with self._together():
+        with self.together():
             torch.distributed.recv(flat, group=self._group, group_src=source)
         into.copy_(flat.view(into.dtype).view(into.shape))
+
+
+def new_group(like: Any, ranks: Sequence[int], backend: str) -> Any:
+    """A process group of these ranks, by their global numbers, whose collectives wait as long as those of another."""
+    timeout = datetime.timedelta(seconds=timeout_seconds(like))
+    return torch.distributed.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+
+def timeout_seconds(group: Any) -> float:
+    """How long collectives of a process group wait at most; half an hour, as PyTorch has it, where it does not tell."""
+    device = torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
+    timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    return 1800.0 if timeout is None else float(timeout.total_seconds())
 
 
 class _Bucket:

@@ -19,7 +19,6 @@ __all__ = [
     "lies_as",
     "local_shard",
     "sharded_like",
-    "timeout_seconds",
     "whole_of",
 ]
 
@@ -128,10 +127,3 @@ def sharded_like(shard: torch.Tensor, parameter: Any) -> torch.Tensor:
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     made: torch.Tensor = DTensor(shard, spec, requires_grad=False)
     return made
-
-
-def timeout_seconds(group: Any) -> float:
-    """How long collectives of a process group wait at most; half an hour, as PyTorch has it, where it does not tell."""
-    device = torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
-    timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-    return 1800.0 if timeout is None else float(timeout.total_seconds())

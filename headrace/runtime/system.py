@@ -94,11 +94,8 @@ def write_at(descriptor: int, buffers: list[Any], offset: int) -> int:
     """`os.pwritev` of one buffer."""
     if hasattr(os, "pwritev"):
         return os.pwritev(descriptor, buffers, offset)
-    memory = memoryview(buffers[0]).cast("B")[:_AT_ONCE_BYTES]
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, memory, offset)
     with _at(descriptor, offset):
-        return os.write(descriptor, memory)
+        return os.write(descriptor, memoryview(buffers[0]).cast("B")[:_AT_ONCE_BYTES])
 
 
 @contextlib.contextmanager

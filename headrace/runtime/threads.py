@@ -10,6 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import torch
+
+from headrace.runtime.device import is_accelerator
+
 __all__ = ["Gate", "Job", "OneThread", "on_own_thread", "this_is_own_thread"]
 
 T = TypeVar("T")
@@ -42,7 +46,7 @@ class _Condition(threading.Condition):
 
 
 class Job(Future[T]):
-    """A Future that may be waited for on the main thread."""
+    """A Future that may be waited for on the main thread. Also the event of its end (runtime/lanes.py)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,16 +56,32 @@ class Job(Future[T]):
         """No: what was handed over is done."""
         return False
 
+    def synchronize(self) -> None:
+        """The caller waits for it; raises what it raised."""
+        self.result()
+
+    def query(self) -> bool:
+        """Whether it is done."""
+        return self.done()
+
+    def reached_at(self) -> T:
+        """When it was done, for one that gives that; waits for it."""
+        return self.result()
+
 
 class OneThread(ThreadPoolExecutor):
     """Runs jobs in the order of their submission, on one thread, which runs already: no job can start a second one.
+
+    `device`: what the jobs' streams and events are of, if they have any. It is the thread's current one, which is the
+    first otherwise: on CUDA whoever touches an event of another device then makes a context of half a gigabyte on the
+    first.
 
     A destructor ends it by `shutdown(wait=False)`: the garbage collector may come while another thread begins or ends,
     which holds a lock of `threading` that waiting for a thread takes too. At exit it is waited for in any case.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(1, thread_name_prefix=name, initializer=this_is_own_thread)
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
+        super().__init__(1, thread_name_prefix=name, initializer=this_is_own_thread, initargs=(device,))
         super().submit(_nothing)
 
     def submit(self, job: Callable[..., T], /, *args: Any, **kwargs: Any) -> Job[T]:
@@ -79,9 +99,11 @@ class OneThread(ThreadPoolExecutor):
 _threads = threading.local()
 
 
-def this_is_own_thread() -> None:
-    """From now on the calling thread is one of headrace's, for which others wait."""
+def this_is_own_thread(device: torch.device | None = None) -> None:
+    """From now on the calling thread is one of headrace's, for which others wait; `device` is its current one."""
     _threads.is_own = True
+    if device is not None and is_accelerator(device):
+        torch.accelerator.set_device_index(device.index)
 
 
 def on_own_thread() -> bool:

@@ -2,8 +2,7 @@
 
 | question | file |
 |---|---|
-| what a run can be told; how a setting is declared | `config.py`; `settings.py` |
-| what is refused before anything is read | `checks.py`; flags that would do nothing: `idle.py` |
+| what a run can be told, and what is refused before anything is read | `config.py` |
 | which files are read, as what | `files.py`; conversations: `chat.py` |
 | tokens, sequences, batches and their order | `data.py` |
 | which model, which adapters | `model.py`; the built-in one's tokens: `byte_tokenizer.py` |

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 END_TOKEN, PAD_TOKEN = "<|end|>", "<|pad|>"
 END_ID, PAD_ID = 256, 257
@@ -18,7 +19,7 @@ def encode_bytes(text: str) -> torch.Tensor:
 
 def byte_tokenizer(*, longest: int) -> PreTrainedTokenizerBase:
     """The same encoding as a transformers tokenizer, to save with the model; `longest` is the model's, in tokens."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -29,13 +30,3 @@ def byte_tokenizer(*, longest: int) -> PreTrainedTokenizerBase:
         model_max_length=longest,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary, as GPT-2 chose them.
-
-    Printable Latin-1 characters stand for themselves; every other byte, in order, takes the next one from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

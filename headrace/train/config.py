@@ -1,34 +1,64 @@
-"""What can a training run be told? Frozen settings; the command line has a flag for each, of the same name."""
+"""What can a training run be told, and what is refused before anything is read? Frozen settings, a flag for each."""
 
+import ast
+import dataclasses
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from headrace.config import parse_budget
+from headrace.activation_offloading import offload_activations
+from headrace.config import activation_config, parse_budget
 from headrace.errors import TrainInputError
-from headrace.train import checks
-from headrace.train.settings import flag, setting
 
-__all__ = ["DTYPES", "OPTIMIZERS", "TrainConfig"]
+__all__ = [
+    "DTYPES",
+    "HEAD_SIZE",
+    "OPTIMIZERS",
+    "Kind",
+    "TrainConfig",
+    "flag",
+    "kinds_of",
+    "refuse_idle",
+    "setting",
+    "words_of",
+]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")
+HEAD_SIZE = 64  # of the built-in model: its hidden size is a multiple of this
 
-_WEIGHT_DTYPES = ("float32", "bfloat16")
-
-
-def _share(text: str) -> float | str:
-    return text if text == "auto" else float(text)
-
-
-def _how_many(text: str) -> int | Literal["all"]:
-    return "all" if text == "all" else int(text)
+Kind = Literal["text", "jsonl", "chat"]  # of a file
+_Dtype = Literal["float32", "bfloat16", "float16"]
+_WeightDtype = Literal["float32", "bfloat16"]
+_Optimizer = Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"]
+OPTIMIZERS: tuple[str, ...] = get_args(_Optimizer)
 
 
-def _depth(text: str) -> int | Literal["auto"]:
-    return "auto" if text == "auto" else int(text)
+def setting(
+    default: Any,
+    text: str,
+    *,
+    group: str | None = None,
+    metavar: str | None = None,
+    least: int | None = None,
+    above: int | None = None,
+    decides: bool = True,
+) -> Any:
+    """A field of `TrainConfig`; its type says how the command line reads it.
+
+    `group`: of the help, for this setting and those after it. `decides`: whether another value may lead to another
+    result; of model, device and share of the state there, `headrace.train.resume.Terms` has what they come to.
+    """
+    shown = " ".join(default) if isinstance(default, tuple) else default
+    named = default is not None and default != () and not isinstance(default, bool)
+    about = {"help": f"{text} (default: {shown})" if named else text, "group": group, "metavar": metavar}
+    return dataclasses.field(default=default, metadata={**about, "least": least, "above": above, "decides": decides})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,233 +71,138 @@ class TrainConfig:
     `steps` are optimizer steps of `batch_size * accumulate` sequences; None means `epochs` times through the data.
     """
 
-    # data
-    text: tuple[Path, ...] = setting(
-        (), "files and directories", group="data", kind=Path, metavar="PATH", several="+", decides=False
-    )
+    text: tuple[Path, ...] = setting((), "files and directories", group="data", metavar="PATH", decides=False)
     include: tuple[str, ...] = setting(
-        ("*.txt", "*.md", "*.jsonl"),
-        "files to take from directories",
-        group="data",
-        metavar="PATTERN",
-        several="+",
-        decides=False,
+        ("*.txt", "*.md", "*.jsonl"), "files to take from directories", metavar="PATTERN", decides=False
     )
-    exclude: tuple[str, ...] = setting(
-        (), "files to leave out, such as 'tests/*'", group="data", metavar="PATTERN", several="+", decides=False
-    )
-    format: str | None = setting(
+    exclude: tuple[str, ...] = setting((), "files to leave out, such as 'tests/*'", metavar="PATTERN", decides=False)
+    format: Kind | None = setting(
         None,
         'text, jsonl ({"text": ...} in each line) or chat ({"messages": [...]} or ShareGPT\'s {"conversations": [...]},'
         " loss on assistant turns only) (default: from each file's name and content)",
-        group="data",
-        choices=("text", "jsonl", "chat"),
     )
     packing: bool | None = setting(
         None,
         "fill windows of --sequence-length with one example after another; without, each example is a sequence of its"
         " own, padded (default: for all but chat)",
-        group="data",
     )
-    sequence_length: int = setting(256, "tokens in a sequence", group="data", kind=int, metavar="N")
-    data_only: bool = setting(
-        False, "read and tokenize the data, keep it for the next run, and end", group="data", decides=False
-    )
-    # model
-    model: Path | None = setting(
-        None, "a transformers model (default: a small Llama)", group="model", kind=Path, metavar="DIR", decides=False
-    )
-    layers: int = setting(12, "layers of the small Llama", group="model", kind=int, metavar="N")
-    hidden_size: int = setting(192, "hidden size of the small Llama", group="model", kind=int, metavar="N")
-    dtype: str | None = setting(None, "of the weights (default: as saved)", group="model", choices=_WEIGHT_DTYPES)
-    output: Path | None = setting(
-        None, "where the trained model is saved", group="model", kind=Path, metavar="DIR", decides=False
-    )
-    # adapters
+    sequence_length: int = setting(256, "tokens in a sequence", least=2)
+
+    model: Path | None = setting(None, "a transformers model (default: a small Llama)", group="model", decides=False)
+    layers: int = setting(12, "layers of the small Llama", least=1)
+    hidden_size: int = setting(192, "hidden size of the small Llama", least=1)
+    dtype: _WeightDtype | None = setting(None, "of the weights (default: as saved)")
+    output: Path | None = setting(None, "where the trained model is saved", decides=False)
+
     lora_rank: int | None = setting(
-        None, "train adapters of this rank (PEFT) and not the weights", group="LoRA", kind=int, metavar="N"
+        None, "train adapters of this rank (PEFT) and not the weights", group="LoRA", least=1
     )
-    lora_alpha: float = setting(16.0, "their scale is this by rank", group="LoRA", kind=float, metavar="X")
-    lora_dropout: float = setting(0.0, "before them, in training", group="LoRA", kind=float, metavar="P")
+    lora_alpha: float = setting(16.0, "their scale is this by rank", above=0)
+    lora_dropout: float = setting(0.0, "before them, in training", metavar="P")
     lora_targets: tuple[str, ...] = setting(
-        ("all-linear",), "modules that get one, such as q_proj v_proj", group="LoRA", metavar="NAME", several="+"
+        ("all-linear",), "modules that get one, such as q_proj v_proj", metavar="NAME"
     )
-    # memory
+
     device: str | None = setting(
-        None,
-        "compute device (default: the accelerator, else cpu)",
-        group="memory",
-        metavar="DEVICE",
-        decides=False,
+        None, "compute device (default: the accelerator, else cpu)", group="memory", metavar="DEVICE", decides=False
     )
     device_memory: int | str | None = setting(
-        None, "for weights on the device (default: what is free)", group="memory", metavar="SIZE", decides=False
+        None, "for weights on the device (default: what is free)", metavar="SIZE", decides=False
     )
     host_memory: int | str | None = setting(
-        None, "for weights in host RAM (default: what is free)", group="memory", metavar="SIZE", decides=False
+        None, "for weights in host RAM (default: what is free)", metavar="SIZE", decides=False
     )
     disk: Path | None = setting(
-        None,
-        "for weights that fit in neither, and all optimizer state (default: none)",
-        group="memory",
-        kind=Path,
-        metavar="DIR",
-        decides=False,
+        None, "for weights that fit in neither, and all optimizer state (default: none)", decides=False
     )
     blocks: tuple[str, ...] = setting(
         ("auto",),
         "what travels together: auto, a size, or name patterns such as 'model.layers.*'",
-        group="memory",
         metavar="WHAT",
-        several="+",
         decides=False,
     )
     resident: tuple[str, ...] = setting(
-        (), "name patterns of modules that stay on the device", group="memory", metavar="PATTERN", several="+",
-        decides=False,
-    )  # fmt: skip
-    prefetch: int | Literal["auto"] = setting(
-        "auto", "blocks loaded ahead at most", group="memory", kind=_depth, metavar="N", decides=False
+        (), "name patterns of modules that stay on the device", metavar="PATTERN", decides=False
     )
-    param_dtype: str | None = setting(
-        None, "in which weights travel and compute (default: their own)", group="memory", choices=tuple(DTYPES)
-    )
-    grad_dtype: str | None = setting(
-        None, "in which gradients are summed up (default: the weights' own)", group="memory", choices=tuple(DTYPES)
-    )
-    gradient_checkpointing: bool = setting(False, "recompute activations in backward", group="memory", decides=False)
+    prefetch: int | Literal["auto"] = setting("auto", "blocks loaded ahead at most", decides=False)
+    param_dtype: _Dtype | None = setting(None, "in which weights travel and compute (default: their own)")
+    grad_dtype: _Dtype | None = setting(None, "in which gradients are summed up (default: the weights' own)")
+    gradient_checkpointing: bool = setting(False, "recompute activations in backward", decides=False)
     micro_batches_together: int | Literal["all"] | None = setting(
         None,
         "so many micro-batches of a step (--accumulate), or 'all', go through each block before the next one comes, so"
         " that weights come once for all of them; what backward needs is then there for all of them, too",
-        group="memory",
-        kind=_how_many,
-        metavar="N",
+        least=1,
         decides=False,
     )
     offload_activations: tuple[str, ...] | None = setting(
         None,
         "what backward needs waits in host memory; settings of headrace.offload_activations may follow, such as"
         " device_memory=2GiB layers=4 tier=disk",
-        group="memory",
         metavar="NAME=VALUE",
-        several="*",
         decides=False,
     )
-    # optimizer
-    optimizer: str = setting("adamw", "the update rule", group="optimizer", choices=OPTIMIZERS)
-    optimizer_options: tuple[str, ...] = setting(
-        (), "more of its settings, such as momentum=0.9", group="optimizer", metavar="NAME=VALUE", several="+"
+
+    optimizer: _Optimizer = setting("adamw", "the update rule", group="optimizer")
+    optimizer_tier: Literal["host", "disk"] | None = setting(
+        None, "where its state rests (default: disk with --disk, else host)", decides=False
     )
-    optimizer_tier: str | None = setting(
-        None,
-        "where its state rests (default: disk with --disk, else host)",
-        group="optimizer",
-        choices=("host", "disk"),
-        decides=False,
-    )
-    state_dtype: str = setting("float32", "of its moments", group="optimizer", choices=("float32", "bfloat16", "8bit"))
-    master_form: str = setting(
-        "split", "of what bfloat16 weights lack to float32: 2 bytes or 4", group="optimizer", choices=("split", "full")
-    )
-    overlap: str = setting(
-        "none",
-        "what updates run beside",
-        group="optimizer",
-        choices=("none", "forward", "backward"),
-        decides=False,
-    )
-    device_fraction: float | str | None = setting(
+    state_dtype: Literal["float32", "bfloat16", "8bit"] = setting("float32", "of its moments")
+    overlap: Literal["none", "forward", "backward"] = setting("none", "what updates run beside", decides=False)
+    device_fraction: float | Literal["auto"] | None = setting(
         None,
         "all weights stay on the device, and this share of the state, 0 to 1 or auto (default: weights come to the"
         " device block by block)",
-        group="optimizer",
-        kind=_share,
-        metavar="X",
         decides=False,
     )
-    overlap_d2h_h2d: bool = setting(
-        True,
-        "with --device-fraction: gradients and weights travel while others are updated",
-        group="optimizer",
-        decides=False,
-    )
-    # training
+
     steps: int | None = setting(
-        None, "optimizer steps (default: from --epochs)", group="training", kind=int, metavar="N", decides=False
+        None, "optimizer steps (default: from --epochs)", group="training", least=1, decides=False
     )
-    epochs: float = setting(1.0, "times through the data", group="training", kind=float, metavar="X", decides=False)
-    batch_size: int = setting(4, "sequences in a micro-batch", group="training", kind=int, metavar="N")
-    accumulate: int = setting(1, "micro-batches in a step", group="training", kind=int, metavar="N")
-    learning_rate: float = setting(1e-4, "the highest", group="training", kind=float, metavar="X")
-    schedule: str = setting(
-        "constant",
-        "of the learning rate after warm-up",
-        group="training",
-        choices=("constant", "linear", "cosine"),
-    )
-    warmup_steps: int = setting(
-        0, "steps over which the learning rate rises from 0", group="training", kind=int, metavar="N"
-    )
-    weight_decay: float = setting(0.01, "of the optimizer", group="training", kind=float, metavar="X")
-    max_grad_norm: float = setting(
-        1.0, "gradients are clipped to this norm; 0: they are not", group="training", kind=float, metavar="X"
-    )
-    seed: int = setting(0, "of the weights, the order of the data and dropout", group="training", kind=int, metavar="N")
+    epochs: float = setting(1.0, "times through the data", above=0, decides=False)
+    batch_size: int = setting(4, "sequences in a micro-batch", least=1)
+    accumulate: int = setting(1, "micro-batches in a step", least=1)
+    learning_rate: float = setting(1e-4, "the highest", above=0)
+    schedule: Literal["constant", "linear", "cosine"] = setting("constant", "of the learning rate after warm-up")
+    warmup_steps: int = setting(0, "steps over which the learning rate rises from 0", least=0)
+    weight_decay: float = setting(0.01, "of the optimizer", least=0)
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0: they are not", least=0)
+    seed: int = setting(0, "of the weights, the order of the data and dropout")
     compare_plain: int = setting(
-        0,
-        "first run N steps without headrace, and fail when a loss differs in a single bit",
-        group="training",
-        kind=int,
-        metavar="N",
-        decides=False,
+        0, "first run N steps without headrace, and fail when a loss differs in a single bit", least=0, decides=False
     )
-    plain: bool = setting(False, "train without headrace, for comparison", group="training")
-    # evaluation
+
     eval_text: tuple[Path, ...] = setting(
         (),
         "files and directories to measure loss and perplexity on; the best model is kept in OUTPUT/best",
         group="evaluation",
-        kind=Path,
         metavar="PATH",
-        several="+",
         decides=False,
     )
     eval_every: int | None = setting(
-        None, "steps between measurements (default: at the end only)", group="evaluation", kind=int, metavar="N",
-        decides=False,
-    )  # fmt: skip
-    # checkpoints
+        None, "steps between measurements (default: at the end only)", least=1, decides=False
+    )
+
     save_every: int | None = setting(
         None,
         "steps between checkpoints, in OUTPUT/checkpoints (default: when asked to stop)",
         group="checkpoints",
-        kind=int,
-        metavar="N",
+        least=1,
         decides=False,
     )
-    keep: int = setting(2, "checkpoints to keep", group="checkpoints", kind=int, metavar="N", decides=False)
-    resume: Path | None = setting(
+    keep: int = setting(2, "checkpoints to keep", least=1, decides=False)
+    resume: Path | Literal[True] | None = setting(
         None,
         "go on from the newest checkpoint in DIR (default: in OUTPUT, where a run of the same settings was"
         " interrupted)",
-        group="checkpoints",
-        kind=Path,
-        metavar="DIR",
-        several="?",
         decides=False,
     )
-    tensorboard: Path | None = setting(
-        None,
-        "write loss, speed and bytes of each step there",
-        group="checkpoints",
-        kind=Path,
-        metavar="DIR",
-        decides=False,
-    )
+    tensorboard: Path | None = setting(None, "write loss, speed and bytes of each step there", decides=False)
 
     def __post_init__(self) -> None:
-        checks.check(self)
+        changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        for problem in itertools.chain(_bad_values(self), _idle(self, changed), _bad_pairs(self)):
+            raise TrainInputError(problem)
 
     @property
     def output_directory(self) -> Path:
@@ -287,8 +222,16 @@ class TrainConfig:
         """Settings of `headrace.offload_activations`; None when activations stay."""
         if self.offload_activations is None:
             return None
-        settings = checks.named_values("offload_activations", self.offload_activations)
-        return {name: value.split(",") if name == "modules" else value for name, value in settings.items()}
+        values: dict[str, Any] = {}
+        for each in self.offload_activations:
+            name, equals, text = each.partition("=")
+            if not (equals and name.isidentifier()):
+                raise TrainInputError(f"--offload-activations {each}: give NAME=VALUE")
+            try:
+                values[name] = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+            except (ValueError, SyntaxError):
+                values[name] = text.split(",") if name == "modules" else text
+        return values
 
     def budget_bytes(self, name: str, *, weight_bytes: int) -> int | None:
         """The budget `name` in bytes, for a model with `weight_bytes` of weights; None when none is set."""
@@ -311,3 +254,151 @@ class TrainConfig:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise TrainInputError(f"--device {self.device!r} cannot be used: {reason}; try --device cpu") from error
         return device
+
+
+def flag(name: str) -> str:
+    """The name of a setting on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def kinds_of(hint: Any) -> list[Any]:
+    """The types that a setting of this one may be of, None left out."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return [kind for kind in kinds if kind is not NoneType]
+
+
+def words_of(hint: Any) -> tuple[Any, ...]:
+    """What a setting of this type may be, word by word."""
+    return tuple(word for kind in kinds_of(hint) if get_origin(kind) is Literal for word in get_args(kind))
+
+
+def _bad_values(config: TrainConfig) -> Iterator[str]:
+    """What is wrong with settings one by one."""
+    if not config.text:
+        yield "no text is given; name at least one file or directory with --text"
+    _ = config.output_directory
+    hints = get_type_hints(TrainConfig)
+    for field in dataclasses.fields(config):
+        value, name, hint = getattr(config, field.name), flag(field.name), hints[field.name]
+        words, least, above = words_of(hint), field.metadata["least"], field.metadata["above"]
+        number = isinstance(value, int | float)
+        if isinstance(value, str) and words and value not in words:
+            yield f"{name} is {value!r}; give one of {', '.join(words)}"
+        if number and least is not None and not (math.isfinite(value) and value >= least):
+            yield f"{name} is {value}; give {least} or more"
+        if number and above is not None and not (math.isfinite(value) and value > above):
+            yield f"{name} is {value}; give a number above {above}"
+    if not 0 <= config.lora_dropout < 1:
+        yield f"--lora-dropout is {config.lora_dropout}; give 0 or more, and less than 1"
+    if not 0 <= config.seed < 2**32:
+        yield f"--seed is {config.seed}; give 0 to {2**32 - 1}"
+    if config.hidden_size % HEAD_SIZE:
+        yield f"--hidden-size is {config.hidden_size}; give a multiple of {HEAD_SIZE}"
+    fraction = config.device_fraction
+    if fraction not in (None, "auto") and not 0 <= float(fraction) <= 1:
+        yield f"--device-fraction is {fraction}; give 0 to 1, or auto"
+    for name in ("device_memory", "host_memory"):
+        config.budget_bytes(name, weight_bytes=0)
+    yield from _bad_activations(config)
+
+
+def _bad_activations(config: TrainConfig) -> Iterator[str]:
+    settings = config.activation_settings()
+    if settings is None:
+        return
+    known = [name for name in inspect.signature(offload_activations).parameters if name not in ("model", "disk")]
+    for name in settings:
+        if name not in known:
+            yield f"--offload-activations has no setting {name!r}; give one of {', '.join(known)}"
+    try:
+        activation_config(settings)
+    except (TypeError, ValueError) as error:
+        yield f"--offload-activations: {error}"
+    if settings.get("tier") == "disk" and config.disk is None:
+        yield "--offload-activations tier=disk needs a directory; name one with --disk"
+
+
+def _bad_pairs(config: TrainConfig) -> Iterator[str]:
+    """What is wrong with settings that are good by themselves."""
+    if config.state_tier == "disk" and config.disk is None:
+        yield "--optimizer-tier disk needs a directory; name one with --disk"
+    # What is updated in backward is over before the norm of all gradients, or the next micro-batch, is there.
+    if config.overlap == "backward" and config.max_grad_norm:
+        yield (
+            "--overlap backward updates weights before the norm of all gradients is known; give --max-grad-norm 0, or"
+            " --overlap forward"
+        )
+    if config.overlap == "backward" and config.accumulate > 1:
+        yield "--overlap backward updates weights in each backward; leave --accumulate out, or give --overlap forward"
+    if config.overlap == "backward" and config.optimizer == "muon":
+        yield "--overlap backward is for one optimizer, and --optimizer muon is two; leave one out"
+    if config.state_dtype != "float32" and config.optimizer in ("adafactor", "muon"):
+        yield f"--state-dtype is float32 with --optimizer {config.optimizer}; leave it out"
+    if config.compare_plain and config.device_fraction is not None:
+        yield "--compare-plain is for updates in host memory; leave --device-fraction out"
+    if config.compare_plain and (config.param_dtype or config.grad_dtype):
+        yield "--compare-plain is for weights in their own dtype; leave --param-dtype, --grad-dtype out"
+    if config.disk is not None and config.model is not None and config.dtype is not None:
+        yield (
+            f"--disk reads the weights in {config.model} in place, in the dtype that they have; leave --dtype out, or"
+            " save the model in that dtype first"
+        )
+    output, scalars = config.output_directory, config.tensorboard
+    if scalars is not None and output.resolve() == scalars.resolve():
+        yield f"--tensorboard and --output are both {output}; give --tensorboard {output / 'scalars'}"
+    if config.lora_rank is not None and config.model is None:
+        yield "--lora-rank adapts a model that is trained already; name one with --model"
+
+
+# Settings, where they do nothing, and what is said then, of {flags} that {do} not.
+_IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], bool], str], ...] = (
+    (
+        (
+            *("device_memory", "host_memory", "blocks", "resident", "prefetch", "param_dtype", "grad_dtype"),
+            *("micro_batches_together", "overlap"),
+        ),
+        lambda config: config.device_fraction is not None,
+        "--device-fraction is for weights that stay on the device, so {flags} {do} not apply; leave either side out",
+    ),
+    (
+        ("micro_batches_together",),
+        lambda config: config.accumulate == 1,
+        "{flags} {do} nothing for one micro-batch in a step; give --accumulate, too, or leave it out",
+    ),
+    (
+        ("layers", "hidden_size"),
+        lambda config: config.model is not None,
+        "--model names a model that has its own sizes, so {flags} of the small Llama {do} not apply; leave either side"
+        " out",
+    ),
+    (
+        ("lora_alpha", "lora_dropout", "lora_targets"),
+        lambda config: config.lora_rank is None,
+        "{flags} {do} nothing without --lora-rank, which adds the adapters; give that too, such as --lora-rank 16",
+    ),
+    (
+        ("epochs",),
+        lambda config: config.steps is not None,
+        "--steps and {flags} both say how long the run is; leave one of them out",
+    ),
+    (
+        ("eval_every",),
+        lambda config: not config.eval_text,
+        "{flags} needs something to measure on; name it with --eval-text",
+    ),
+)
+
+
+def _idle(config: TrainConfig, given: Iterable[str]) -> Iterator[str]:
+    """Which of the settings `given` do nothing beside the others: none is taken without a word."""
+    given = list(given)
+    for names, does_nothing, says in _IDLE:
+        idle = [flag(name) for name in names if name in given]
+        if idle and does_nothing(config):
+            yield says.format(flags=", ".join(idle), do="do" if len(idle) > 1 else "does")
+
+
+def refuse_idle(config: TrainConfig, given: Iterable[str]) -> None:
+    """Raises TrainInputError where one of the settings `given` does nothing, be it what it is by itself."""
+    for problem in _idle(config, given):
+        raise TrainInputError(problem)

@@ -1,6 +1,5 @@
 """How good is the model on text that it does not train on? Measured without a trace in the training that goes on."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from headrace.checkpoint.random_state import random_state, restore_random_state
 from headrace.train.data import Sequences
@@ -33,10 +31,10 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(run: Run, sequences: Sequences, world: World, *, batch_size: int, step: int) -> Evaluation:
     """The model's loss on all of `sequences`. Modes and random numbers are as before afterwards."""
-    loader = DataLoader(sequences, batch_size=batch_size, collate_fn=sequences.collate, generator=torch.Generator())
     measured = []
     with _left_as_it_is(run.model):
-        for batch in itertools.islice(loader, world.own, None, world.count):
+        for first in range(world.own * batch_size, len(sequences), world.count * batch_size):
+            batch = sequences.batch(range(first, min(first + batch_size, len(sequences))))
             count = learned_tokens(batch)
             measured.append((float(run.loss(batch)) * count if count else 0.0, count))
     total, tokens = 0.0, 0

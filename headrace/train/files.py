@@ -2,40 +2,34 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import TrainInputError
-from headrace.train.config import TrainConfig
+from headrace.train.config import Kind, TrainConfig, flag
 
-__all__ = ["CHAT_KEYS", "Kind", "find_files", "kind_of"]
+__all__ = ["CHAT_KEYS", "find_files", "kind_of"]
 
 CHAT_KEYS = ("messages", "conversations")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _START_CHARACTERS = 1 << 16  # that tell what is inside
 
 
-class Kind(Enum):
-    TEXT = "text"
-    JSONL = "jsonl"
-    CHAT = "chat"
-
-
-def find_files(config: TrainConfig, paths: Sequence[Path], option: str = "--text") -> list[Path]:
-    """The files to read: those named, and those of the directories named that match `include` and not `exclude`.
+def find_files(config: TrainConfig, name: str) -> list[Path]:
+    """The files of the setting `name`: those named, and those of directories that match `include` and not `exclude`.
 
     Raises TrainInputError for a path that does not exist, and when all of them together name no file.
     """
     files: dict[Path, None] = {}
+    paths = getattr(config, name)
     for path in paths:
         if path.is_file():
             files[path] = None
         elif path.is_dir():
             files.update(dict.fromkeys(_matching(path, config.include, config.exclude)))
         else:
-            raise TrainInputError(f"{option} {path} does not exist; name a file or a directory")
+            raise TrainInputError(f"{flag(name)} {path} does not exist; name a file or a directory")
     if not files:
         places = ", ".join(str(path) for path in paths)
         patterns = " ".join(config.include)
@@ -54,7 +48,7 @@ def _matching(directory: Path, include: Sequence[str], exclude: Sequence[str]) -
             yield directory / relative
 
 
-def kind_of(path: Path, forced: str | None) -> Kind:
+def kind_of(path: Path, forced: Kind | None) -> Kind:
     """What `path` holds, by its name and its first example. JSON is never taken for text.
 
     Raises TrainInputError for a file that cannot be read, for JSON without texts or conversations, and where the file
@@ -67,24 +61,22 @@ def kind_of(path: Path, forced: str | None) -> Kind:
         raise TrainInputError(f"text file {path} cannot be read: {error.strerror}; leave it out") from error
     example = _first_example(start)
     keys = [] if example is None else list(example)
-    found = None
+    found: Kind | None = "jsonl" if "text" in keys else None
     if any(key in keys for key in CHAT_KEYS):
-        found = Kind.CHAT
-    elif "text" in keys:
-        found = Kind.JSONL
+        found = "chat"
     named = ", ".join(map(repr, keys))
     named_json = path.suffix.lower() in _JSON_SUFFIXES
-    if found is None and not named_json and forced in (None, Kind.TEXT.value):
-        return Kind.TEXT
+    if found is None and not named_json and forced in (None, "text"):
+        return "text"
     if found is None and start.strip():
         held = f"JSON with {named}" if keys else "no JSON object"
         raise TrainInputError(
             f'{path} holds {held} in its first example; training needs "text", "messages" or "conversations" there:'
             " rename its keys, or leave it out with --exclude"
         )
-    if forced is not None and found is not None and forced != found.value:
-        raise TrainInputError(f"--format {forced}: {path} holds {found.value} (JSON with {named}); leave --format out")
-    return found or Kind(forced or Kind.JSONL.value)  # without any content
+    if forced is not None and found is not None and forced != found:
+        raise TrainInputError(f"--format {forced}: {path} holds {found} (JSON with {named}); leave --format out")
+    return found or forced or "jsonl"  # without any content
 
 
 def _first_example(start: str) -> dict[str, Any] | None:

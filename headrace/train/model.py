@@ -5,6 +5,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,7 @@ from headrace.errors import TrainInputError
 from headrace.integrations.transformers import open_pretrained
 from headrace.memory.disk import Checkpoint
 from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
-from headrace.train.checks import HEAD_SIZE
-from headrace.train.config import DTYPES, TrainConfig
+from headrace.train.config import DTYPES, HEAD_SIZE, TrainConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -42,23 +42,12 @@ class Tokens:
     tokenizer: PreTrainedTokenizerBase  # what is saved beside the model
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters, shared ones once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
 def load_tokens(config: TrainConfig) -> Tokens:
     """The tokenizer of the model's directory, or bytes for the built-in model. Raises TrainInputError."""
     if config.model is None:
         return Tokens(encode=encode_bytes, tokenizer=byte_tokenizer(longest=config.sequence_length))
     _check_directory(config.model)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a file that is missing or broken
-        raise TrainInputError(
-            f"model directory {config.model} has no tokenizer that transformers can load ({_first_line(error)}); "
-            "save the model's tokenizer there"
-        ) from error
+    tokenizer = load_tokenizer(config.model)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(text: str) -> torch.Tensor:
@@ -69,6 +58,20 @@ def load_tokens(config: TrainConfig) -> Tokens:
     return Tokens(encode=encode, tokenizer=tokenizer)
 
 
+def load_tokenizer(directory: Path, *, trust_remote_code: bool | None = None) -> PreTrainedTokenizerBase:
+    """Of the model in `directory`. Raises TrainInputError; transformers asks where `trust_remote_code` is None."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # transformers raises many kinds for a file that is missing or broken
+        raise TrainInputError(
+            f"model directory {directory} has no tokenizer that transformers can load ({_first_line(error)}); "
+            "save the model's tokenizer there"
+        ) from error
+    return tokenizer
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     """A model before it is trained."""
@@ -76,6 +79,11 @@ class LoadedModel:
     model: "PreTrainedModel | PeftModel"
     weight_files: Checkpoint | None  # that its weights are mapped from
     digest: str  # of the weights and the config that it was loaded from, wherever its directory is
+
+    @cached_property  # of before it is placed
+    def weight_bytes(self) -> int:
+        """Of all parameters, shared ones once."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
 
 
 def load_model(config: TrainConfig) -> LoadedModel:

@@ -1,6 +1,5 @@
 """With which update rules does a run train? One of headrace.optim, or PyTorch's own in a plain run."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,26 +7,21 @@ import torch
 from torch import nn
 
 import headrace.optim
-from headrace.errors import TrainInputError
 from headrace.optim.optimizer import HostOptimizer
-from headrace.train.checks import named_values
 from headrace.train.config import DTYPES, TrainConfig
 
 __all__ = ["Optimizers"]
 
-_OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": headrace.optim.AdamW,
-    "adam": headrace.optim.Adam,
-    "sgd": headrace.optim.SGD,
-    "lion": headrace.optim.Lion,
-    "adafactor": headrace.optim.Adafactor,
-    "muon": headrace.optim.Muon,
-}
-# Which the same rules of headrace equal bit for bit, for float32 weights.
-_STOCK: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
+Rule = Callable[..., torch.optim.Optimizer]
+
+# By name: ours, and PyTorch's own where ours equals it bit for bit for float32 weights.
+_RULES: dict[str, tuple[Rule, Rule | None]] = {
+    "adamw": (headrace.optim.AdamW, torch.optim.AdamW),
+    "adam": (headrace.optim.Adam, torch.optim.Adam),
+    "sgd": (headrace.optim.SGD, torch.optim.SGD),
+    "lion": (headrace.optim.Lion, None),
+    "adafactor": (headrace.optim.Adafactor, None),
+    "muon": (headrace.optim.Muon, None),
 }
 
 
@@ -63,38 +57,19 @@ class Optimizers:
             if isinstance(optimizer, HostOptimizer):
                 optimizer.consolidate_state_dict(to=0)
 
-    def held_bytes(self) -> int:
-        """Bytes of host memory for the state of headrace's."""
-        return sum(optimizer.held_bytes() for optimizer in self.all if isinstance(optimizer, HostOptimizer))
-
 
 def _make(rule: str, parameters: Sequence[nn.Parameter], config: TrainConfig, *, plain: bool) -> torch.optim.Optimizer:
-    own = named_values("optimizer_options", config.optimizer_options) if rule == config.optimizer else {}
-    settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **own}
+    settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    ours, stock = _RULES[rule]
     exact = config.state_dtype == "float32" and all(parameter.dtype is torch.float32 for parameter in parameters)
-    try:
-        if plain and exact and rule in _STOCK:
-            return _STOCK[rule](parameters, **settings, fused=True)
-        if rule == "muon":
-            settings = {"adjust_lr_fn": "match_rms_adamw", **settings}  # one learning rate then suits both
-        state_dtype = DTYPES.get(config.state_dtype, config.state_dtype)
-        settings["state_dtype"] = torch.float32 if rule != config.optimizer else state_dtype
-        settings["master_form"] = config.master_form
-        if config.optimizer != "muon":
-            settings["max_grad_norm"] = config.max_grad_norm or None
-        if not plain:
-            settings |= _placement(rule, config)
-        return _OURS[rule](parameters, **settings)
-    except (TypeError, ValueError) as error:
-        if own and not isinstance(error, headrace.HeadraceError):
-            named = [
-                one for one in inspect.signature(_OURS[rule]).parameters.values() if one.kind is not one.VAR_KEYWORD
-            ]
-            raise TrainInputError(
-                f"--optimizer {rule} with {' '.join(config.optimizer_options)}: {error}; options are"
-                f" {', '.join(one.name for one in named if one.name != 'params')}"
-            ) from error
-        raise
+    if plain and exact and stock is not None:
+        return stock(parameters, **settings, fused=True)
+    if rule == "muon":
+        settings["adjust_lr_fn"] = "match_rms_adamw"  # one learning rate then suits both
+    settings["state_dtype"] = DTYPES.get(config.state_dtype, config.state_dtype)
+    if config.optimizer != "muon":
+        settings["max_grad_norm"] = config.max_grad_norm or None
+    return ours(parameters, **settings, **({} if plain else _placement(rule, config)))
 
 
 def _placement(rule: str, config: TrainConfig) -> dict[str, Any]:
@@ -103,7 +78,7 @@ def _placement(rule: str, config: TrainConfig) -> dict[str, Any]:
     if config.state_tier == "disk" and config.disk is not None:
         settings["disk"] = config.disk / ("optimizer" if rule == config.optimizer else f"optimizer-{rule}")
     if config.device_fraction is not None and config.compute_device().type != "cpu":
-        settings |= {"device_fraction": config.device_fraction, "overlap_d2h_h2d": config.overlap_d2h_h2d}
+        settings["device_fraction"] = config.device_fraction
     return settings
 
 

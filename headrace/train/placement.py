@@ -8,28 +8,26 @@ from torch import nn
 import headrace
 from headrace.config import BlocksSpec
 from headrace.errors import TrainInputError
-from headrace.memory.disk import Checkpoint
 from headrace.train.config import DTYPES, TrainConfig
+from headrace.train.model import LoadedModel
 from headrace.train.ranks import World
 
 __all__ = ["place"]
 
 
-def place(
-    model: nn.Module, config: TrainConfig, world: World, weight_files: Checkpoint | None, *, weight_bytes: int
-) -> headrace.Offloaded | None:
+def place(loaded: LoadedModel, config: TrainConfig, world: World) -> headrace.Offloaded | None:
     """Offloads the model as `config` says. None: it is on the device as a whole, and there is nothing to tell."""
     try:
         if config.device_fraction is not None:
-            _stay(model, config, world.device)
+            _stay(loaded.model, config, world.device)
             return None
         return headrace.offload(
-            model,
+            loaded.model,
             device=world.device,
-            device_memory=config.budget_bytes("device_memory", weight_bytes=weight_bytes),
-            host_memory=config.budget_bytes("host_memory", weight_bytes=weight_bytes),
+            device_memory=config.budget_bytes("device_memory", weight_bytes=loaded.weight_bytes),
+            host_memory=config.budget_bytes("host_memory", weight_bytes=loaded.weight_bytes),
             disk=_inside(config.disk, "weights"),
-            checkpoint=weight_files,
+            checkpoint=loaded.weight_files,
             blocks=_blocks(config.blocks),
             resident=config.resident,
             prefetch=config.prefetch,

@@ -1,7 +1,7 @@
 """What does a training run tell whoever watches it? Notes, and one record for each step."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.train.evaluation import Evaluation
@@ -22,11 +22,17 @@ class StepRecord:
     stall_seconds: float | None = None  # of this step
 
 
-class Progress(Protocol):
-    def note(self, text: str) -> None: ...
+class Progress:
+    """Takes what it is told, and shows nothing: as it is, for ranks that are not the first."""
 
-    def step(self, record: StepRecord) -> None: ...
+    def note(self, text: str) -> None:
+        pass
 
-    def evaluation(self, measured: "Evaluation") -> None: ...
+    def step(self, record: StepRecord) -> None:
+        pass
 
-    def close(self) -> None: ...
+    def evaluation(self, measured: "Evaluation") -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -17,17 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from headrace.config import counted
 from headrace.errors import TrainInputError
 from headrace.runtime.ranks import Ranks
-from headrace.train.config import TrainConfig
-from headrace.train.settings import flag
+from headrace.train.config import TrainConfig, flag
 
 __all__ = ["World", "is_first_rank", "joined"]
 
 T = TypeVar("T")
 
-_NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # beside WORLD_SIZE
+_NEEDED = ("RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")  # beside WORLD_SIZE; all but the last are numbers
 # Settings that several ranks cannot take, and why.
 _REFUSED = {
-    "plain": "trains without headrace, in one process",
     "micro_batches_together": "is for one process yet: ranks average the gradients of each micro-batch",
     "device_fraction": "is for one process: ranks share one copy of the weights in host memory",
 }
@@ -94,12 +92,14 @@ def joined(config: TrainConfig) -> Iterator[World]:
         yield World(config.compute_device())
         return
     _check(config, count)
-    missing = [name for name in _NEEDED if name not in os.environ]
-    if missing:
-        raise TrainInputError(
-            f"WORLD_SIZE is {count} in the environment, and {missing[0]} is not set; start the ranks with torchrun, or"
-            " unset WORLD_SIZE"
-        )
+    for name in _NEEDED:
+        told = os.environ.get(name)
+        if told is None or not (told.isdecimal() or name == _NEEDED[-1]):
+            wrong = "is not set" if told is None else f"is {told!r}, no number"
+            raise TrainInputError(
+                f"WORLD_SIZE is {count} in the environment, and {name} {wrong}; start the ranks with torchrun, or unset"
+                " WORLD_SIZE"
+            )
     device = _own_device(config)
     distributed.init_process_group("gloo")  # what ranks share is in host memory
     try:
@@ -110,14 +110,14 @@ def joined(config: TrainConfig) -> Iterator[World]:
 
 def _world_size() -> int:
     told = os.environ.get("WORLD_SIZE", "1")
-    if not told.isdigit() or not int(told):
+    if not told.isdecimal() or not int(told):
         raise TrainInputError(f"WORLD_SIZE is {told!r} in the environment, and no number of ranks; unset it")
     return int(told)
 
 
 def _check(config: TrainConfig, count: int) -> None:
     for name, why in _REFUSED.items():
-        if getattr(config, name) not in (None, False):
+        if getattr(config, name) is not None:
             raise TrainInputError(f"{flag(name)} {why}; leave it out, or start without torchrun")
     if (config.activation_settings() or {}).get("tier") == "disk":
         raise TrainInputError(

@@ -14,12 +14,11 @@ import torch
 import headrace
 from headrace.checkpoint import newest
 from headrace.errors import TrainInputError
-from headrace.train.config import TrainConfig
+from headrace.train.config import TrainConfig, flag
 from headrace.train.data import Batches
 from headrace.train.evaluation import Evaluation
 from headrace.train.ranks import World
 from headrace.train.run import Run
-from headrace.train.settings import declared, flag
 
 __all__ = [
     "FINISHED",
@@ -53,7 +52,8 @@ class Terms:
 
     @staticmethod
     def of(config: TrainConfig, device: torch.device, *, data: str, eval_data: str | None, steps: int) -> "Terms":
-        deciding = {about.name: getattr(config, about.name) for about in declared(TrainConfig) if about.decides}
+        fields = dataclasses.fields(config)
+        deciding = {field.name: getattr(config, field.name) for field in fields if field.metadata["decides"]}
         deciding["device"] = device.type  # whose kernels round in their own way
         deciding["device_fraction"] = 0.0 if device.type == "cpu" else config.device_fraction or 0.0
         plain = json.loads(json.dumps(deciding, default=str))  # as a file gives them back
@@ -86,8 +86,8 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     if config.resume is not None and checkpoint is None:
         raise TrainInputError(f"--resume: {directory} has no whole checkpoint; leave it out to begin anew")
     kept = set(_KEPT)
-    if config.tensorboard is not None and config.tensorboard.absolute().is_relative_to(output.absolute()):
-        kept.add(config.tensorboard.absolute().relative_to(output.absolute()).parts[0])
+    if config.tensorboard is not None and config.tensorboard.resolve().is_relative_to(output.resolve()):
+        kept.add(config.tensorboard.resolve().relative_to(output.resolve()).parts[0])
     others = output.is_dir() and {path.name for path in output.iterdir()} - kept
     own = config.resume is not None and checkpoint is not None and checkpoint.is_relative_to(output)
     if others and not own and (finished or checkpoint is None):

@@ -58,12 +58,7 @@ class Run:
             losses = self._in_turn(batches, shares)
         else:
             losses = self._together(range(len(batches)), lambda n: self._share_of_loss(batches[n], n, shares[n]))
-        self._collect_gradients()
-        self.optimizers.step()
-        for schedule in self._schedules:
-            schedule.step()
-        self.optimizers.zero_grad()
-        self.publish_weights()
+        self._update()
         return float(torch.tensor(self._world.in_turn([float(loss) for loss in losses])).sum())
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -80,7 +75,6 @@ class Run:
         """The model and its optimizers are loaded already."""
         for schedule, own in zip(self._schedules, state["schedules"], strict=True):
             schedule.load_state_dict(own)
-        self.publish_weights()
 
     def _in_turn(self, batches: Sequence[Batch], shares: Sequence[float]) -> list[torch.Tensor]:
         """Forward and backward of this rank's micro-batches: their losses.
@@ -108,11 +102,11 @@ class Run:
         set_seed(int(np.random.SeedSequence([self._seed, steps, number]).generate_state(1)[0]))
         return self.loss(batch) * share
 
-    def _collect_gradients(self) -> None:
-        """Called between backward and the update."""
-
-    def publish_weights(self) -> None:
-        """Called after the update, and when weights were loaded."""
+    def _update(self) -> None:
+        self.optimizers.step()
+        for schedule in self._schedules:
+            schedule.step()
+        self.optimizers.zero_grad()
 
 
 class PlainRun(Run):
@@ -132,13 +126,12 @@ class PlainRun(Run):
             self._copies = list(zip(model.parameters(), on_device.parameters(), strict=True))
             self.model = on_device
 
-    def _collect_gradients(self) -> None:
+    @torch.no_grad()
+    def _update(self) -> None:
         for host, device in self._copies:
             host.grad = None if device.grad is None else device.grad.cpu()
             device.grad = None
-
-    @torch.no_grad()
-    def publish_weights(self) -> None:
+        super()._update()
         for host, device in self._copies:
             if host.requires_grad:
                 device.copy_(host)

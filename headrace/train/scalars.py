@@ -9,7 +9,7 @@ from headrace.train.progress import Progress, StepRecord
 __all__ = ["ScalarProgress"]
 
 
-class ScalarProgress:
+class ScalarProgress(Progress):
     """Tells `progress`, and writes each step's numbers into `directory`."""
 
     def __init__(self, progress: Progress, directory: Path) -> None:

@@ -7,36 +7,31 @@ import itertools
 import json
 import math
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from transformers import PreTrainedModel
+from typing import Any
 
 import headrace
 from headrace.checkpoint.directory import exchange
 from headrace.config import counted, format_bytes
 from headrace.errors import HeadraceError, TrainingFailedError, TrainInputError
-from headrace.memory.disk import Checkpoint
 from headrace.report import Report
 from headrace.train import resume
 from headrace.train.config import TrainConfig
 from headrace.train.data import Batch, Batches, Sequences, read_sequences
 from headrace.train.evaluation import Evaluation, evaluate
-from headrace.train.model import Tokens, check_vocabulary, load_model, load_tokens, weight_bytes
+from headrace.train.model import LoadedModel, Tokens, check_vocabulary, load_model, load_tokens
 from headrace.train.out_of_memory import explained
 from headrace.train.placement import place
 from headrace.train.progress import Progress, StepRecord
 from headrace.train.ranks import World, joined
 from headrace.train.resume import Past
 from headrace.train.run import PlainRun, Run, set_seed
-from headrace.train.stop import StopRequest, stop_on_signals
-
-if TYPE_CHECKING:
-    from peft import PeftModel
+from headrace.train.stop import stop_on_signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +59,7 @@ class Job:
     tokens: Tokens
     sequences: Sequences
     eval_sequences: Sequences | None
-    model: "PreTrainedModel | PeftModel"
-    weight_files: Checkpoint | None  # that its weights are mapped from
-    weight_bytes: int
+    loaded: LoadedModel
     steps: int
     terms: resume.Terms
     begins_at: Path | None  # the checkpoint that it goes on from
@@ -87,20 +80,12 @@ def train(config: TrainConfig, progress: Progress) -> TrainResult:
             past = Past()
             if job.begins_at is None:
                 past.plain_losses.extend(world.told(_plain_losses(job, progress, stop)))
-            if world.any(stop.requested):
+            if world.any(stop.is_set()):
                 raise TrainingFailedError("stopped before the first step; nothing was saved")
             result = _train(job, past, progress, stop)
             if result.checkpoint is None and world.is_first:
                 _save(job, result)
     return result
-
-
-def prepare(config: TrainConfig, progress: Progress) -> Sequences:
-    """Only reads and tokenizes the data; `datasets` keeps what it makes for the run that trains on it."""
-    tokens = load_tokens(config)
-    sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
-    progress.note(f"{_described(sequences)}, {counted(len(sequences), 'sequence')}")
-    return sequences
 
 
 def _read(config: TrainConfig, world: World, progress: Progress) -> Job:
@@ -114,28 +99,24 @@ def _read(config: TrainConfig, world: World, progress: Progress) -> Job:
         progress.note("--device-fraction: the device is the CPU, so all state is in host memory")
     with world.first_alone():  # the others find what `datasets` keeps
         tokens = load_tokens(config)
-        sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
-        eval_sequences = None
-        if config.eval_text:
-            eval_sequences = read_sequences(
-                config, tokens, paths=config.eval_text, option="--eval-text", note=progress.note
-            )
+        sequences = read_sequences(config, tokens, "text", progress.note)
+        eval_sequences = read_sequences(config, tokens, "eval_text", progress.note) if config.eval_text else None
     steps = config.steps or _batches(sequences, config).steps(config.epochs)
     eval_data = None if eval_sequences is None else eval_sequences.digest()
     terms = resume.Terms.of(config, device, data=sequences.digest(), eval_data=eval_data, steps=steps)
     if begins_at is not None:
         resume.check_terms(begins_at, terms)
     loaded = load_model(config)
-    model, terms = loaded.model, dataclasses.replace(terms, model=loaded.digest)
+    terms = dataclasses.replace(terms, model=loaded.digest)
     if begins_at is not None:
         resume.check_terms(begins_at, terms)
     for each in (sequences, eval_sequences):
         if each is not None:
-            check_vocabulary(model, each.largest_token)
+            check_vocabulary(loaded.model, each.largest_token)
     _make_output(config)
     progress.note(
-        f"{type(model).__name__}, {format_bytes(weight_bytes(model))} of weights, on {device}: "
-        f"{_described(sequences)}, {counted(steps, 'step')}"
+        f"{type(loaded.model).__name__}, {format_bytes(loaded.weight_bytes)} of weights, on {device}:"
+        f" {counted(sequences.files, 'file')}, {counted(sequences.tokens, 'token')}, {counted(steps, 'step')}"
     )
     if begins_at is not None:
         progress.note(f"going on from {begins_at}")
@@ -145,38 +126,30 @@ def _read(config: TrainConfig, world: World, progress: Progress) -> Job:
         tokens=tokens,
         sequences=sequences,
         eval_sequences=eval_sequences,
-        model=model,
-        weight_files=loaded.weight_files,
-        weight_bytes=weight_bytes(model),
+        loaded=loaded,
         steps=steps,
         terms=terms,
         begins_at=begins_at,
     )
 
 
-def _described(sequences: Sequences) -> str:
-    return f"{counted(sequences.files, 'file')}, {counted(sequences.tokens, 'token')}"
-
-
-def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float]:
+def _plain_losses(job: Job, progress: Progress, stop: threading.Event) -> list[float]:
     """The losses of the first `config.compare_plain` steps of plain PyTorch, on a copy of the model."""
     if job.config.compare_plain == 0 or not job.world.is_first:
         return []
     progress.note(f"the first {counted(job.config.compare_plain, 'step')} without headrace, to compare with")
     set_seed(job.config.seed)
-    run = PlainRun(copy.deepcopy(job.model), job.config, World(job.world.device), steps=job.steps)
+    run = PlainRun(copy.deepcopy(job.loaded.model), job.config, World(job.world.device), steps=job.steps)
     losses: list[float] = []
     for batches in itertools.islice(_batches(job.sequences, job.config), job.config.compare_plain):
-        if stop.requested:
+        if stop.is_set():
             break
         losses.append(run.step(batches))
     return losses
 
 
-def _train(job: Job, past: Past, progress: Progress, stop: StopRequest) -> TrainResult:
-    if job.config.plain:
-        return _train_placed(job, None, past, progress, stop)
-    handle = place(job.model, job.config, job.world, job.weight_files, weight_bytes=job.weight_bytes)
+def _train(job: Job, past: Past, progress: Progress, stop: threading.Event) -> TrainResult:
+    handle = place(job.loaded, job.config, job.world)
     try:
         return _train_placed(job, handle, past, progress, stop)
     except BaseException:
@@ -187,19 +160,23 @@ def _train(job: Job, past: Past, progress: Progress, stop: StopRequest) -> Train
 
 
 def _train_placed(
-    job: Job, handle: headrace.Offloaded | None, past: Past, progress: Progress, stop: StopRequest
+    job: Job, handle: headrace.Offloaded | None, past: Past, progress: Progress, stop: threading.Event
 ) -> TrainResult:
     config, world = job.config, job.world
     set_seed(config.seed)
-    run = _run(job, handle)
+    together = None
+    if handle is not None and config.micro_batches_together is not None:
+        count = None if config.micro_batches_together == "all" else config.micro_batches_together
+        together = partial(handle.forward_backward, together=count)
+    run = Run(job.loaded.model, config, world, steps=job.steps, together=together)
     batches = _batches(job.sequences, config)
     if job.begins_at is not None:
-        past = resume.load_checkpoint(job.begins_at, job.model, run, batches)
+        past = resume.load_checkpoint(job.begins_at, job.loaded.model, run, batches)
         resume.tell_changes(job.begins_at, job.terms, past, progress.note)
     meter = _Meter(job, handle)
     steps = iter(batches)
-    with resume.Saver(config, job.terms, job.model, run, batches, world) as saver:
-        while len(past.losses) < job.steps and not world.any(stop.requested):
+    with resume.Saver(config, job.terms, job.loaded.model, run, batches, world) as saver:
+        while len(past.losses) < job.steps and not world.any(stop.is_set()):
             micro_batches, started = next(steps), time.monotonic()
             past.losses.append(run.step(micro_batches))
             progress.step(meter.record(past, micro_batches, time.monotonic() - started))
@@ -220,7 +197,7 @@ def _train_placed(
         evaluations=tuple(past.evaluations),
         tokens=meter.tokens,
         seconds=meter.seconds,
-        weight_bytes=job.weight_bytes,
+        weight_bytes=job.loaded.weight_bytes,
         stats=None if handle is None else handle.stats(),
         report=None if handle is None else handle.report(),
         checkpoint=stopped_at,
@@ -229,15 +206,6 @@ def _train_placed(
         handle.remove()
     world.wait()  # until all ranks have made their updates, before one saves them
     return result
-
-
-def _run(job: Job, handle: headrace.Offloaded | None) -> Run:
-    if job.config.plain:
-        return PlainRun(job.model, job.config, job.world, steps=job.steps)
-    count, together = job.config.micro_batches_together, None
-    if handle is not None and count is not None:
-        together = partial(handle.forward_backward, together=None if count == "all" else count)
-    return Run(job.model, job.config, job.world, steps=job.steps, together=together)
 
 
 class _Meter:
@@ -324,7 +292,7 @@ def _make_output(config: TrainConfig) -> None:
 
 
 def _save_model(job: Job, directory: Path) -> None:
-    job.model.save_pretrained(directory)
+    job.loaded.model.save_pretrained(directory)
     job.tokens.tokenizer.save_pretrained(directory)
 
 

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from headrace.memory.disk import Access, DiskLog
@@ -52,7 +52,33 @@ class Checkpointed(Protocol):
         """That updates waited for it."""
 
 
-class Meter:
+@dataclass
+class Counts:
+    """What was moved and used since the last reset: `Stats` says what each is."""
+
+    onloads: int = 0
+    demand_onloads: int = 0
+    onload_bytes: int = 0
+    offload_bytes: int = 0
+    fetch_bytes: int = 0
+    spill_bytes: int = 0
+    row_bytes: int = 0
+    packed_bytes: int = 0
+    unpacked_bytes: int = 0
+    onload_packed_bytes: int = 0
+    onload_unpacked_bytes: int = 0
+    expert_bytes: int = 0
+    expert_loads: int = 0
+    expert_uses: int = 0
+    expert_host_loads: int = 0
+    expert_kept_bytes: int = 0
+    micro_batches_together: int = 0
+    micro_batches_in_turn: int = 0
+    steps: int = 0
+    skipped_steps: int = 0
+
+
+class Meter(Counts):
     """Counts what moves. Seconds are read from ticks cycles later, when reading them waits for nothing."""
 
     def __init__(self, lanes: Lanes, ledger: Ledger | None = None) -> None:
@@ -68,18 +94,19 @@ class Meter:
 
     def reset(self) -> None:
         """Counters start anew."""
-        self.onloads = self.demand_onloads = 0
-        self.onload_bytes = self.offload_bytes = self.fetch_bytes = self.ahead_bytes = self.spill_bytes = 0
-        self.row_bytes = self.packed_bytes = self.unpacked_bytes = 0
-        self.onload_packed_bytes = self.onload_unpacked_bytes = 0
-        self.expert_bytes = self.expert_loads = self.expert_uses = 0
-        self.expert_host_loads = self.expert_kept_bytes = 0
-        self.micro_batches_together = self.micro_batches_in_turn = 0
-        self.steps = self.skipped_steps = 0
+        super().__init__()
+        self.ahead_bytes = 0  # on their way from disk before an onload asked for them
         self._stall_seconds = self._compute_seconds = 0.0
         self._unread.clear()
         self._saved = (0, 0.0, 0.0)  # bytes, seconds, seconds waited, of checkpoints before
         self._saving: Checkpointed | None = None  # the last one
+
+    def counts(self) -> dict[str, Any]:
+        """What the stats say of what was counted, checkpoints too."""
+        found = {field.name: getattr(self, field.name) for field in fields(Counts)}
+        return found | dict(
+            zip(("saved_bytes", "save_seconds", "save_wait_seconds"), self._saved_so_far(), strict=True)
+        )
 
     def checkpoint_begun(self, saving: Checkpointed) -> None:
         """A checkpoint is being saved; those before it have ended."""
@@ -91,27 +118,6 @@ class Meter:
             return self._saved
         last = self._saving
         return nbytes + last.nbytes, seconds + last.seconds, waited_seconds + last.waited_seconds
-
-    def others(self) -> dict[str, Any]:
-        """What the stats say of rows of tables, packed weights, experts, and checkpoints."""
-        saved_bytes, save_seconds, save_wait_seconds = self._saved_so_far()
-        return {
-            "row_bytes": self.row_bytes,
-            "packed_bytes": self.packed_bytes,
-            "unpacked_bytes": self.unpacked_bytes,
-            "onload_packed_bytes": self.onload_packed_bytes,
-            "onload_unpacked_bytes": self.onload_unpacked_bytes,
-            "expert_bytes": self.expert_bytes,
-            "expert_loads": self.expert_loads,
-            "expert_uses": self.expert_uses,
-            "expert_host_loads": self.expert_host_loads,
-            "expert_kept_bytes": self.expert_kept_bytes,
-            "micro_batches_together": self.micro_batches_together,
-            "micro_batches_in_turn": self.micro_batches_in_turn,
-            "saved_bytes": saved_bytes,
-            "save_seconds": save_seconds,
-            "save_wait_seconds": save_wait_seconds,
-        }
 
     def onloaded(self, nbytes: int) -> None:
         """The onload of a block was submitted."""
@@ -131,15 +137,6 @@ class Meter:
         self.expert_bytes += nbytes
         self.expert_loads += 1
 
-    def expert_given_up(self, transfer: Transfer) -> None:
-        """One left the device, for host memory beside a disk."""
-        self.expert_kept_bytes += transfer.nbytes
-        self.arrived(transfer, "expert")
-
-    def experts_used(self, count: int) -> None:
-        """So many experts are wanted by one call of their module, whether they are there or not."""
-        self.expert_uses += count
-
     def arrived(self, transfer: Transfer | LateTransfer, what: str = "") -> None:
         """A transfer of `what` is kept for timelines: of a block's onload when compute is told to wait for it."""
         self.last_transfers.append(Moved(transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))
@@ -148,24 +145,6 @@ class Meter:
         """Copies of the gradients `what` to the host were submitted."""
         self.offload_bytes += transfer.nbytes
         self.arrived(transfer, what)
-
-    def fetched(self, nbytes: int) -> None:
-        """Bytes were read from disk."""
-        self.fetch_bytes += nbytes
-
-    def unpacked(self, packed_bytes: int, plain_bytes: int) -> None:
-        """Of the bytes that were read so many were packed weights, and became so many."""
-        self.packed_bytes += packed_bytes
-        self.unpacked_bytes += plain_bytes
-
-    def crossed_packed(self, packed_bytes: int, plain_bytes: int) -> None:
-        """Of the bytes that were onloaded so many were packed weights, and became so many."""
-        self.onload_packed_bytes += packed_bytes
-        self.onload_unpacked_bytes += plain_bytes
-
-    def fetched_ahead(self, nbytes: int) -> None:
-        """Bytes of a block were on their way from disk before its onload was asked for."""
-        self.ahead_bytes += nbytes
 
     def spilled(self, nbytes: int) -> None:
         """Bytes were written to disk."""

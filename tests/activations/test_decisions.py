@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.activations import course as course_file
-from headrace.activations.course import Course, Expected
+from headrace.activations import trace as trace_file
 from headrace.activations.decisions import Basis, ByCeiling, Decisions, Unplanned
 from headrace.activations.item import Item, Presence
 from headrace.activations.meter import ActivationMeter
 from headrace.activations.stash import Stash
+from headrace.activations.trace import Expected, ForwardTrace
 from headrace.config import ActivationConfig
 from headrace.memory.ledger import Ledger
 from headrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
@@ -93,9 +93,6 @@ class PlainByCeiling:
             self.next -= 1
         return found
 
-    def goes(self, item: Item) -> None:
-        pass
-
     def scale(self) -> float:
         if self.factor is not None:
             return self.factor
@@ -141,9 +138,6 @@ class PlainUnplanned:
         before = [other for ref in reversed(self.items[: item.index]) if (other := ref()) is not None]
         return [other for other in before if other.presence is not Presence.HERE and other.round != backward_round][:2]
 
-    def goes(self, item: Item) -> None:
-        pass
-
 
 class Both:
     """Two that must say the same. `counts`: of what they said."""
@@ -165,9 +159,6 @@ class Both:
         ours = self.ours.to_send_for(item, backward_round)
         return self.same(ours, self.plain.to_send_for(item, backward_round), "sent for")
 
-    def goes(self, item: Item) -> None:
-        self.ours.goes(item)
-
     def same(self, ours: Iterable[Item], plain: Iterable[Item], what: str) -> list[Item]:
         found = list(ours)
         assert [item.index for item in found] == [item.index for item in plain]
@@ -182,7 +173,7 @@ class Autograd:
         self.stash = stash
         stash.streams.now()
         self.expected = expected
-        self.course = Course(stash, expected, lambda: 0)
+        self.trace = ForwardTrace(stash, (), expected, lambda: 0)
         self.count = 0
         self.handles: dict[int, tuple[Item, Callable[[], None]]] = {}  # a handle is anything that can end
         self.held: dict[int, torch.Tensor] = {}  # by the user
@@ -190,31 +181,31 @@ class Autograd:
 
     def save(self, nbytes: int, name: str, held: bool) -> None:
         tensor = torch.empty(nbytes, dtype=torch.uint8)
-        item = Item(self.course, self.count, tensor.untyped_storage(), 0, nbytes, tensor, [], None, name)
+        item = Item(self.trace, self.count, tensor.untyped_storage(), 0, nbytes, tensor, [], None, name)
         if held:
             self.held[self.count] = tensor
         del tensor
         handle = lambda: None  # noqa: E731
-        self.stash.claim(item, handle)
+        self.stash.note_handle(item, handle)
         self.handles[self.count] = item, handle
         self.count += 1
-        self.course.saved(item)
+        self.trace.saved(item)
 
     def use(self, item: Item, last: bool) -> None:
         """`last`: of its handles in this backward."""
         if item.round != self.round:
             item.round = self.round
-            self.course.used(item, self.round, recorded=False)
+            self.trace.used(item, self.round, recorded=False)
         else:
             if item.memory is None:
                 self.stash.send_for(item, needed=True)
             self.stash.arrive(item)
-            self.course.used_again(item)
+            self.trace.used_again(item)
         if last:
             self.stash.put_back(item)
 
     def end_of_backward(self) -> None:
-        self.course.end_backward()
+        self.trace.end_backward()
         self.round += 1
 
     def let_go(self, index: int) -> None:
@@ -269,7 +260,7 @@ def forward_and_backward(autograd: Autograd, rng: random.Random) -> None:
         if rng.random() < 0.05 and autograd.handles:
             autograd.use(rng.choice([*autograd.handles.values()])[0], last=rng.random() < 0.5)
     if rng.random() < 0.8:
-        autograd.course.end_forward()
+        autograd.trace.end_forward()
     for _ in range(rng.choice([1, 1, 2])):
         for index in reversed(range(autograd.count)) if rng.random() < 0.7 else rng.sample(range(autograd.count), 1):
             if index in autograd.handles:
@@ -296,12 +287,12 @@ def test_decisions(lanes: Lanes, host_memory_bytes: int | None, monkeypatch: pyt
     def by_ceiling(plan: ActivationPlan, items: Items) -> Both:
         return Both(ByCeiling(plan, items), PlainByCeiling(plan, items), counts)
 
-    monkeypatch.setattr(course_file, "ByCeiling", by_ceiling)
-    monkeypatch.setattr(course_file, "Unplanned", lambda items: Both(Unplanned(items), PlainUnplanned(items), counts))
+    monkeypatch.setattr(trace_file, "ByCeiling", by_ceiling)
+    monkeypatch.setattr(trace_file, "Unplanned", lambda items: Both(Unplanned(items), PlainUnplanned(items), counts))
     config = ActivationConfig(host_memory_bytes=host_memory_bytes, stays_without_room=host_memory_bytes is not None)
 
     @given(st.integers(0, 2**32))
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=200, deadline=None)
     def play(seed: int) -> None:
         rng = random.Random(seed)
         stash = Stash(lanes, Ledger(), ActivationMeter(lanes, LaneUse()), config)

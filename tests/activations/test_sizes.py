@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from headrace.activations import book as book_module
+from headrace.activations import plan_cache
 from tests.activations.models import SAVED_BYTES, Layer, Stack, results, rows
 from tests.support.compare import assert_same
 from tests.support.held import allocated_bytes, is_counted
@@ -190,7 +190,7 @@ def test_a_planner_that_fails_is_named_once_and_does_not_fail_the_step(monkeypat
         raise IndexError("no such choice")
 
     expected = gradients(First(), 3)
-    monkeypatch.setattr(book_module, "plan_activations", fails)
+    monkeypatch.setattr(plan_cache, "plan_activations", fails)
     with (
         headrace.offload_activations(model := First(), min_bytes=1) as handle,
         pytest.warns(RuntimeWarning, match="planner of activations failed.*IndexError: no such choice") as told,

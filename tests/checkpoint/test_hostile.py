@@ -16,8 +16,9 @@ import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 
 import headrace
-from headrace.checkpoint.manifest import MANIFEST, PIECE_BYTES
+from headrace.checkpoint.manifest import MANIFEST
 from headrace.memory.disk.directory import StoreDirectory
+from headrace.memory.disk.saved_file import GRAIN_BYTES, SavedFile
 from headrace.memory.disk.torch_files import open_torch_file
 from headrace.runtime.system import host_name
 from tests.checkpoint.runs import Net, Run, run
@@ -61,7 +62,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], object]) -> None
     del content["checksum"]
     for name in content["files"]:
         data = (directory / name).read_bytes()
-        pieces = [data[begin : begin + PIECE_BYTES] for begin in range(0, len(data), PIECE_BYTES)]
+        pieces = [data[begin : begin + GRAIN_BYTES] for begin in range(0, len(data), GRAIN_BYTES)]
         sums = [xxhash.xxh3_64_hexdigest(piece) for piece in pieces]
         content["files"][name] = {"nbytes": len(data), "xxh3_64": sums}
     change(content)
@@ -231,7 +232,7 @@ def test_compressed_records_are_not_unpacked(tmp_path: Path) -> None:
         for record in sound.namelist():
             bomb.writestr(record, sound.read(record), compress_type=zipfile.ZIP_DEFLATED)
     with pytest.raises(headrace.CheckpointError, match="is compressed"):
-        open_torch_file(tmp_path / "bomb.pt")
+        open_torch_file(SavedFile(tmp_path / "bomb.pt"))
 
 
 def test_trees_without_end_are_refused(tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def test_trees_without_end_are_refused(tmp_path: Path) -> None:
     tree.append(tree)
     torch.save({"weight": torch.zeros(4), "tree": tree}, tmp_path / "endless.pt")
     with pytest.raises(headrace.CheckpointError, match="recursion"):
-        open_torch_file(tmp_path / "endless.pt")
+        open_torch_file(SavedFile(tmp_path / "endless.pt"))
 
 
 def state_of(change: Callable[[dict[str, Any]], object], path: Path) -> None:

@@ -180,7 +180,7 @@ def test_nothing_to_offload(device: torch.device) -> None:
     ("assignment", "text"),
     [
         ("optimizer.lr", "'optimizer.lr' is no override"),
-        ("optimizer.optimizer_cpu_offlod=True", "did you mean optimizer_cpu_offload"),
+        ("optimizer.optimizer_cpu_offlod=True", "did you mean 'optimizer_cpu_offload'"),
         ("optimizer.optimizer_cpu_offload=yes", "give True or False"),
         ("train.train_iters=many", "give a number, as 1 is"),
         ("train.global_batch_size=3", "is no multiple of micro_batch_size=2"),

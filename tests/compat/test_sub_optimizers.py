@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headrace.compat import HybridDeviceOptimizer
 from headrace.compat.sub_optimizers import TorchSteps
-from headrace.optim.shares import Shares
+from headrace.optim.devices import DeviceShare
 from tests.compat.test_megatron import SHAPES, FusedAdam, HostMemory, on_device
 from tests.optim.references import copies, give_gradients, parameters
 from tests.support.compare import assert_same
@@ -43,14 +43,14 @@ def test_any_class_of_pytorch_has_its_own_bits(
     on_cpu = parameters(shapes=SHAPES)
     ours, there = on_device(on_cpu), on_device(on_cpu)
     optimizer, of_cpu, of_device = HybridDeviceOptimizer(ours, fraction, kind), kind(on_cpu), kind(there)
-    on_host, divide = set(), Shares.divide
+    on_host, divide = set(), DeviceShare.divide
 
-    def divided(shares: Shares, *among: Any) -> Any:
-        found = divide(shares, *among)
+    def divided(share: DeviceShare, *among: Any) -> Any:
+        found = divide(share, *among)
         on_host.update(id(member.parameter) for member in found[0])
         return found
 
-    monkeypatch.setattr(Shares, "divide", divided)
+    monkeypatch.setattr(DeviceShare, "divide", divided)
     for step in range(4):
         give_gradients(ours, on_cpu, step)
         for weight, other in zip(ours, there, strict=True):
@@ -86,20 +86,32 @@ def test_a_partial_and_a_class_of_ones_own(emu_device: ModuleType) -> None:
         assert_same(ours, theirs)
 
 
-def test_two_rules_for_the_two_shares(emu_device: ModuleType) -> None:
-    """The first half of the parameters goes by the one, the rest by the other, as in Megatron."""
+@pytest.mark.parametrize(
+    ("first", "second", "settings"),
+    [
+        (torch.optim.RMSprop, torch.optim.SGD, {"lr": 0.01}),
+        (torch.optim.SGD, torch.optim.AdamW, {}),  # which decay weights by 0 and 0.01
+        (torch.optim.SGD, torch.optim.AdamW, {"weight_decay": 0.0}),
+        (*(functools.partial(torch.optim.AdamW, weight_decay=decay) for decay in (0.1, 0.2)), {}),
+    ],
+)
+def test_two_rules_for_the_two_shares(
+    emu_device: ModuleType, first: Any, second: Any, settings: dict[str, float]
+) -> None:
+    """The first half of the parameters goes by the one, the rest by the other, each with its own defaults."""
     theirs = parameters(shapes=((64, 64), (64,), (64, 64), (64,)))
     ours = on_device(theirs)
-    optimizer = HybridDeviceOptimizer(ours, 0.5, torch.optim.RMSprop, torch.optim.SGD, lr=0.01)
-    references = [torch.optim.RMSprop(theirs[:2], lr=0.01), torch.optim.SGD(theirs[2:], lr=0.01)]
+    references = [first(theirs[:2], **settings), second(theirs[2:], **settings)]
+    groups = [{"params": (weight for weight in ours), **settings}]
+    optimizer = HybridDeviceOptimizer(groups, 0.5, first, second)
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1) for each in (optimizer, *references)]
     for step in range(3):
         give_gradients(ours, theirs, step)
-        optimizer.step()
-        for reference in references:
-            reference.step()
+        for each in (optimizer, *references, *schedules):
+            each.step()
     assert_same(ours, theirs)
-    assert "square_avg" in optimizer.state[ours[0]]
-    assert "square_avg" not in optimizer.state[ours[3]]
+    for weight, reference in ((ours[0], references[0]), (ours[3], references[1])):
+        assert optimizer.state[weight].keys() == reference.state[reference.param_groups[0]["params"][0]].keys()
 
 
 def test_low_precision_weights_have_masters(emu_device: ModuleType) -> None:

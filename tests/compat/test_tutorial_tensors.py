@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from headrace.compat.tutorial import OffloadTier
+from headrace.compat.tutorial.blocks import DiskSettings
 from headrace.compat.tutorial.tensors import TieredTensors
 from headrace.errors import BudgetError, DiskError, StateError
-from headrace.memory.disk import DiskStore
 from headrace.memory.disk.file import DirectFile
-from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.ledger import Tier
 
 KIB = 1024
 Make = Callable[..., TieredTensors]
@@ -24,11 +24,9 @@ Make = Callable[..., TieredTensors]
 def make(compute_device: torch.device, tmp_path: Path) -> Iterator[Make]:
     made = []
 
-    def tiered(**settings: Any) -> TieredTensors:
-        def open_disk(ledger: Ledger) -> DiskStore:
-            return DiskStore(tmp_path / f"store-{len(made)}", ledger)
-
-        made.append(TieredTensors(compute_device, open_disk=open_disk, **{"block_bytes": 4 * KIB, **settings}))
+    def tiered(slots: int = 8, packs: bool = False, **settings: Any) -> TieredTensors:
+        disk = DiskSettings(str(tmp_path), block_bytes=4 * KIB, slots=slots, packs=packs)
+        made.append(TieredTensors(compute_device, disk=disk, **settings))
         return made[-1]
 
     yield tiered
@@ -53,7 +51,7 @@ def test_any_sequence_of_calls(make: Make, compute_device: torch.device, slots: 
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         visiting_bytes=18 * KIB,
-        blocks_in_flight=slots,
+        slots=slots,
         packs=packs,
     )
     tensors.add({name: tensor.clone() for name, tensor in expected.items()}, choose.choice(list(Tier)))
@@ -141,7 +139,7 @@ def test_copies_to_the_device_never_make_the_host_wait(emu_device: Any) -> None:
 
 def test_a_write_that_failed_is_no_value(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for it is told, others are served, and the next value that lands mends it."""
-    tensors = make(blocks_in_flight=2, device_bytes=16 * KIB)
+    tensors = make(slots=2, device_bytes=16 * KIB)
     tensors.add({"a": value(0), "b": value(1)}, Tier.DISK)
     tensors.synchronize()
     whole = DirectFile.write

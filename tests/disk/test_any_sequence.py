@@ -2,7 +2,6 @@
 
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace.errors import StateError
 from headrace.memory.arena import Arena
 from headrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, store
-from headrace.memory.disk.extent import pieces
 from headrace.memory.ledger import Ledger, Tier
 
 PAGE = DISK_ALIGNMENT_BYTES
@@ -38,12 +36,8 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.small_pieces = [
-            mock.patch.object(store, "pieces", partial(pieces, piece_bytes=PIECE_BYTES)),
-            mock.patch.object(store, "PIECE_BYTES", PIECE_BYTES),
-        ]
-        for patch in self.small_pieces:
-            patch.start()
+        self.small_pieces = mock.patch.object(store, "PIECE_BYTES", PIECE_BYTES)
+        self.small_pieces.start()
         self.directory = tempfile.TemporaryDirectory(prefix="headrace-test-")
         self.ledger = Ledger()
         self.store = DiskStore(self.directory.name, self.ledger)
@@ -62,7 +56,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     @rule(nbytes=SIZES)
     def allocate(self, nbytes: int) -> None:
-        extent = self.store.allocate(f"w{len(self.known)}", nbytes, "weights")
+        extent = self.store.allocate(f"w{len(self.known)}", nbytes, "weights", PIECE_BYTES)
         content = self.random(nbytes, aligned=True)
         self.store.write(extent, content.clone())
         self.known.append(Known(extent, content))
@@ -104,7 +98,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @rule(number=st.integers(0))
     def hand_to_direct(self, number: int) -> None:
         known = self.chosen(number)
-        self.store.to_direct(known.extent, PIECE_BYTES)
+        self.store.to_direct(known.extent)
         known.mapped = False
 
     @rule()
@@ -144,8 +138,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
             self.close()
             self.store.close()
             self.directory.cleanup()
-            for patch in self.small_pieces:
-                patch.stop()
+            self.small_pieces.stop()
 
 
 TestStoreAgainstDict = StoreAgainstDict.TestCase

@@ -17,7 +17,7 @@ from safetensors.torch import load, load_file, save, save_file
 
 from headrace.errors import BudgetError, CheckpointError, DiskError
 from headrace.memory.arena import Arena
-from headrace.memory.disk import Checkpoint
+from headrace.memory.disk import Checkpoint, Part
 from headrace.memory.disk.extent import PIECE_BYTES
 from headrace.memory.disk.safetensors_header import DTYPES
 from headrace.memory.ledger import Ledger, Tier
@@ -48,7 +48,7 @@ def check_equal(path: Path, expected: dict[str, torch.Tensor]) -> None:
     with opened(path) as checkpoint:
         assert checkpoint.records.keys() == expected.keys()
         destinations = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-        checkpoint.read(destinations).synchronize()
+        checkpoint.read(destinations)
         for name, tensor in expected.items():
             assert same(destinations[name], tensor), name
             assert same(checkpoint.tensor(name), tensor), name
@@ -92,7 +92,7 @@ def test_large_tensors_and_many_small_ones(tmp_path: Path) -> None:
     check_equal(tmp_path, tensors)
     with opened(tmp_path) as checkpoint:
         two = {name: torch.empty_like(tensors[name]) for name in ("norm.7", "z")}
-        checkpoint.read(two).synchronize()
+        checkpoint.read(two)
         assert all(same(two[name], tensors[name]) for name in two)
 
 
@@ -102,7 +102,7 @@ def test_the_bytes_of_one_place_go_to_any_memory(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     slot = torch.zeros(1000, dtype=torch.uint8)
     with opened(tmp_path) as checkpoint:
-        checkpoint.read({"a": slot[7 : 7 + 660]}).synchronize()
+        checkpoint.read({"a": slot[7 : 7 + 660]})
         assert torch.equal(slot[7:667], tensors["a"].flatten().view(torch.uint8))
         assert slot[:7].eq(0).all()
         assert slot[667:].eq(0).all()
@@ -131,9 +131,12 @@ def test_what_threads_read_into_is_booked(tmp_path: Path) -> None:
     ledger = Ledger()
     destination = {"a": torch.empty(3 * PIECE_BYTES, dtype=torch.uint8)}
     with opened(tmp_path, ledger) as checkpoint:
+        checkpoint.read(destination)
+        assert ledger.peak_bytes(Tier.HOST, "staging") == 4 * PIECE_BYTES
         assert ledger.by_purpose() == {}
-        checkpoint.read(destination).synchronize()
-        assert ledger.by_purpose() == {(Tier.HOST, "staging"): 4 * PIECE_BYTES}
+        with checkpoint.reading(1 << 20, ledger):
+            assert ledger.by_purpose() == {(Tier.HOST, "staging"): 1 << 20}
+            checkpoint.read(destination)
     assert ledger.by_purpose() == {}
     refused = pytest.raises(BudgetError, match="staging need 32 MiB of host memory")
     with opened(tmp_path, Ledger(host_budget_bytes=PIECE_BYTES)) as checkpoint, refused:
@@ -147,11 +150,12 @@ def test_bytes_of_a_file_as_they_lie(tmp_path: Path) -> None:
     memory = Arena(len(content), torch.device("cpu"), Ledger(), "test").tensor(0, len(content))
     with opened(path) as checkpoint:
         for offset in (0, 4096, 4097, PIECE_BYTES):
-            checkpoint.read_range(str(path), offset, memory[offset:], what="a").synchronize()
+            part = Part(memory, offset, len(content) - offset)
+            checkpoint.read_range(str(path), offset, [part], what="a").synchronize()
             assert torch.equal(memory[offset:], content[offset:])
             memory.zero_()
         with pytest.raises(ValueError, match=r"'model.safetensors': \d+ bytes at offset 8192 are not within"):
-            checkpoint.read_range(str(path), 8192, memory, what="a")
+            checkpoint.read_range(str(path), 8192, [Part(memory, 0, len(content))], what="a")
 
 
 def shards(path: Path) -> dict[str, torch.Tensor]:
@@ -240,36 +244,42 @@ def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[
 
 
 UNSOUND: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "truncated, or another format"),
-    "short": (b"\0" * 7, "truncated, or another format"),
-    "header beyond the end": (struct.pack("<Q", 1000) + b"{}", "a header length of 1000"),
-    "header length absurd": (struct.pack("<Q", 2**63) + b"{}", "header length"),
-    "header over the limit": (struct.pack("<Q", 100_000_001) + b"{}", "header length"),
-    "no JSON": (file_of(b"{nope"), "no sound JSON"),
-    "no UTF-8": (file_of(b'{"\xff\xfe": 1}'), "no sound JSON"),
-    "deep": (file_of(b"[" * 100_000), "no sound JSON"),
-    "no object": (file_of([1]), "no JSON object"),
-    "name twice": (file_of(b'{"a": 1, "a": 2}'), "'a' is in it twice"),
-    "metadata": (file_of({"__metadata__": {"a": 1}}), "no map of texts"),
-    "entry": (file_of({"a": 1}), "'a' is not described by"),
-    "entry lacks": (file_of({"a": {"dtype": "F32"}}), "'a' is not described by"),
-    "dtype": (file_of({"a": entry("F33")}, b"0000"), "the dtype 'F33'"),
-    "dtype no text": (file_of({"a": entry(["F32"])}, b"0000"), "the dtype"),
-    "negative": (file_of({"a": entry(shape=(-1,))}, b"0000"), "not sizes"),
-    "shape true": (file_of({"a": entry(shape=(True,))}, b"0000"), "not sizes"),
-    "shape float": (file_of({"a": entry(shape=(1.0,))}, b"0000"), "not sizes"),
-    "offsets reversed": (file_of({"a": entry(offsets=(4, 0))}, b"0000"), "not sizes"),
-    "offsets three": (file_of({"a": entry(offsets=(0, 4, 8))}, b"0000"), "not sizes"),
-    "bytes": (file_of({"a": entry(shape=(2,))}, b"0000"), "'a' has 4 bytes, but .* takes 8"),
-    "shape overflows": (file_of({"a": entry(shape=(2**62, 8))}, b"0000"), "takes"),
-    "overlap": (file_of({"a": entry(), "b": entry(offsets=(2, 6))}, b"0" * 6), "'a' and 'b' overlap"),
-    "twice the same": (file_of({"a": entry(), "b": entry()}, b"0" * 4), "'a' and 'b' overlap"),
-    "hole": (file_of({"a": entry(), "b": entry(offsets=(8, 12))}, b"0" * 12), "'a' and 'b' leave a hole"),
-    "hole at the begin": (file_of({"a": entry(offsets=(4, 8))}, b"0" * 8), "the header and 'a' leave a hole"),
-    "out of range": (file_of({"a": entry()}, b"000"), "truncated, or not fully written"),
-    "too long": (file_of({"a": entry()}, b"00000"), "truncated, or not fully written"),
-    "half a byte": (file_of({"a": entry("F4", (3,), (0, 1))}, b"0"), "whose last size is not even"),
+    "empty": (b"", "header too small"),
+    "short": (b"\0" * 7, "header too small"),
+    "header beyond the end": (struct.pack("<Q", 1000) + b"{}", "invalid header length"),
+    "header length absurd": (struct.pack("<Q", 2**63) + b"{}", "header too large"),
+    "header over the limit": (struct.pack("<Q", 100_000_001) + b"{}", "header too large"),
+    "no JSON": (file_of(b"{nope"), "invalid JSON"),
+    "no UTF-8": (file_of(b'{"\xff\xfe": 1}'), "invalid UTF-8"),
+    "deep": (file_of(b"[" * 100_000), "invalid JSON"),
+    "no object": (file_of([1]), "invalid type: sequence"),
+    "name twice": (file_of(b'{"a": 1, "a": 2}'), "invalid type: integer"),
+    "metadata": (file_of({"__metadata__": {"a": 1}}), "expected a string"),
+    "entry": (file_of({"a": 1}), "invalid type: integer"),
+    "entry lacks": (file_of({"a": {"dtype": "F32"}}), "missing field `shape`"),
+    "dtype": (file_of({"a": entry("F33")}, b"0000"), "unknown variant `F33`"),
+    "dtype of no tensors": (
+        file_of({"a": entry("F6_E2M3", (4,), (0, 3))}, b"000"),
+        "'a' is of F6_E2M3, and PyTorch has",
+    ),
+    "dtype no text": (file_of({"a": entry(["F32"])}, b"0000"), "expected string"),
+    "negative": (file_of({"a": entry(shape=(-1,))}, b"0000"), "expected usize"),
+    "shape true": (file_of({"a": entry(shape=(True,))}, b"0000"), "expected usize"),
+    "shape float": (file_of({"a": entry(shape=(1.0,))}, b"0000"), "expected usize"),
+    "offsets reversed": (file_of({"a": entry(offsets=(4, 0))}, b"0000"), "invalid offset for tensor `a`"),
+    "offsets three": (file_of({"a": entry(offsets=(0, 4, 8))}, b"0000"), "expected 2 elements"),
+    "bytes": (file_of({"a": entry(shape=(2,))}, b"0000"), "invalid shape, data type, or offset"),
+    "shape overflows": (file_of({"a": entry(shape=(2**62, 8))}, b"0000"), "overflow"),
+    "overlap": (file_of({"a": entry(), "b": entry(offsets=(2, 6))}, b"0" * 6), "invalid offset for tensor `b`"),
+    "twice the same": (file_of({"a": entry(), "b": entry()}, b"0" * 4), "invalid offset for tensor"),
+    "hole": (file_of({"a": entry(), "b": entry(offsets=(8, 12))}, b"0" * 12), "invalid offset for tensor `b`"),
+    "hole at the begin": (file_of({"a": entry(offsets=(4, 8))}, b"0" * 8), "invalid offset for tensor `a`"),
+    "out of range": (file_of({"a": entry()}, b"000"), "file not fully covered"),
+    "too long": (file_of({"a": entry()}, b"00000"), "file not fully covered"),
+    "half a byte": (file_of({"a": entry("F4", (3,), (0, 1))}, b"0"), "byte boundary"),
+    "half a byte in a row": (file_of({"a": entry("F4", (2, 3), (0, 3))}, b"000"), "rows of an odd number of values"),
 }
+ONLY_HERE = ("dtype of no tensors", "half a byte in a row")  # what PyTorch has no tensors for
 
 
 @pytest.mark.parametrize("case", UNSOUND)
@@ -280,8 +290,9 @@ def test_unsound_files_are_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=problem) as refused:
         Checkpoint(path, Ledger())
     assert str(path) in str(refused.value)
-    with pytest.raises((SafetensorError, KeyError)):  # its own library refuses it too
-        load(content)
+    if case not in ONLY_HERE:
+        with pytest.raises((SafetensorError, KeyError)):  # its own library refuses it too
+            load(content)
 
 
 @settings(max_examples=150, deadline=None)
@@ -316,10 +327,10 @@ def test_a_shard_that_changes_while_it_is_used(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(50_000), "b": torch.ones(50_000)}, path)
     destination = {"b": torch.empty(50_000)}
     with opened(path) as checkpoint:
-        checkpoint.read(destination).synchronize()
+        checkpoint.read(destination)
         os.truncate(path, 250_000)
         with pytest.raises(DiskError, match=r"'b': .*model.safetensors was written to since .* load the model again"):
-            checkpoint.read(destination).synchronize()
+            checkpoint.read(destination)
 
 
 @pytest.mark.filterwarnings("ignore:the filesystem of")

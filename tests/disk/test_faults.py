@@ -111,6 +111,19 @@ def test_a_byte_that_changed_on_disk(tmp_path: Path, ledger: Ledger, memory: Mem
         assert torch.equal(seen, source)
 
 
+@pytest.mark.parametrize("grain_bytes", [PAGE, 3 * PAGE, PIECE_BYTES - PAGE, PIECE_BYTES + PAGE])
+def test_grains_of_any_size_are_checked(grain_bytes: int, tmp_path: Path, ledger: Ledger, memory: Memory) -> None:
+    nbytes = 2 * PIECE_BYTES + 5
+    with DiskStore(tmp_path, ledger) as store:
+        extent = store.allocate("layers.0", nbytes, "weights", grain_bytes)
+        store.write(extent, memory(nbytes)).synchronize()
+        with open(spill_file(tmp_path), "r+b") as file:
+            byte = os.pread(file.fileno(), 1, PIECE_BYTES - 1)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), PIECE_BYTES - 1)
+        with pytest.raises(DiskError, match="are not those that were written"):
+            store.read(extent, memory(nbytes)).synchronize()
+
+
 @pytest.mark.parametrize(("begin", "end", "noticed"), [(0, PAGE, True), (10, 20, False), (PAGE, 3 * PAGE, False)])
 def test_parts_that_are_written_anew_are_no_damage(
     begin: int, end: int, noticed: bool, tmp_path: Path, ledger: Ledger, memory: Memory

@@ -205,7 +205,7 @@ def reads_from_disk(directory: str, device: str, trains_all: bool) -> None:
 
     def notes(checksums: Checksums, extent: Extent, *more: Any) -> None:
         note_all(checksums, extent, *more)
-        _, known = checksums._handed_over[extent]
+        known = checksums._known[extent]
         checked.append(sum(one is not None for one in known) / len(known))
 
     model, single = OnDisk(trains_all=trains_all), OnDisk(trains_all=trains_all)

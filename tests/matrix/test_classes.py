@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import headrace
+from headrace.weights.passes.call import Site
 from headrace.weights.passes.managed import Managed
-from headrace.weights.passes.site import Site
 from tests.support.compare import assert_same
 from tests.support.held import weight_bytes
 from tests.support.loops import infer

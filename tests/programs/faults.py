@@ -45,6 +45,7 @@ def attach(
         hidden = hidden_of(output)
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: fires(gradient))
+            world.has_hooked_parameter |= hidden.is_leaf  # which the module returned as it is; the hook stays
 
     if kind == "pre":
         return module.register_forward_pre_hook(fires)
@@ -106,7 +107,7 @@ def _is_hooked(parameter: Any) -> bool:
 def nested_backward(world: World, rng: random.Random) -> None:
     """A hook in backward runs a backward of its own, of something else or of the model."""
     way = rng.choice(["else", "earlier loss", "model"])
-    if any(_is_hooked(parameter) for parameter in world.model.parameters()):
+    if world.has_hooked_parameter or any(_is_hooked(parameter) for parameter in world.model.parameters()):
         way = "else"  # a hook that stayed fires once for both backwards, and plain once for each
     inner, inner_batch = world.batch(rng), world.batch(rng)
     earlier = world.forward(inner) if way == "earlier loss" else None

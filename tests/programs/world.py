@@ -35,6 +35,7 @@ class World:
     handle: Any = None
     optimizer: torch.optim.Optimizer | None = None
     kept_hooks: list[Any] = field(default_factory=list)
+    has_hooked_parameter: bool = False  # by a hook on the output of a module that returns a parameter itself
     seen: Seen = field(default_factory=list)  # by the action under way
     passes: int = 0  # since the model was offloaded
     keeps_budget: bool = True

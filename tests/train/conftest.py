@@ -1,5 +1,6 @@
 """What do the tests of training share? A text, a small model on the disk, and the smallest useful settings."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
 from headrace.train.config import TrainConfig
+from headrace.train.data import Batches, read_sequences
 from headrace.train.evaluation import Evaluation
-from headrace.train.progress import StepRecord
+from headrace.train.model import load_model, load_tokens
+from headrace.train.progress import Progress, StepRecord
+from headrace.train.ranks import World
+from headrace.train.run import PlainRun, set_seed
 
 
-class Recorder:
-    """A Progress that keeps everything it is told."""
+class Recorder(Progress):
+    """Keeps everything it is told."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -32,8 +37,16 @@ class Recorder:
     def evaluation(self, measured: Evaluation) -> None:
         self.evaluations.append(measured)
 
-    def close(self) -> None:
-        pass
+
+def train_plainly(config: TrainConfig) -> tuple[tuple[float, ...], dict[str, torch.Tensor]]:
+    """The losses of all steps of a run without headrace, and the weights that it comes to."""
+    sequences = read_sequences(config, load_tokens(config), "text", print)
+    batches = Batches(sequences, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed)
+    model = load_model(config).model
+    set_seed(config.seed)
+    run = PlainRun(model, config, World(config.compute_device()), steps=config.steps)
+    losses = tuple(run.step(micro_batches) for micro_batches in itertools.islice(batches, config.steps))
+    return losses, model.state_dict()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import headrace
-from headrace.cli.progress import NoProgress
+from headrace.train.progress import Progress
 
 
 def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: list[Mapping[str, Any]]) -> None:
@@ -30,7 +30,7 @@ def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: lis
         how, step = given.pop("ends", (None, 0))
         _end_in(how, step)
         try:
-            result = train(TrainConfig(**given), NoProgress())
+            result = train(TrainConfig(**given), Progress())
         except headrace.RankError as error:
             print("RankError", error, flush=True)
             os._exit(0)

@@ -55,7 +55,7 @@ def test_a_second_ctrl_c_ends_at_once(arguments: list[str], monkeypatch: pytest.
         time.sleep(60)
 
     monkeypatch.setattr(Run, "step", interrupted)
-    assert main([*arguments, "--plain"]) == 130
+    assert main(arguments) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "headrace train: interrupted"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -73,10 +73,8 @@ BAD_INPUTS = {
     "budget negative": ("--device-memory -1GiB", "--device-memory=-1GiB is negative"),
     "config broken": ("--model {}/broken", "{}/broken/config.json cannot be read as JSON"),
     "scalars in the output": ("--tensorboard {0}/out", "--tensorboard and --output are both {0}/out"),
-    "no such option of the optimizer": (
-        "--optimizer-options foo=1",
-        "; options are lr, betas, eps, weight_decay",
-    ),
+    "scalars there by another name": ("--tensorboard {0}/full/../out", "--tensorboard and --output are both {0}/out"),
+    "no number of blocks": ("--prefetch some", "argument --prefetch: 'some' is no number, nor auto"),
     "output not empty": ("--output {}/full", "output directory {}/full is not empty"),
     "output a file": ("--output {}/empty.txt", "output directory {}/empty.txt cannot be made"),
     "device unknown": ("--device abacus", "--device 'abacus' cannot be used"),

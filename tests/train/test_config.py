@@ -43,13 +43,6 @@ def test_a_value_that_no_run_could_use_is_named(
     assert "\n" not in str(raised.value)
 
 
-def test_a_plain_run_has_no_budgets(settings: Callable[..., TrainConfig]):
-    with pytest.raises(TrainInputError, match="--plain trains without headrace"):
-        settings(plain=True, device_memory="1GiB")
-    with pytest.raises(TrainInputError, match="so --disk does not apply"):
-        settings(plain=True, disk=Path("spill"))
-
-
 def test_weights_that_stay_in_their_files_keep_their_dtype(settings: Callable[..., TrainConfig]):
     with pytest.raises(TrainInputError, match="--disk reads the weights in model in place"):
         settings(disk=Path("spill"), model=Path("model"), dtype="bfloat16")

@@ -29,7 +29,7 @@ TOKENIZER = byte_tokenizer(longest=64)
 
 def read(config: TrainConfig, notes: list[str] | None = None) -> Sequences:
     say = [].append if notes is None else notes.append
-    return read_sequences(config, load_tokens(config), paths=config.text, option="--text", note=say)
+    return read_sequences(config, load_tokens(config), "text", say)
 
 
 def lines(path: Path, *examples: Any) -> Path:
@@ -56,7 +56,7 @@ def test_directories_are_searched_by_pattern_and_files_are_taken_as_named(settin
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text")
     config = settings(text=(tmp_path / "a", tmp_path / "b.bin"), include=("*.py",), exclude=("skip/*",))
-    found = [str(path.relative_to(tmp_path)) for path in find_files(config, config.text)]
+    found = [str(path.relative_to(tmp_path)) for path in find_files(config, "text")]
     assert found == ["a/deep/two.py", "a/one.py", "b.bin"]
 
 
@@ -86,8 +86,8 @@ def test_files_are_joined_by_the_end_token(settings: Settings, tmp_path: Path, n
 )
 def test_the_kind_of_a_file_is_found(tmp_path: Path, name: str, content: str, kind: str):
     (tmp_path / name).write_text(content)
-    assert kind_of(tmp_path / name, None).value == kind
-    assert kind_of(tmp_path / name, kind).value == kind
+    assert kind_of(tmp_path / name, None) == kind
+    assert kind_of(tmp_path / name, kind) == kind
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_examples_of_one_token_are_left_out_where_each_is_a_sequence(settings: S
     path = lines(tmp_path / "a.jsonl", {"text": "ab"}, {"text": "c"})
     config = settings(text=(path,), sequence_length=4, packing=False)
     tokens = dataclasses.replace(load_tokens(config), encode=lambda text: encode_bytes(text)[:-1])  # no end token
-    sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=print)
+    sequences = read_sequences(config, tokens, "text", print)
     assert [sequences[at]["input_ids"].tolist() for at in range(len(sequences))] == [[97, 98]]
 
 
@@ -273,7 +273,7 @@ def test_windows_without_anything_to_learn_are_left_out(settings: Settings, tmp_
     config = settings(text=(path,), packing=True, sequence_length=16)
     tokens = load_tokens(config)
     tokens.tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + ':' + m.content }}{% endfor %}"
-    sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=print)
+    sequences = read_sequences(config, tokens, "text", print)
     assert sequences.tokens == 41 + 2 + 2 + 3
     learned: Sequence[int] = [token for window in sequences for token in window["labels"].tolist() if token != IGNORED]
     assert bytes(learned).decode() in "a:yes"

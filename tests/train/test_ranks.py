@@ -155,7 +155,7 @@ def test_a_run_that_is_killed_or_stopped_goes_on_with_other_ranks(
     ("changes", "says"),
     [
         ({"accumulate": 3}, "--accumulate is 3, which 2 ranks cannot share evenly: a step is of 6 sequences"),
-        ({"plain": True, "device_memory": None}, "--plain trains without headrace, in one process"),
+        ({"device_fraction": 0.0, "device_memory": None}, "--device-fraction is for one process"),
         (
             {"disk": Path("disk"), "offload_activations": ("tier=disk",)},
             "--offload-activations tier=disk is for one process: .*leave tier=disk out",
@@ -186,13 +186,22 @@ def test_what_ranks_cannot_take_is_refused(
         train(TrainConfig(**{**small, "output": tmp_path / "out", "accumulate": 3, "compare_plain": 1}), progress)
 
 
-@pytest.mark.parametrize("told", ["abc", "", "-1", "0"])
+@pytest.mark.parametrize("told", ["abc", "", "-1", "0", "\u00b2"])
 def test_a_number_of_ranks_that_is_none_is_refused(
     small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Recorder, told: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", told)
     with pytest.raises(TrainInputError, match=f"WORLD_SIZE is '{told}' in the environment, and no number of ranks"):
         train(TrainConfig(**{**small, "output": tmp_path / "out"}), progress)
+
+
+def test_a_number_of_a_rank_that_is_none_is_refused(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Recorder
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "abc"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TrainInputError, match="WORLD_SIZE is 2 in the environment, and LOCAL_RANK is 'abc', no number"):
+        train(TrainConfig(**{**small, "output": tmp_path / "out", "accumulate": 2}), progress)
 
 
 @pytest.mark.usefixtures("emu_device")

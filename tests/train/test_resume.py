@@ -73,7 +73,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cosine": {"schedule": "cosine", "warmup_steps": 2},
     "bfloat16 and 8 bits": {"dtype": "bfloat16", "state_dtype": "8bit"},
     "muon": {"optimizer": "muon"},
-    "plain": {"plain": True, "device_memory": None},
     "disk": {"disk": "disk", "host_memory": "90%"},
     "updates beside forward": {"overlap": "forward"},
     "adapters": {"model": "gpt2", "lora_rank": 2, "lora_dropout": 0.1, "lora_targets": ("c_attn",)},

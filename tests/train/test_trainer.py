@@ -18,6 +18,8 @@ from headrace.train.config import TrainConfig
 from headrace.train.progress import Progress
 from headrace.train.run import Run
 from headrace.train.trainer import train
+from tests.support.compare import assert_same
+from tests.train.conftest import train_plainly
 
 Settings = Callable[..., TrainConfig]
 
@@ -40,13 +42,11 @@ VARIANTS: list[dict[str, Any]] = [
 def test_losses_and_saved_weights_equal_the_plain_run(
     settings: Settings, progress: Progress, tmp_path: Path, changes: dict[str, Any]
 ):
-    plain = train(settings(plain=True, output=tmp_path / "plain", **changes), progress)
+    losses, plain = train_plainly(settings(**changes))
     offloaded = train(settings(compare_plain=3, device_memory="70%", **changes), progress)
 
-    assert offloaded.losses == offloaded.plain_losses == plain.losses
-    assert plain.stats is None
-    for name, weight in weights(tmp_path / "plain").items():
-        assert torch.equal(weights(tmp_path / "out")[name], weight), name
+    assert offloaded.losses == offloaded.plain_losses == losses
+    assert_same(weights(tmp_path / "out"), plain)
 
     # It is no proof of anything unless the weights did travel, within the budget.
     stats = offloaded.stats
@@ -59,11 +59,10 @@ def test_losses_and_saved_weights_equal_the_plain_run(
 def test_on_an_accelerator_losses_and_saved_weights_equal_the_plain_run(
     settings: Settings, progress: Progress, tmp_path: Path, emu_device: ModuleType
 ):
-    plain = train(settings(plain=True, device="emu:0", output=tmp_path / "plain"), progress)
+    losses, plain = train_plainly(settings(device="emu:0"))
     offloaded = train(settings(compare_plain=3, device="emu:0", device_memory="70%"), progress)
-    assert offloaded.losses == offloaded.plain_losses == plain.losses
-    for name, weight in weights(tmp_path / "plain").items():
-        assert torch.equal(weights(tmp_path / "out")[name], weight), name
+    assert offloaded.losses == offloaded.plain_losses == losses
+    assert_same(weights(tmp_path / "out"), plain)
     stats = offloaded.stats
     assert stats.onload_bytes > offloaded.weight_bytes
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes < offloaded.weight_bytes
@@ -74,12 +73,11 @@ def test_on_disk_losses_and_saved_weights_equal_the_plain_run(
     settings: Settings, progress: Progress, tmp_path: Path, model_directory: Path
 ):
     """Weights and gradients that the host has no room for, and the optimizer's state; the saved model is not loaded."""
-    plain = train(settings(plain=True, output=tmp_path / "plain", model=model_directory), progress)
+    losses, plain = train_plainly(settings(model=model_directory))
     budgets = {"host_memory": "80%", "device_memory": "70%", "disk": tmp_path / "disk"}
     offloaded = train(settings(compare_plain=3, model=model_directory, **budgets), progress)
-    assert offloaded.losses == offloaded.plain_losses == plain.losses
-    for name, weight in weights(tmp_path / "plain").items():
-        assert torch.equal(weights(tmp_path / "out")[name], weight), name
+    assert offloaded.losses == offloaded.plain_losses == losses
+    assert_same(weights(tmp_path / "out"), plain)
     stats = offloaded.stats
     assert stats is not None
     assert stats.host_peak_bytes <= 0.8 * offloaded.weight_bytes
@@ -138,13 +136,13 @@ def test_telling_of_a_step_waits_for_no_update(settings: Settings, progress: Pro
 
 
 def test_training_learns(settings: Settings, progress: Progress):
-    losses = train(settings(steps=30, learning_rate=3e-3, plain=True), progress).losses
+    losses = train(settings(steps=30, learning_rate=3e-3), progress).losses
     assert losses[-1] < 0.7 * losses[0]
 
 
 def test_epochs_count_the_text(settings: Settings, progress: Progress, text_file: Path):
     windows = (len(text_file.read_bytes()) + 1) // 32
-    result = train(settings(steps=None, epochs=0.2, accumulate=2, plain=True), progress)
+    result = train(settings(steps=None, epochs=0.2, accumulate=2), progress)
     assert len(result.losses) == math.ceil(0.2 * math.ceil(windows / 4))
 
 
@@ -153,7 +151,7 @@ def test_fewer_conversations_than_a_micro_batch_holds_are_each_seen_once(
 ):
     path = tmp_path / "two.jsonl"
     path.write_text('{"text": "one"}\n{"text": "and two"}\n')
-    result = train(settings(text=(path,), packing=False, batch_size=4, steps=None, plain=True), progress)
+    result = train(settings(text=(path,), packing=False, batch_size=4, steps=None), progress)
     assert len(result.losses) == 1
     assert result.tokens == 2 * (len("and two") + 1)  # two sequences of the longer one's length
 
@@ -174,7 +172,7 @@ def test_a_loss_that_differs_in_the_last_bit_fails_the_run(
 
 def test_a_loss_that_is_not_a_number_stops_the_run(settings: Settings, progress: Progress, tmp_path: Path):
     with pytest.raises(TrainingFailedError, match="no model was saved; try a lower --learning-rate"):
-        train(settings(learning_rate=1e30, max_grad_norm=1e30, steps=20, plain=True), progress)
+        train(settings(learning_rate=1e30, max_grad_norm=0.0, steps=20), progress)
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -215,19 +213,18 @@ def test_micro_batches_together_change_no_bit_and_bring_weights_once(
 ):
     """GPT-2 has dropout, and weights that the first and the last layer share."""
     common = {"model": model_directory, "accumulate": 4, "batch_size": 1, "device_memory": "60%", **changes}
-    plain = train(settings(plain=True, output=tmp_path / "plain", **{**common, "device_memory": None}), progress)
+    losses, plain = train_plainly(settings(**common))
     of_one = train(settings(output=tmp_path / "one", **{**common, "accumulate": 1}), progress)
     together = train(settings(micro_batches_together="all", compare_plain=3, **common), progress)
 
-    assert together.losses == together.plain_losses == plain.losses
-    for name, weight in weights(tmp_path / "plain").items():
-        assert torch.equal(weights(tmp_path / "out")[name], weight), name
+    assert together.losses == together.plain_losses == losses
+    assert_same(weights(tmp_path / "out"), plain)
     assert together.stats.micro_batches_together == 4 * 3
     assert "micro-batches           12 together" in str(together.report)
     assert 0 < together.stats.onload_bytes <= 1.02 * of_one.stats.onload_bytes
     assert together.stats.device_peak_bytes <= together.stats.device_budget_bytes
 
     in_pairs = train(settings(micro_batches_together=2, output=tmp_path / "pairs", **common), progress)
-    assert in_pairs.losses == plain.losses
+    assert in_pairs.losses == losses
     assert in_pairs.stats.micro_batches_together == 4 * 3
     assert together.stats.onload_bytes < in_pairs.stats.onload_bytes <= 2.04 * of_one.stats.onload_bytes

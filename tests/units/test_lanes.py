@@ -1,6 +1,7 @@
 """Do lanes keep the order they promise, and does what fails on one reach who waits for it? Streams, and threads."""
 
 import threading
+from types import ModuleType
 
 import pytest
 import torch
@@ -165,3 +166,29 @@ def test_ticks_measure_the_compute_lane(lanes: Lanes) -> None:
     seconds = [lanes.seconds(ticks[0], tick) for tick in ticks]
     assert seconds == sorted(seconds)
     assert seconds[0] == 0 < seconds[-1]
+
+
+def test_two_threads_that_compute_on_one_stream_go_back_to_their_own(emu_device: ModuleType) -> None:
+    lanes = open_lanes(torch.device("emu", 0))
+    shared, mine = torch.Stream(device="emu:0"), torch.Stream(device="emu:0")
+    inside, left = threading.Event(), threading.Event()
+    streams: list[torch.Stream] = []
+
+    def other_thread() -> None:
+        with lanes.computing_on(shared):
+            inside.set()
+            left.wait(10)
+        streams.append(torch.accelerator.current_stream())
+
+    before = torch.accelerator.current_stream()
+    with mine:
+        with lanes.computing_on(shared):
+            thread = threading.Thread(target=other_thread)
+            thread.start()
+            assert inside.wait(10)
+        streams.append(torch.accelerator.current_stream())
+        left.set()
+        thread.join()
+    lanes.close()
+    assert streams == [mine, before]
+    assert torch.accelerator.current_stream() == before

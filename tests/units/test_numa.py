@@ -16,27 +16,6 @@ from headrace.runtime import numa
 NBYTES = 64 * 4096
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Path:
-    """Two nodes of four cores with two threads each, and a node of memory alone."""
-    for node, cores in {"node0": "0-3,8-11\n", "node1": "4-7,12-15\n", "node2": "\n"}.items():
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "cpulist").write_text(cores)
-    (tmp_path / "node3").mkdir()  # went offline while we looked
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("cores", "nodes"), [(range(16), (0, 1)), ({3}, (0,)), ({12, 15}, (1,)), ({7, 8}, (0, 1)), ({99}, ()), ((), ())]
-)
-def test_nodes_are_those_of_the_cores(machine: Path, cores: set[int], nodes: tuple[int, ...]) -> None:
-    assert numa.nodes_in_use(cores, machine) == nodes
-
-
-def test_without_nodes_there_are_none(tmp_path: Path) -> None:
-    assert numa.nodes_in_use(range(4), tmp_path / "nothing") == ()
-
-
 def policy_of(address: int) -> str:
     """What the kernel says of the mapping in which the address lies."""
     lines = Path("/proc/self/numa_maps").read_text().splitlines()
@@ -104,6 +83,10 @@ class Library:
     def numa_interleave_memory(self, address: int, nbytes: int, mask: list[int]) -> None:
         self.asked.append((address, nbytes, tuple(mask)))
 
+    def numa_node_of_cpu(self, core: int) -> int:
+        """Two nodes of four cores with two threads each."""
+        return core // 4 % 2 if core < 16 else -1
+
     def numa_tonode_memory(self, address: int, nbytes: int, node: int) -> None:
         self.asked.append((address, nbytes, node))
 
@@ -113,6 +96,17 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     found = Library()
     monkeypatch.setattr(numa, "libnuma", lambda: found)
     return found
+
+
+CORES = [({*range(16)}, (0, 1)), ({3}, (0,)), ({12, 15}, (1,)), ({7, 8}, (0, 1)), ({99}, ()), (set(), ())]
+
+
+@pytest.mark.parametrize(("cores", "nodes"), CORES)
+def test_nodes_are_those_of_the_cores(
+    library: Library, monkeypatch: pytest.MonkeyPatch, cores: set[int], nodes: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: cores)
+    assert numa.nodes_of_process.__wrapped__() == nodes
 
 
 PAGE = mmap.PAGESIZE
@@ -139,14 +133,14 @@ def test_shared_memory_lies_at_the_devices(
     assert library.asked == [((1 << 30) + first * PAGE, count * PAGE, nodes) for first, count, nodes in asked]
 
 
-def test_the_node_of_a_device(machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_node_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "pci_address", lambda device: f"0000:{device.index:02x}:00.0")
     for bus, node in enumerate(("1\n", "-1\n")):
         (tmp_path / f"0000:{bus:02x}:00.0").mkdir()
         (tmp_path / f"0000:{bus:02x}:00.0" / "numa_node").write_text(node)
     assert [numa.node_of(torch.device("cuda", index), tmp_path) for index in range(3)] == [1, None, None]
-    for cores, expected in (({4, 5}, 1), ({3, 4}, None)):
-        monkeypatch.setattr(numa, "nodes_of_process", lambda cores=cores: numa.nodes_in_use(cores, machine))
+    for nodes, expected in (((1,), 1), ((0, 1), None)):
+        monkeypatch.setattr(numa, "nodes_of_process", lambda nodes=nodes: nodes)
         assert numa.node_of(torch.device("cpu")) == expected
 
 

@@ -18,7 +18,6 @@ from torch import nn
 import headrace
 from headrace.memory.disk import DirectFile, StagingRing
 from headrace.memory.ledger import Ledger, Tier
-from headrace.weights.meter import Meter
 from headrace.weights.movement.block import Block
 from headrace.weights.rest.fetching import Fetch, Fetching
 from tests.support.compare import assert_same_gradients
@@ -74,19 +73,16 @@ def test_blocks_larger_than_the_ring_are_read_ahead(
     tokens: torch.Tensor,
     tmp_path: Path,
     rings: list[StagingRing],
-    monkeypatch: pytest.MonkeyPatch,
     trains: bool,
 ):
     """The device has no room for a second one, so the ring is full of the next one while one computes."""
     plain = large_decoder().requires_grad_(trains).to(compute_device)
     model = large_decoder().requires_grad_(trains)
     handle = offload(model, compute_device, tmp_path, rings)
-    ahead_bytes, passes = [], 2
-    monkeypatch.setattr(Meter, "fetched_ahead", lambda _, nbytes: ahead_bytes.append(nbytes))
+    passes = 2
     for number in range(5):
         if number == 5 - passes:
             handle.reset_stats()
-            ahead_bytes.clear()
         expected, found = loss_of(plain, tokens.to(compute_device)), loss_of(model, tokens)
         assert torch.equal(expected, found)
         if trains:
@@ -102,7 +98,7 @@ def test_blocks_larger_than_the_ring_are_read_ahead(
     # Of each fetch as much as the ring holds, less what its predecessor had not left yet: the rest of that.
     rest_bytes = max(layer.nbytes for layer in layers) - RING_BYTES
     least = passes * len(layers) * (RING_BYTES - rest_bytes - rings[-1].slot_bytes)
-    assert least <= sum(ahead_bytes) <= stats.fetch_bytes
+    assert least <= handle._meter.ahead_bytes <= stats.fetch_bytes
     handle.remove()
 
 

@@ -5,7 +5,9 @@ method that makes the edge. Host accesses, which no device sees, are announced t
 """
 
 import copy
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +21,7 @@ from headrace.runtime.lanes import Lane, Lanes
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
-from tests.support.compare import assert_same, on_cpu
+from tests.support.compare import assert_same, assert_same_gradients, on_cpu
 from tests.support.held import weight_bytes
 from tests.support.instances import instances
 from tests.support.loops import loss_of
@@ -98,6 +100,42 @@ def test_training_as_it_is_has_no_race(emu_device, decoder, tokens, micro_batche
 def test_inference_as_it_is_has_no_race(emu_device, decoder, tokens, through_data, settings):
     infer(emu_device, decoder, tokens, through_data, **settings)
     assert emu_device.take_reports() == []
+
+
+@pytest.mark.emu("random:0", "threads")
+def test_training_from_disk_on_a_users_stream_has_no_race(emu_device: ModuleType, tmp_path: Path) -> None:
+    """Threads that read and copy enter lanes beside the main thread, whose current stream stays the user's."""
+    model = linears(24, 128)
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 128)
+    users = torch.Stream(device="emu:0")
+    with (
+        users,
+        offloaded(
+            model, disk=tmp_path, host_memory=weight_bytes(model) * 3 // 2, activations={"min_bytes": 0}
+        ) as handle,
+    ):
+        there = x.to("emu:0")
+        for _ in range(10):
+            model.zero_grad()
+            model(there).sum().backward()
+            assert torch.accelerator.current_stream() == users
+        assert handle.stats().fetch_bytes > 0
+    plain(x).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def test_threads_of_headrace_choose_the_device(emu_device: ModuleType, tmp_path: Path) -> None:
+    """Otherwise each would make a context on the first device where the model is on another one."""
+    model = linears(24, 128)
+    settings = {"host_memory": weight_bytes(model) * 3 // 2, "activations": {"min_bytes": 0, "tier": "disk"}}
+    with offloaded(model, disk=tmp_path, **settings) as handle:
+        handle.limit_copies(10 * 2**30)
+        for _ in range(3):
+            model(torch.randn(8, 128, device="emu:0")).sum().backward()
+        names = {thread.name.split("_")[0] for thread in threading.enumerate()}
+        assert names >= {"headrace-fetch", "headrace-send", "headrace-activations", "headrace-pace", "headrace-host"}
+        assert emu_device.take_threads_without_device() <= {threading.main_thread().name}
 
 
 def test_a_state_dict_of_device_tensors_is_loaded_when_no_copy_reads_the_homes(emu_device, decoder, tokens):

@@ -7,25 +7,21 @@ gives it a new value where it rests. A copy that was written in place and has to
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from headrace.compat.tutorial.blocks import DiskBlocks, Rest
+from headrace.compat.tutorial.blocks import DiskBlocks, DiskSettings, Rest
 from headrace.compat.tutorial.configs import OffloadTier, TensorLocation
 from headrace.config import format_bytes
 from headrace.errors import BudgetError, StateError
-from headrace.memory.arena import aligned, whole_pages
+from headrace.memory.arena import Arena, aligned, whole_pages
 from headrace.memory.buffers import references_beside
-from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Ledger, Tier
-from headrace.memory.packed import available
-from headrace.memory.pool import HostPool
 from headrace.runtime.lanes import Event, Lane, open_lanes
-from headrace.runtime.threads import Job, OneThread
+from headrace.runtime.threads import Job
 
 __all__ = ["TIERS", "TieredTensors"]
 
@@ -48,18 +44,15 @@ class _Visit:
         return bool(self.used) and self.buffer._version != self.version
 
     @property
-    def failed(self) -> bool:
-        """Whether it could not be submitted. Waits for that."""
-        return self.arrival.exception() is not None
-
-    @property
-    def arrived(self) -> bool:
-        return self.arrival.done() and (self.failed or self.arrival.result().query())
+    def end(self) -> Event | None:
+        """Of the arrival, once that is submitted; None where it could not be."""
+        return None if self.arrival.exception() is not None else self.arrival.result()
 
 
 @dataclass(eq=False)
 class _Entry:
-    """One tensor. `home`: its uint8 bytes on the device or host; `owner`: who else writes to that memory."""
+    """One tensor. `home`: its uint8 bytes on the device or host, else it rests on disk; `owner`: who else writes to
+    that memory."""
 
     like: torch.Tensor  # on meta
     tier: Tier
@@ -67,19 +60,21 @@ class _Entry:
     rest: Rest | None = None
     owner: torch.Tensor | None = None
     visit: _Visit | None = None
-    saved: Event | None = None  # the end of the last copy to `home`
+    saved: Event | None = None  # the end of what was saved last, well or not
 
     def shaped(self, memory: torch.Tensor) -> torch.Tensor:
         return memory.view(self.like.dtype).view(self.like.shape)
+
+    def arrived(self) -> Event | None:
+        """The end of the visit's arrival, once that is submitted; None where there is none."""
+        return None if self.visit is None else self.visit.end
 
 
 class TieredTensors:
     """Named tensors for `device`, in at most `device_bytes` there and `host_bytes` of host memory; None: no ceiling.
 
-    `open_disk` opens a store for those that rest on disk, when there is the first; this closes it. They pass through
-    `blocks_in_flight` blocks of `block_bytes` of host memory; with `packs` those of bfloat16 are packed on disk.
     `visiting_bytes` of the device are kept for visits where not all tensors fit. `pin`: host memory is page-locked.
-    Not safe for several threads at once.
+    Without `disk` none rest there. Not safe for several threads at once.
     """
 
     def __init__(
@@ -88,22 +83,16 @@ class TieredTensors:
         *,
         device_bytes: int | None = None,
         host_bytes: int | None = None,
-        open_disk: Callable[[Ledger], DiskStore] | None = None,
-        block_bytes: int = 1 << 20,
-        blocks_in_flight: int = 8,
         visiting_bytes: int = 0,
-        packs: bool = False,
         pin: bool = True,
+        disk: DiskSettings | None = None,
     ) -> None:
-        self.device, self.device_bytes, self.packs = device, device_bytes, packs and available()
+        self.device, self.device_bytes = device, device_bytes
         self.ledger = Ledger(frozenset({_PURPOSE}), host_bytes)
-        self.disk: DiskBlocks | None = None
-        self._visiting_bytes = visiting_bytes
-        memory_device = device if pin else torch.device("cpu")
-        self._pool = HostPool(memory_device, self.ledger, _PURPOSE)
-        self._lanes, self._fetching = open_lanes(device), OneThread("headrace-fetch")
-        settings = self.ledger, memory_device, self._lanes, block_bytes, blocks_in_flight
-        self._open_disk = None if open_disk is None else partial(DiskBlocks, open_disk, *settings)
+        self.disk: DiskBlocks | None = None  # when there is the first tensor on disk
+        self._disk_settings, self._visiting_bytes = disk, visiting_bytes
+        self._memory_device = device if pin else torch.device("cpu")
+        self._lanes = open_lanes(device)
         self._entries: dict[str, _Entry] = {}
         self._leaving: list[torch.Tensor] = []  # device memory that a caller may still refer to
         self._clock = itertools.count(1)
@@ -118,13 +107,13 @@ class TieredTensors:
     def location(self, name: str) -> TensorLocation:
         """Where that tensor is. Waits for nothing."""
         entry = self._entry(name)
-        writes: list[Event] = [] if entry.rest is None else list(entry.rest.writes)
+        visit = entry.visit
         return TensorLocation(
             TIERS[entry.tier],
             offset=0 if entry.rest is None else entry.rest.extent.offset,
             size=entry.like.nbytes,
-            is_loading=entry.visit is not None and not entry.visit.arrived,
-            is_saving=not all(event.query() for event in (*writes, entry.saved) if event is not None),
+            is_loading=visit is not None and not (visit.arrival.done() and (visit.end is None or visit.end.query())),
+            is_saving=entry.saved is not None and not entry.saved.query(),
         )
 
     @property
@@ -155,23 +144,23 @@ class TieredTensors:
                 raise ValueError(f"{name!r} is there already; give it a new value with put()")
         sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
         tiers = self._tiers_for(sizes, first)
-        if self.disk is None and self._open_disk is not None and Tier.DISK in tiers.values():
-            self.disk = self._open_disk(max(sizes[name] for name, tier in tiers.items() if tier is Tier.DISK))
+        if self.disk is None and self._disk_settings is not None and Tier.DISK in tiers.values():
+            most_bytes = max(sizes[name] for name, tier in tiers.items() if tier is Tier.DISK)
+            self.disk = DiskBlocks(self._disk_settings, most_bytes, self.ledger, self._memory_device, self._lanes)
             tiers = self._tiers_for(sizes, first)  # its blocks take host memory
-        if host_bytes := sum(aligned(sizes[name]) for name, tier in tiers.items() if tier is Tier.HOST):
-            self._pool.grow(host_bytes)
+        on_host = [aligned(sizes[name]) for name, tier in tiers.items() if tier is Tier.HOST]
+        arena = Arena(sum(on_host), self._memory_device, self.ledger, _PURPOSE) if on_host else None
+        places = itertools.accumulate(on_host, initial=0)
         for name, tier in tiers.items():
             tensor = tensors[name].detach()
             entry = _Entry(torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format), tier)
             if tier is Tier.DEVICE:
                 entry.home = _flat(tensor.to(self.device))
                 self.ledger.add(Tier.DEVICE, _PURPOSE, entry.like.nbytes)
-            elif tier is Tier.HOST:
-                memory = self._pool.take(sizes[name]).memory if sizes[name] else torch.empty(0, dtype=torch.uint8)
-                entry.home = memory.copy_(_flat(tensor))
+            elif tier is Tier.HOST and arena is not None:
+                entry.home = arena.tensor(next(places), sizes[name]).copy_(_flat(tensor))
             elif self.disk is not None:
-                packs = self.packs and tensor.dtype == torch.bfloat16
-                entry.rest = self.disk.rest(name, sizes[name], _PURPOSE, packs=packs)
+                entry.saved = entry.rest = self.disk.rest(name, entry.like, _PURPOSE)
                 self._save(entry, _flat(tensor))
             self._entries[name] = entry
 
@@ -184,15 +173,13 @@ class TieredTensors:
 
         Where it rests on disk, writing goes on in the background. Raises ValueError for another shape or dtype.
         """
-        self._refuse_closed()
         entry = self._entry(name)
         if value.shape != entry.like.shape or value.dtype != entry.like.dtype:
             raise ValueError(
                 f"{name!r} is {entry.like.dtype} of shape {tuple(entry.like.shape)}; the value given is {value.dtype}"
                 f" of shape {tuple(value.shape)}: give one like it"
             )
-        if entry.visit is not None and not entry.visit.failed:
-            self._lanes.wait(entry.visit.arrival.result())
+        self._compute_after(entry.arrived())
         self._save(entry, _flat(value.detach()))
         self._leave(entry)
 
@@ -214,14 +201,12 @@ class TieredTensors:
 
         For room, copies leave that were used, are referred to by nobody else, and are not the last one.
         """
-        self._refuse_closed()
-        entries = [(name, self._entry(name)) for name in names]
         last = max((e.visit.used for e in self._entries.values() if e.visit is not None), default=0)
         left = []
-        for name, entry in entries:
+        for name, entry in [(name, self._entry(name)) for name in names]:
             self._refresh(entry)
             if entry.tier is not Tier.DEVICE and entry.visit is None:
-                if self._make_room(entry.like.nbytes, lambda visit: 0 < visit.used < last):
+                if self._make_room(entry.like.nbytes, range(1, last)):
                     entry.visit = self._begin(entry)
                 else:
                     left.append(name)
@@ -233,12 +218,9 @@ class TieredTensors:
         `ahead`: so many that follow it in order, the first ones after the last, are prefetched. Raises BudgetError when
         it has no room beside what callers still refer to.
         """
-        self._refuse_closed()
         entry = self._entry(name)
-        if entry.tier is Tier.DEVICE and entry.home is not None:
-            place = entry.shaped(entry.home)
-        else:
-            place = entry.shaped(self._visiting(name, entry))
+        on_device = entry.home if entry.tier is Tier.DEVICE else None
+        place = entry.shaped(self._visiting(name, entry) if on_device is None else on_device)
         if ahead > 0:
             travelling = [n for n, e in self._entries.items() if e.tier is not Tier.DEVICE or n == name]
             at = travelling.index(name)
@@ -262,16 +244,16 @@ class TieredTensors:
         if self._closed:
             return
         self._closed = True
-        self._fetching.shutdown(wait=True)
         for entry in self._entries.values():
-            _wait_for(None if entry.visit is None or entry.visit.failed else entry.visit.arrival.result())
+            _wait_for(entry.arrived())
             _wait_for(entry.saved)
-        self._lanes.close()
         if self.disk is not None:
             self.disk.close()
+        self._lanes.close()
 
     # inside ----------------------------------------------------------------------------------------------------------
     def _entry(self, name: str) -> _Entry:
+        self._refuse_closed()
         entry = self._entries.get(name)
         if entry is None:
             some = ", ".join(list(self._entries)[:3])
@@ -294,7 +276,7 @@ class TieredTensors:
                 tiers[name], on_device = Tier.DEVICE, on_device + nbytes
             elif first is not Tier.DISK and (host_limit is None or host_wanted <= host_limit):
                 tiers[name], on_host = Tier.HOST, on_host + aligned(nbytes)
-            elif self._open_disk is not None:
+            elif self._disk_settings is not None:
                 tiers[name] = Tier.DISK
             else:
                 raise BudgetError(
@@ -312,7 +294,7 @@ class TieredTensors:
         """Submits filling `buffer` with what rests."""
         after = self._lanes.mark()
         if entry.rest is not None and self.disk is not None:
-            return self._fetching.submit(self.disk.fetch, entry.rest, buffer, after)
+            return self.disk.fetch(entry.rest, buffer, after)
         submitted: Job[Event] = Job()
         if entry.home is not None:
             submitted.set_result(self._lanes.copy(Lane.ONLOAD, [(buffer, entry.home)], after).done)
@@ -324,17 +306,13 @@ class TieredTensors:
             read = self.disk.spill(entry.rest, source, self._lanes.mark())
         elif entry.home is None or source.data_ptr() == entry.home.data_ptr():
             return
-        elif entry.home.device == source.device:
-            _wait_for(entry.saved)
-            if entry.visit is not None and not entry.visit.failed:
-                entry.visit.arrival.result().synchronize()  # it reads what is written now
-            entry.home.copy_(source)
-            return
-        elif entry.tier is Tier.DEVICE:
-            entry.home.copy_(source)
-            return
-        else:
+        elif entry.tier is Tier.HOST and source.device.type != "cpu":
             read = entry.saved = self._lanes.copy(Lane.OFFLOAD, [(entry.home, source)], self._lanes.mark()).done
+        else:
+            _wait_for(entry.saved)
+            _wait_for(entry.arrived())  # it reads what is written now
+            entry.home.copy_(source)
+            return
         if source.device.type == "cpu":
             read.synchronize()
         self._lanes.wait(read)
@@ -343,14 +321,14 @@ class TieredTensors:
         """Lets go of a copy that is older than what rests."""
         visit = entry.visit
         if visit is not None and entry.owner is not None and visit.owner_version != entry.owner._version:
-            self._lanes.wait(visit.arrival.result())
+            self._compute_after(visit.end)
             if visit.written:
                 raise StateError("a tensor was written where it rests and on the device; put() the value that holds")
             self._leave(entry)
 
     def _visiting(self, name: str, entry: _Entry) -> torch.Tensor:
         self._refresh(entry)
-        if entry.visit is None and not self._make_room(entry.like.nbytes, lambda visit: True):
+        if entry.visit is None and not self._make_room(entry.like.nbytes):
             raise self._no_room(name, entry)
         visit = entry.visit = entry.visit or self._begin(entry)
         try:
@@ -373,10 +351,9 @@ class TieredTensors:
 
     def _send_back(self, entry: _Entry) -> None:
         """The copy leaves; what was written to it is saved. One that did not arrive is none."""
-        if entry.visit is not None and not entry.visit.failed:
-            self._lanes.wait(entry.visit.arrival.result())
-            if entry.visit.written:
-                self._save(entry, entry.visit.buffer)
+        self._compute_after(entry.arrived())
+        if entry.visit is not None and entry.visit.written:
+            self._save(entry, entry.visit.buffer)
         self._leave(entry)
 
     def _leave(self, entry: _Entry) -> None:
@@ -384,16 +361,18 @@ class TieredTensors:
             self._leaving.append(entry.visit.buffer)
             entry.visit = None
 
-    def _make_room(self, nbytes: int, may_leave: Callable[[_Visit], bool]) -> bool:
-        """Whether there is room on the device for so many bytes more, after copies left that may."""
+    def _make_room(self, nbytes: int, used: range | None = None) -> bool:
+        """Whether there is room on the device for so many bytes more, after copies left that nobody else refers to.
+        Those used longest ago go first, and those that nobody used yet last; or only those used within a range."""
         limit = math.inf if self.device_bytes is None else self.device_bytes
         while self.held_bytes(Tier.DEVICE) + nbytes > limit:
-            visiting = [(e, e.visit) for e in self._entries.values() if e.visit is not None and may_leave(e.visit)]
-            visiting.sort(key=lambda one: one[1].used or next(self._clock))  # those that nobody used yet stay longest
-            leaves = next((e for e, visit in visiting if visit.failed or not references_beside(visit.buffer)), None)
+            visiting = [(e, e.visit) for e in self._entries.values() if e.visit is not None]
+            visiting.sort(key=lambda one: one[1].used or math.inf)
+            candidates = (one for one in visiting if used is None or one[1].used in used)
+            leaves = next((e for e, v in candidates if v.end is None or not references_beside(v.buffer)), None)
             if leaves is None:
                 return False
-            del visiting
+            del visiting, candidates
             self._send_back(leaves)
         return True
 
@@ -406,6 +385,10 @@ class TieredTensors:
             f" {len(self._leaving)} copies that were let go of but are still referred to (a graph of autograd does"
             " that, too). Offload what is not needed and drop references to it, or raise the limit"
         )
+
+    def _compute_after(self, event: Event | None) -> None:
+        if event is not None:
+            self._lanes.wait(event)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

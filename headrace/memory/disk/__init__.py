@@ -8,7 +8,8 @@ from headrace.memory.disk.file import DirectFile
 from headrace.memory.disk.log import DiskLog
 from headrace.memory.disk.mapping import Mapping, Origin, copy_on_disk, origin_of, release_pages
 from headrace.memory.disk.newborn import TensorsOnDisk
-from headrace.memory.disk.requests import Access, Request
+from headrace.memory.disk.requests import Access, Ended, Request
+from headrace.memory.disk.saved_file import SavedFile, TensorInFile
 from headrace.memory.disk.staging import Slot, StagingRing
 from headrace.memory.disk.store import DiskStore
 
@@ -20,14 +21,17 @@ __all__ = [
     "DirectFile",
     "DiskLog",
     "DiskStore",
+    "Ended",
     "Extent",
     "Mapping",
     "Origin",
     "Part",
     "Request",
+    "SavedFile",
     "Slot",
     "StagingRing",
     "TensorAtRest",
+    "TensorInFile",
     "TensorsOnDisk",
     "copy_on_disk",
     "disk_pages",

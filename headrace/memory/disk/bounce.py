@@ -12,7 +12,7 @@ import torch
 
 from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, disk_pages
 from headrace.memory.disk.mapping import Origin
-from headrace.memory.pages import map_pages
+from headrace.memory.disk.saved_file import new_pages
 
 __all__ = ["neighbours_follow", "read_bytes", "write_bytes"]
 
@@ -46,7 +46,7 @@ def read_bytes(origin: Origin, offset: int, memory: torch.Tensor) -> bool:
         if _own.held != (origin, first):
             _own.held = None
             if _own.pages.nbytes < last - first:
-                _own.pages = torch.frombuffer(map_pages(disk_pages(last - first), touched=False), dtype=torch.uint8)
+                _own.pages = new_pages(disk_pages(last - first))
             request = origin.read(_own.pages[: last - first], first)
             if request is None:
                 return False
@@ -63,7 +63,7 @@ def write_bytes(origin: Origin, offset: int, memory: torch.Tensor) -> bool:
     _own.held = None
     within = offset % DISK_ALIGNMENT_BYTES  # pages of memory onto pages of the disk
     if _own.pages.nbytes < within + memory.nbytes:
-        _own.pages = torch.frombuffer(map_pages(disk_pages(within + memory.nbytes), touched=False), dtype=torch.uint8)
+        _own.pages = new_pages(disk_pages(within + memory.nbytes))
     source = _own.pages[within : within + memory.nbytes]
     ctypes.memmove(source.data_ptr(), memory.data_ptr(), memory.nbytes)
     request = origin.write(source, offset)

@@ -1,46 +1,34 @@
-"""How are weights read from a checkpoint as it is? By name, in the background, or as memory; in place.
-
-Tensors lie anywhere in such a file, direct I/O wants whole pages: so a thread reads the pages around them into memory
-of its own, and lays the tensors out from there.
-"""
+"""How are weights read from a checkpoint as it is? By name, in the background, or as memory; in place."""
 
 import contextlib
 import ctypes
-import errno
 import os
-import queue
 import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from headrace.errors import CheckpointError, DiskError
+from headrace.errors import CheckpointError
 from headrace.memory.arena import Arena
 from headrace.memory.disk import mapping
-from headrace.memory.disk.checkpoint_files import find_files
-from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, disk_pages, pieces
-from headrace.memory.disk.file import DirectFile
+from headrace.memory.disk.checkpoint_files import tensors_in
+from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, disk_pages
 from headrace.memory.disk.log import DiskLog
 from headrace.memory.disk.requests import Access, Kind, Request, Requests
-from headrace.memory.disk.safetensors_header import TensorRecord, read_header
-from headrace.memory.disk.torch_files import torch_records
+from headrace.memory.disk.saved_file import Place, SavedFile, TensorInFile, read_all
 from headrace.memory.ledger import Ledger
-from headrace.runtime.lanes import Event
-from headrace.runtime.system import CLOSED_IN_CHILDREN, read_some
 
 __all__ = ["LEAST_READING_BYTES", "Checkpoint", "Part"]
 
 _THREADS = 4
 LEAST_READING_BYTES = _THREADS * DISK_ALIGNMENT_BYTES  # a page for each
 _MEMORY_BYTES = 32 << 20
-_ZIP = b"PK\x03\x04"
-_GAP_BYTES = 64 << 10  # bytes between two tensors that are rather read than left out
 
 
 @dataclass(frozen=True)
@@ -50,16 +38,6 @@ class Part:
     memory: torch.Tensor
     begin: int
     nbytes: int
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Where bytes `begin` to `end` of a file go: to memory at `address`."""
-
-    begin: int
-    end: int
-    address: int
-    name: str
 
 
 class Checkpoint:
@@ -74,17 +52,13 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str], ledger: Ledger) -> None:
-        self._files: dict[str, DirectFile] = {}
-        self._states: dict[str, tuple[int, int]] = {}
+        self._files: dict[str, SavedFile] = {}
         self._mappings: dict[str, mapping.Mapping] = {}
         self._addresses: dict[int, str] = {}
-        self.records: dict[str, TensorRecord] = {}
-        for file, names in find_files(Path(path)).items():
-            self._open(str(file), names)
+        self.records = tensors_in(Path(path), self._open)
         self._ledger = ledger
         self.log = DiskLog()  # of ranges that are read as they lie there
-        self._bounces: queue.SimpleQueue[torch.Tensor] | None = None
-        self._bounce_bytes = 0
+        self._memory: list[torch.Tensor] = []  # that `read` passes through
         self._requests = Requests(_THREADS)
         if not self.direct:
             warnings.warn(
@@ -101,16 +75,16 @@ class Checkpoint:
 
     def size_bytes(self, path: str) -> int:
         """Bytes of one of the files."""
-        return self._states[path][0]
+        return self._files[path].nbytes
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor `name` as memory, read page by page as it is touched. Writes to it stay with this process."""
-        record = self._record(name)
-        if record.path not in self._mappings:
-            file = self._files[record.path]
-            mapped = self._mappings[record.path] = mapping.Mapping(file.descriptor, 0, file.size(), shared=False)
-            mapped.show(_Bytes(weakref.ref(self), record.path, file.size()))
-        memory = self._mappings[record.path].tensor(record.offset, record.nbytes)
+        record, mapped = self._mapped(name)
+        if mapped is None:
+            file = record.file
+            mapped = self._mappings[record.path] = mapping.Mapping(file.descriptor, 0, file.nbytes, shared=False)
+            mapped.show(_Bytes(self, file))
+        memory = mapped.tensor(record.offset, record.nbytes)
         self._addresses[memory.data_ptr()] = name
         return memory.view(record.dtype).view(record.shape)
 
@@ -122,85 +96,64 @@ class Checkpoint:
         record = self.records[name]
         return name if (tensor.dtype, tensor.nbytes) == (record.dtype, record.nbytes) else None
 
-    def written(self, name: str) -> bool:
-        """Whether memory that `tensor` gave out for `name`, or of its neighbours in the same page, was written to."""
-        record = self._record(name)
-        mapped = self._mappings.get(record.path)
-        return mapped is not None and bool(mapped.written(record.offset, record.nbytes))
+    def written(self, name: str) -> bool | None:
+        """Whether memory that `tensor` gave out for `name`, or of its neighbours in the same page, was written to.
 
-    def as_in_file(self, name: str) -> bool:
-        """Whether memory that `tensor` gave out for `name` certainly has what the file has."""
-        record = self._record(name)
-        mapped = self._mappings.get(record.path)
-        return mapped is None or mapped.written(record.offset, record.nbytes) is False
-
-    def read(self, destinations: Mapping[str, torch.Tensor], *, after: Event | None = None) -> Request:
-        """Submits reading each named tensor into its destination. Never blocks.
-
-        A destination is contiguous memory of the CPU, of any dtype and shape with as many bytes as the tensor. It may
-        be touched when the request is done, and is filled not before `after`. DiskError (I/O fault, file too short,
-        file changed since it was opened) comes from the request. The first call takes the memory that threads read
-        into (32 MiB at most), and raises BudgetError when the ledger has no room for it.
+        None where the system does not say.
         """
-        if self._bounces is None:
-            self._bounces = self._make_bounces(_MEMORY_BYTES, self._ledger)
-        parts: dict[str, list[_Part]] = defaultdict(list)
+        record, mapped = self._mapped(name)
+        return False if mapped is None else mapped.written(record.offset, record.nbytes)
+
+    def read(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        """Reads each named tensor into its destination.
+
+        A destination is contiguous memory of the CPU, of any dtype and shape with as many bytes as the tensor. Raises
+        DiskError (I/O fault, file too short, file changed since it was opened), and BudgetError when the ledger has no
+        room for the memory that threads read into (32 MiB at most), but within `reading`.
+        """
+        places: dict[SavedFile, list[Place]] = defaultdict(list)
         for name, destination in destinations.items():
-            record = self._record(name)
+            record, _ = self._mapped(name)
             if destination.device.type != "cpu" or not destination.is_contiguous():
                 raise TypeError(f"{name!r} is read into contiguous memory of the CPU, not of {destination.device}")
             if destination.nbytes != record.nbytes:
                 raise ValueError(f"{name!r} has {record.nbytes} bytes; its destination has {destination.nbytes}")
-            if record.nbytes:
-                begin = record.offset
-                parts[record.path].append(_Part(begin, begin + record.nbytes, destination.data_ptr(), name))
-        memory = tuple(destinations.values())  # which the jobs keep alive
-        jobs: list[Callable[[], None]] = [
-            partial(self._read_piece, self._bounces, path, begin, end, among, memory)
-            for path, found in parts.items()
-            for begin, end, among in _ranges(found, self._bounce_bytes)
-        ]
-        extent = Extent(", ".join(list(destinations)[:3]), 0, 0)
-        return self._requests.submit(Request(extent, Access.READ, jobs, Kind.TRANSFER, (0, 0)), after)
+            places[record.file].append((record, partial(_copy, destination)))
+        with contextlib.nullcontext() if self._memory else self.reading(_MEMORY_BYTES, self._ledger):
+            read_all(places.items(), self._memory)
 
     @contextlib.contextmanager
     def reading(self, memory_bytes: int, ledger: Ledger) -> Iterator[None]:
         """Within, threads of `read` have so much memory in all, rounded down to pages for each; afterwards none."""
-        self._bounces = self._make_bounces(memory_bytes, ledger)
+        biggest = max((file.nbytes for file in self._files.values()), default=0)
+        share = max(1, memory_bytes // _THREADS // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
+        nbytes = min(PIECE_BYTES, share, disk_pages(biggest))
+        arena = Arena(nbytes * _THREADS, torch.device("cpu"), ledger, "staging")
+        self._memory = [arena.tensor(index * nbytes, nbytes) for index in range(_THREADS)]
+        del arena
         try:
             yield
         finally:
-            self._bounces = None
+            self._memory = []
 
-    def read_range(
-        self, path: str, offset: int, destination: torch.Tensor, *, what: str, after: Event | None = None
-    ) -> Request:
-        """Submits reading the bytes from `offset` of the file `path`, as they lie there, into `destination`: `what`.
+    def read_range(self, path: str, offset: int, memory: Sequence[Part], *, what: str) -> Request:
+        """Submits reading the bytes from `offset` of the file `path`, as they lie there: `what`. Never blocks.
 
-        As `read`, without memory in between: fastest when `offset` is a multiple of DISK_ALIGNMENT_BYTES and
-        `destination`, uint8 of shape (nbytes,), begins at a page and has whole pages or ends where the file does.
+        They go into several parts of memory one after the other, in one request where all are pages: fastest when
+        `offset` is a multiple of DISK_ALIGNMENT_BYTES and each part begins at a page and has whole ones. DiskError
+        comes from the request.
         """
-        extent = Extent(Path(path).name, 0, self._states[path][0])
-        check_memory(extent, destination, offset)
-        jobs = [
-            partial(self._read_bytes, path, what, piece.begin, piece.end, destination, piece.begin - offset)
-            for piece in pieces(offset, destination.nbytes)
-        ]
-        return self._requests.submit(Request(extent, Access.READ, jobs, Kind.TRANSFER, (0, 0)), after)
-
-    def read_scattered(self, path: str, offset: int, memory: Sequence[Part], *, what: str) -> Request:
-        """As `read_range`, into several parts of memory one after the other; in one request where all are pages."""
-        extent = Extent(Path(path).name, 0, self._states[path][0])
-        nbytes = sum(part.nbytes for part in memory)
-        check_memory(extent, memory[0].memory, offset, nbytes)
-        job = partial(self._read_parts, path, what, offset, nbytes, tuple(memory))
+        file = self._files[path]
+        extent = Extent(file.path.name, 0, file.nbytes)
+        check_memory(extent, memory[0].memory, offset, sum(part.nbytes for part in memory))
+        job = partial(self._read_parts, file, offset, tuple(memory), what)
         return self._requests.submit(Request(extent, Access.READ, [job], Kind.TRANSFER, (0, 0)), None)
 
     def forget_writes(self, name: str) -> None:
         """Memory that `tensor` gave out for `name` has what the file has, but for pages that neighbours share."""
-        record = self._record(name)
-        if record.path in self._mappings:
-            self._mappings[record.path].forget_pages(record.offset, record.nbytes)
+        record, mapped = self._mapped(name)
+        if mapped is not None:
+            mapped.forget_pages(record.offset, record.nbytes)
 
     def forget_pages(self) -> None:
         """What was read through memory from `tensor` counts no more as this process's. Undoes writes to it."""
@@ -210,143 +163,53 @@ class Checkpoint:
     def close(self) -> None:
         """Waits for what was submitted and closes the files. Memory from `tensor` stays."""
         self._requests.close()
-        self._bounces = None
         self._mappings.clear()
         for file in self._files.values():
             file.close()
 
-    def _open(self, path: str, names: frozenset[str] | None) -> None:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | CLOSED_IN_CHILDREN)
-        except OSError as error:
-            raise DiskError(error.errno, f"{path} cannot be opened: {error.strerror}") from error
-        self._files[path] = DirectFile(descriptor, path, writable=False)
-        self._states[path] = _state(descriptor)
-        is_zip = read_some(descriptor, len(_ZIP), 0) == _ZIP  # as files of torch.save are
-        found = {record.name: record for record in (torch_records(path) if is_zip else read_header(descriptor, path))}
-        missing = sorted(names - found.keys()) if names is not None else []
-        if missing:
-            raise CheckpointError(
-                f"{path} lacks {missing[0]!r} (of {len(missing)} missing ones), which the index says is in it;"
-                " download the checkpoint again"
-            )
-        for name in found if names is None else names:
-            if name in self.records:
-                raise CheckpointError(
-                    f"{name!r} is in {self.records[name].path} and in {path}; give the path of one of the files"
-                )
-            self.records[name] = found[name]
+    def _open(self, path: str) -> SavedFile:
+        self._files[path] = SavedFile(Path(path))
+        return self._files[path]
 
-    def _record(self, name: str) -> TensorRecord:
+    def _mapped(self, name: str) -> tuple[TensorInFile, mapping.Mapping | None]:
+        """A tensor, and the memory that shows its file, if somebody has asked for that."""
         if name not in self.records:
             raise CheckpointError(f"the checkpoint has no tensor {name!r} among its {len(self.records)}")
-        return self.records[name]
+        record = self.records[name]
+        return record, self._mappings.get(record.path)
 
-    def _read_piece(
-        self,
-        bounces: "queue.SimpleQueue[torch.Tensor]",
-        path: str,
-        begin: int,
-        end: int,
-        parts: list[_Part],
-        _memory: tuple[torch.Tensor, ...],
-    ) -> None:
-        """Reads the pages around bytes `begin` to `end`, and lays out the parts that lie there."""
-        file, what = self._unchanged(path, repr(parts[0].name)), repr(parts[0].name)
-        first = begin - begin % DISK_ALIGNMENT_BYTES
-        last = min(disk_pages(end), self._states[path][0])
-        bounce = bounces.get()  # there is one for each thread
-        try:
-            file.read(bounce.data_ptr(), last - first, first, what)
-            for part in parts:
-                at, to = max(begin, part.begin), min(end, part.end)
-                ctypes.memmove(part.address + at - part.begin, bounce.data_ptr() + at - first, to - at)
-        finally:
-            bounces.put(bounce)
-
-    def _read_bytes(self, path: str, what: str, begin: int, end: int, destination: torch.Tensor, at: int) -> None:
+    def _read_parts(self, file: SavedFile, offset: int, memory: Sequence[Part], what: str) -> None:
         begun_at = time.perf_counter()
-        self._unchanged(path, repr(what)).read(destination.data_ptr() + at, end - begin, begin, repr(what))
-        self.log.note(Access.READ, what, end - begin, begun_at)
-
-    def _read_parts(self, path: str, what: str, offset: int, nbytes: int, memory: Sequence[Part]) -> None:
-        begun_at = time.perf_counter()
-        addresses = [(part.memory.data_ptr() + part.begin, part.nbytes) for part in memory]
-        self._unchanged(path, repr(what)).read_scattered(addresses, offset, repr(what))
-        self.log.note(Access.READ, what, nbytes, begun_at)
-
-    def _unchanged(self, path: str, what: str) -> DirectFile:
-        file = self._files[path]
-        if _state(file.descriptor) != self._states[path]:
-            raise DiskError(errno.ESTALE, f"{what}: {path} was written to since it was opened; load the model again")
-        return file
-
-    def _make_bounces(self, memory_bytes: int, ledger: Ledger) -> "queue.SimpleQueue[torch.Tensor]":
-        """Memory that threads read whole pages into. No range that is read at once is larger."""
-        biggest = max((size for size, _ in self._states.values()), default=0)
-        share = max(1, memory_bytes // _THREADS // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
-        nbytes = min(PIECE_BYTES, share, disk_pages(biggest))
-        self._bounce_bytes = nbytes
-        arena = Arena(nbytes * _THREADS, torch.device("cpu"), ledger, "staging")
-        bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for index in range(_THREADS):
-            bounces.put(arena.tensor(index * nbytes, nbytes))
-        return bounces
+        file.fill([(part.memory.data_ptr() + part.begin, part.nbytes) for part in memory], offset, repr(what))
+        self.log.note(Access.READ, what, sum(part.nbytes for part in memory), begun_at)
 
 
-@dataclass(frozen=True)
-class _Bytes:
+def _copy(destination: torch.Tensor, begin: int, memory: torch.Tensor) -> None:
+    ctypes.memmove(destination.data_ptr() + begin, memory.data_ptr(), memory.nbytes)
+
+
+class _Bytes(mapping.Origin):
     """What a private mapping shows: one of the files, where nothing was written to it."""
 
-    checkpoint: "weakref.ref[Checkpoint]"
-    path: str
-    nbytes: int
+    grain_bytes = PIECE_BYTES
 
-    def grain(self, offset: int) -> tuple[int, int]:
-        first = offset // PIECE_BYTES * PIECE_BYTES
-        return first, min(first + PIECE_BYTES, self.nbytes)
+    def __init__(self, checkpoint: Checkpoint, file: SavedFile) -> None:
+        self._checkpoint, self._file, self.nbytes = weakref.ref(checkpoint), file, file.nbytes
 
     def read(self, destination: torch.Tensor, offset: int) -> Request | None:
-        checkpoint = self.checkpoint()
-        mapped = None if checkpoint is None else checkpoint._mappings.get(self.path)
-        if checkpoint is None or mapped is None or mapped.written(offset, destination.nbytes) is not False:
+        checkpoint = self._checkpoint()
+        if checkpoint is None or not self._is_as_in_file(checkpoint, offset, destination.nbytes):
             return None
-        return checkpoint.read_range(self.path, offset, destination, what=Path(self.path).name)
+        part = Part(destination, 0, destination.nbytes)
+        return checkpoint.read_range(str(self._file.path), offset, [part], what=self._file.path.name)
 
     def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
-        checkpoint = self.checkpoint()
-        mapped = None if checkpoint is None else checkpoint._mappings.get(self.path)
-        if checkpoint is None or mapped is None or offset != offset_there:
+        checkpoint = self._checkpoint()
+        if checkpoint is None or offset != offset_there:
             return False
-        there, here = os.stat(path), os.fstat(checkpoint._files[self.path].descriptor)
-        same = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-        return same and mapped.written(offset, nbytes) is False
+        same = os.path.samestat(os.stat(path), os.fstat(self._file.descriptor))
+        return same and self._is_as_in_file(checkpoint, offset, nbytes)
 
-    def write(self, source: torch.Tensor, offset: int) -> Request | None:
-        return None
-
-
-def _state(descriptor: int) -> tuple[int, int]:
-    """Size in bytes, and when it was written to last."""
-    status = os.fstat(descriptor)
-    return status.st_size, status.st_mtime_ns
-
-
-def _ranges(parts: list[_Part], most_bytes: int) -> list[tuple[int, int, list[_Part]]]:
-    """Ranges of a file, each with the parts that it holds bytes of. Neighbours go together.
-
-    With the rest of its pages, none has more than `most_bytes`.
-    """
-    runs: list[list[_Part]] = []
-    for part in sorted(parts, key=lambda part: part.begin):
-        if runs and part.begin - runs[-1][-1].end <= _GAP_BYTES:
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    ranges = []
-    for run in runs:
-        for piece in pieces(run[0].begin, run[-1].end - run[0].begin, most_bytes):
-            among = [part for part in run if part.begin < piece.end and piece.begin < part.end]
-            if among:  # else it lies between two parts
-                ranges.append((piece.begin, piece.end, among))
-    return ranges
+    def _is_as_in_file(self, checkpoint: Checkpoint, offset: int, nbytes: int) -> bool:
+        mapped = checkpoint._mappings.get(str(self._file.path))
+        return mapped is not None and mapped.written(offset, nbytes) is False

@@ -1,25 +1,52 @@
 """Which files make up a checkpoint? One file, the shards of an index, or all of a directory; none from elsewhere."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.errors import CheckpointError
+from headrace.memory.disk.safetensors_header import read_header
+from headrace.memory.disk.saved_file import SavedFile, TensorInFile
+from headrace.memory.disk.torch_files import open_torch_file
 
-__all__ = ["CheckpointFiles", "find_files", "leads_out"]
+__all__ = ["leads_out", "tensors_in"]
 
-CheckpointFiles = dict[Path, frozenset[str] | None]  # the tensors to take from each file; None: all of them
+_Files = dict[Path, frozenset[str] | None]  # the tensors to take from each file; None: all of them
 
+_ZIP = b"PK\x03\x04"
 _INDICES = ("*.safetensors.index.json", "*.bin.index.json")
 _WEIGHTS = ("*.safetensors", "pytorch_model.bin")
 
 
-def find_files(path: Path) -> CheckpointFiles:
-    """The files of the checkpoint `path`: a file, an index, or a directory with one index or with files.
+def tensors_in(path: Path, opened: Callable[[str], SavedFile]) -> dict[str, TensorInFile]:
+    """The tensors of the weights in `path`, by name: of safetensors, or else of torch.save.
 
-    Of safetensors, or else of torch.save.
-
-    Raises CheckpointError when there are none, or when a name leads out of the directory.
+    A file, an index, or a directory with one index or with files, which `opened` opens. Every header is checked in
+    full. Raises CheckpointError when something is wrong or missing, or leads out of the directory.
     """
+    tensors: dict[str, TensorInFile] = {}
+    for path_there, names in _find_files(path).items():
+        file = opened(str(path_there))
+        if file.peek(0, len(_ZIP)) == _ZIP or file.path.suffix == ".bin":  # as files of torch.save are
+            here = open_torch_file(file).places()
+        else:
+            here = {tensor.name: tensor for tensor in read_header(file)}
+        missing = sorted(names - here.keys()) if names is not None else []
+        if missing:
+            raise CheckpointError(
+                f"{file.path} lacks {missing[0]!r} (of {len(missing)} missing ones), which the index says is in it;"
+                " download the checkpoint again"
+            )
+        for name in here if names is None else names:
+            if name in tensors:
+                raise CheckpointError(
+                    f"{name!r} is in {tensors[name].path} and in {file.path}; give the path of one of the files"
+                )
+            tensors[name] = here[name]
+    return tensors
+
+
+def _find_files(path: Path) -> _Files:
     path = path.expanduser()
     if path.is_dir():
         indices = next(filter(None, (sorted(path.glob(pattern)) for pattern in _INDICES)), [])
@@ -41,7 +68,7 @@ def find_files(path: Path) -> CheckpointFiles:
     return _indexed(path) if path.name.endswith(".json") else {path.resolve(): None}
 
 
-def _indexed(index: Path) -> CheckpointFiles:
+def _indexed(index: Path) -> _Files:
     try:
         found = json.loads(index.read_bytes())
     except ValueError as error:

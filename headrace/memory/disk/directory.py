@@ -5,8 +5,10 @@ process ends, however it ends; so there is nothing to clean up at exit and no si
 """
 
 import errno
+import itertools
 import os
 import secrets
+import shutil
 import stat
 import threading
 import weakref
@@ -23,29 +25,46 @@ from headrace.runtime.system import (
     NOT_A_LINK,
     after_fork,
     free_bytes,
+    host_name,
     libc,
     lock_file,
     read_some,
     write_at,
 )
 
-__all__ = ["StoreDirectory"]
+__all__ = ["StoreDirectory", "own_directory"]
 
 _LOCK_NAME = ".headrace-lock"
 _FILE_PREFIX = ".headrace-file-"  # of files that have a name only for a moment
 _IN_RAM = ("tmpfs", "ramfs")
 _lock = threading.RLock()  # a finalizer may run while this thread holds it
 _held: set[tuple[int, int]] = set()  # device and inode of the directories in use: file locks are per process
+_numbers = itertools.count()
+
+
+def own_directory(parent: str | os.PathLike[str], kind: str) -> Path:
+    """The path of a directory inside of `parent` that nobody else has.
+
+    Those of `kind` that this host's killed processes left there go: they hold a lock's file, and no bytes.
+    """
+    parent = Path(parent).expanduser()
+    for path in parent.glob(f"{kind}-*-*@{host_name()}"):
+        owner = path.name.removeprefix(f"{kind}-").split("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+    return parent / f"{kind}-{os.getpid()}-{next(_numbers)}@{host_name()}"
 
 
 class StoreDirectory:
     """A directory that this store alone uses until `close`; made (for its owner only) when it is missing.
 
+    One that is its `own` goes when it is closed, or with the process.
+
     Raises ValueError when `path` is no directory, StateError when another store or process uses it, DiskError when no
     file can be made in it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, own: bool = False) -> None:
         if libc() is None:
             raise DiskError(errno.ENOSYS, NO_FILE_MEMORY)
         self.path = Path(path).expanduser().resolve()
@@ -65,7 +84,7 @@ class StoreDirectory:
             self._descriptor = self._acquire()
             _held.add(self._identity)
         self._closer = weakref.finalize(
-            self, _release, self._descriptor, self.path / _LOCK_NAME, self._identity, os.getpid()
+            self, _release, self._descriptor, self.path / _LOCK_NAME, self._identity, os.getpid(), own
         )
         for stale in self.path.glob(f"{_FILE_PREFIX}*"):  # of processes that died: the lock is ours
             if not stale.is_dir():
@@ -164,12 +183,17 @@ def _identity(path: Path | int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _release(descriptor: int, path: Path, identity: tuple[int, int], owner: int) -> None:
-    """Removes the lock file, if it is still ours, and then ends the lock. A forked child only closes what it has."""
+def _release(descriptor: int, path: Path, identity: tuple[int, int], owner: int, own: bool) -> None:
+    """Removes the lock file (and the directory, if it is `own`), if it is still ours, and then ends the lock.
+
+    A forked child only closes what it has.
+    """
     with _lock:
         try:
             if os.getpid() == owner and _identity(path) == _identity(descriptor):
                 path.unlink()
+                if own:
+                    path.parent.rmdir()
         except OSError:  # the directory is gone, or read-only by now: the lock ends all the same
             pass
         os.close(descriptor)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DISK_ALIGNMENT_BYTES", "PIECE_BYTES", "Extent", "Piece", "check_memory", "disk_pages", "pieces"]
+from headrace.memory.ranges import Range
+
+__all__ = ["DISK_ALIGNMENT_BYTES", "PIECE_BYTES", "Extent", "check_memory", "disk_pages", "pieces"]
 
 # What direct I/O asks of offsets, lengths and memory, and mmap of offsets.
 DISK_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
@@ -19,11 +21,15 @@ def disk_pages(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Extent:
-    """`nbytes` at `offset` of the store's file, where `capacity_bytes` (whole pages) are its own."""
+    """`nbytes` at `offset` of the store's file, where `capacity_bytes` (whole pages) are its own.
+
+    A checksum is of `grain_bytes`, whole pages, from its begin on; of what is left at its end.
+    """
 
     name: str
     offset: int
     nbytes: int
+    grain_bytes: int = PIECE_BYTES
 
     @property
     def capacity_bytes(self) -> int:
@@ -31,32 +37,18 @@ class Extent:
         return disk_pages(self.nbytes)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of an extent that goes to the drive as one request; offsets count from the begin of the extent."""
-
-    index: int
-    begin: int
-    end: int
-
-
-def pieces(offset: int, nbytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+def pieces(offset: int, nbytes: int, piece_bytes: int = PIECE_BYTES) -> list[Range]:
     """The range cut at the multiples of `piece_bytes`, so that no page belongs to two pieces."""
-    end = offset + nbytes
-    first, last = offset // piece_bytes, -(-end // piece_bytes)
-    return [
-        Piece(index, max(offset, index * piece_bytes), min(end, (index + 1) * piece_bytes))
-        for index in range(first, last)
-    ]
+    begins = [offset, *range(offset // piece_bytes * piece_bytes + piece_bytes, offset + nbytes, piece_bytes)]
+    return list(zip(begins, [*begins[1:], offset + nbytes], strict=True)) if nbytes > 0 else []
 
 
-def check_memory(extent: Extent, memory: torch.Tensor, offset: int, nbytes: int | None = None) -> None:
-    """Raises when bytes of `memory`, all or so many, cannot go to or come from `offset` of `extent`."""
+def check_memory(extent: Extent, memory: torch.Tensor, offset: int, nbytes: int) -> None:
+    """Raises when so many bytes of `memory` cannot go to or come from `offset` of `extent`."""
     if memory.dtype != torch.uint8 or memory.device.type != "cpu" or not memory.is_contiguous():
         raise TypeError(
             f"{extent.name!r}: the disk reads and writes contiguous uint8 memory of the CPU, not"
             f" {memory.dtype} on {memory.device} of stride {tuple(memory.stride())}; give tensor.view(torch.uint8)"
         )
-    nbytes = memory.nbytes if nbytes is None else nbytes
     if not 0 <= offset <= offset + nbytes <= extent.capacity_bytes:
         raise ValueError(f"{extent.name!r}: {nbytes} bytes at offset {offset} are not within its {extent.nbytes} bytes")

@@ -6,16 +6,18 @@ import functools
 import mmap
 import os
 import weakref
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.errors import DiskError
 from headrace.memory.disk.requests import Request
+from headrace.memory.ranges import Range
 from headrace.runtime.system import NO_FILE_MEMORY, libc, read_some
 
 __all__ = ["Mapping", "Origin", "copy_on_disk", "origin_of", "release_pages"]
@@ -58,20 +60,31 @@ def _madvise(address: int, nbytes: int, advice: int) -> int:
     return int(_call("madvise", _int, _address, _size, _int)(address, nbytes, advice))
 
 
-class Origin(Protocol):
-    """Bytes of a file, past the page cache. Offsets count from the first that a mapping shows."""
+class Origin(ABC):
+    """`nbytes` of a file, past the page cache, `grain_bytes` of which have a checksum together.
 
-    def grain(self, offset: int) -> tuple[int, int]:
-        """What to read for the byte at `offset`: first and last but one of those that have a checksum together."""
+    Offsets count from the first that a mapping shows.
+    """
 
+    nbytes: int
+    grain_bytes: int
+
+    def grain(self, offset: int) -> Range:
+        """What to read for the byte at `offset`."""
+        first = offset // self.grain_bytes * self.grain_bytes
+        return first, min(first + self.grain_bytes, self.nbytes)
+
+    @abstractmethod
     def read(self, destination: torch.Tensor, offset: int) -> Request | None:
         """Submits reading into uint8 memory of the CPU; None when only the mapping itself shows what is there."""
 
-    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
-        """Whether the bytes at `offset` are those at `offset_there` of the file `path`, unless they are written to."""
-
     def write(self, source: torch.Tensor, offset: int) -> Request | None:
         """Submits writing from uint8 memory of the CPU; None when what is there must be written through the mapping."""
+        return None
+
+    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
+        """Whether the bytes at `offset` are those at `offset_there` of the file `path`, unless they are written to."""
+        return False
 
 
 @dataclass
@@ -212,9 +225,11 @@ class Mapping:
         elif sync(descriptor, self._offset, self._nbytes, _WAIT_WRITE_WAIT) != 0:
             raise _error("sync_file_range")
 
-    def written(self, offset: int, nbytes: int) -> bool | None:
+    def written(self, offset: int = 0, nbytes: int | None = None) -> bool | None:
         """Whether a page of these bytes of a private mapping was written to; None where the system does not say."""
-        first, last = (self.address + offset) // mmap.PAGESIZE, -(-(self.address + offset + nbytes) // mmap.PAGESIZE)
+        begin = self.address + offset
+        end = begin + (self._nbytes - offset if nbytes is None else nbytes)
+        first, last = begin // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as file:
                 found = read_some(file.fileno(), 8 * (last - first), 8 * first)
@@ -225,7 +240,9 @@ class Mapping:
         return bool((swapped | ours).any())
 
     def dirty(self) -> None:
-        """Writes to every page what it has, so that `flush` brings all of them to disk."""
+        """Writes to every page what it has: `flush` brings all of them to disk; of a private mapping all stay as they
+        are now, whatever others write.
+        """
         first_bytes = self.tensor(0, self._nbytes)[:: mmap.PAGESIZE]
         first_bytes.copy_(first_bytes.clone())
 

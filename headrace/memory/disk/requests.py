@@ -21,12 +21,14 @@ from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
 
+import torch
+
 from headrace.errors import StateError
 from headrace.memory.disk.extent import Extent
 from headrace.runtime.lanes import Event
 from headrace.runtime.threads import Gate, this_is_own_thread
 
-__all__ = ["Access", "Kind", "Request", "Requests"]
+__all__ = ["Access", "Ended", "Kind", "Request", "Requests"]
 
 _Job = Callable[[], None]
 
@@ -59,13 +61,11 @@ class Request:
         jobs: Sequence[_Job],
         kind: Kind,
         span: Span,
-        reach: Span | None = None,
     ) -> None:
         self.extent = extent  # None: of all
         self.access = access
         self.kind = kind
         self.span = span  # bytes of the extent that it is about
-        self.reach = reach or span  # those that nobody else may write meanwhile
         self.jobs: list[_Job | None] = list(jobs)  # None: done
         self.ended_jobs = itertools.count(1)  # next() of it is atomic
         self.waits_for = 0  # requests and events that must be done before this one begins
@@ -112,14 +112,27 @@ class Request:
         self._end.open()
 
 
+class Ended:
+    """The end of a request as an event, whatever came of it: who waits for its memory has nothing to do with that."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def synchronize(self) -> None:
+        self._request.settle()
+
+    def query(self) -> bool:
+        return self._request.query()
+
+
 class Requests:
     """The requests of one store: `threads` that move bytes, and one that decides whose turn it is.
 
-    One more thread for reads and one for writes wait for the events that requests begin after.
+    One more thread for reads and one for writes wait for the events that requests begin after, which are of `device`.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._turns = _Turns(threads)
+    def __init__(self, threads: int, device: torch.device | None = None) -> None:
+        self._turns = _Turns(threads, device)
         self._owner = os.getpid()
         self._closer = weakref.finalize(self, self._turns.stop)
 
@@ -148,7 +161,7 @@ class Requests:
 class _Turns:
     """Who has to wait for whom: all of that happens on one thread, which takes one message after the other."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, device: torch.device | None) -> None:
         self._inbox: SimpleQueue[_Job | None] = SimpleQueue()
         self._work: SimpleQueue[_Job | None] = SimpleQueue()
         self._waits: dict[Access, SimpleQueue[_Job | None]] = {access: SimpleQueue() for access in Access}
@@ -156,8 +169,8 @@ class _Turns:
         self._failed: dict[Extent, list[Request]] = {}  # writes whose bytes did not land, nor others in their place
         self._stopped = False
         queues = [self._work] * threads + list(self._waits.values())
-        self._workers = [_start(_work_off, queue) for queue in queues]
-        self._thread = _start(self._run, queues)
+        self._workers = [_start(_work_off, queue, device) for queue in queues]
+        self._thread = _start(self._run, queues, device)
 
     def post(self, message: _Job) -> None:
         """Has `message` called on the thread of turns; once that has ended, at once (then nothing has a turn)."""
@@ -284,7 +297,7 @@ def _meet(one: Span, other: Span) -> bool:
 
 def _exclude(one: Request, other: Request) -> bool:
     """Whether one of them has to wait for the other, being of the same extent, or one of them of all."""
-    if one.kind is Kind.TRANSFER is other.kind and not _meet(one.reach, other.reach):
+    if one.kind is Kind.TRANSFER is other.kind and not _meet(one.span, other.span):
         return False
     return Access.WRITE in (one.access, other.access)
 
@@ -296,9 +309,9 @@ def _mends(request: Request, failed: Request) -> bool:
     return request.span[0] <= failed.span[0] and failed.span[1] <= request.span[1]
 
 
-def _start(target: Callable[..., None], argument: object) -> threading.Thread:
+def _start(target: Callable[..., None], argument: object, device: torch.device | None) -> threading.Thread:
     def run() -> None:
-        this_is_own_thread()
+        this_is_own_thread(device)
         target(argument)
 
     thread = threading.Thread(target=run, name="headrace-disk", daemon=True)

@@ -11,8 +11,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,14 +20,15 @@ import torch
 
 from headrace.config import format_bytes
 from headrace.errors import DiskError, StateError
-from headrace.memory.disk.checksums import Checksums, Spans
-from headrace.memory.disk.directory import StoreDirectory
-from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, Piece, check_memory, pieces
+from headrace.memory.disk.checksums import Checksums
+from headrace.memory.disk.directory import StoreDirectory, own_directory
+from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, pieces
 from headrace.memory.disk.file import HAS_DIRECT, DirectFile
 from headrace.memory.disk.log import DiskLog
 from headrace.memory.disk.mapping import Mapping, Origin
 from headrace.memory.disk.requests import Access, Kind, Request, Requests
 from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.ranges import Range
 from headrace.runtime.lanes import Event
 from headrace.runtime.node import Node
 from headrace.runtime.system import reserve
@@ -41,12 +41,13 @@ _THREADS = 4  # that move bytes; measured, see docs/design/disk.md
 class DiskStore:
     """Extents of a spill file in `directory`, read and written in the background. Safe to call from any thread.
 
-    The directory is this store's alone until `close`; it is made, for its owner only, when it is missing. The file has
-    no name and is gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
+    The directory is this store's alone until `close`; it is made, for its owner only, when it is missing. With `own`,
+    a word for what rests there, it is one inside of `directory` that goes with the store. The file has no name and is
+    gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
 
     With `node` its ranks share one file, which the first one makes: all of them make this store and its extents, in the
     same order, and each books its part. What they write is for them to agree on: mappings show it to all at once,
-    `read` what somebody has handed over since.
+    `read` what somebody has handed over since. `device`: of the events that requests wait for.
 
     Reads and writes of the same bytes happen in the order of their submission (reads beside each other). What `write`
     wrote is checked when `read` reads it; what was written through a mapping, when it was handed over.
@@ -63,17 +64,19 @@ class DiskStore:
         log: DiskLog | None = None,
         threads: int = _THREADS,
         node: Node | None = None,
+        device: torch.device | None = None,
+        own: str | None = None,
     ) -> None:
         self._node = node
-        self._path = Path(directory).expanduser().resolve()
+        self._is_own = own is not None
+        self._path = (Path(directory) if own is None else own_directory(directory, own)).expanduser().resolve()
         self._directory: StoreDirectory | None = None  # of the first rank of a node
         self._ledger = ledger
         self._log = log or DiskLog()
         self._file = DirectFile(self._create_file(), f"the spill file in {self._path}", writable=True)
-        self._requests = Requests(threads)
+        self._requests = Requests(threads, device)
         self._checksums = Checksums()
         self._lock = threading.Lock()
-        self._extents: list[Extent] = []
         self._size_bytes = 0
         self._mappings: dict[Extent, Mapping] = {}
         self._unflushed: set[Extent] = set()  # pages of these did not reach the disk
@@ -101,20 +104,21 @@ class DiskStore:
         """Raises DiskError (ENOSPC) when `nbytes` more do not fit on the disk. To be asked before the first byte."""
         self._once(nbytes, f"{format_bytes(nbytes)} of disk", partial(self._check_free, nbytes, "the disk tier"))
 
-    def allocate(self, name: str, nbytes: int, purpose: str) -> Extent:
+    def allocate(self, name: str, nbytes: int, purpose: str, grain_bytes: int = PIECE_BYTES) -> Extent:
         """Takes `nbytes` of disk, rounded up to pages, for good; `name` is what errors say. Contents are arbitrary.
+
+        Writes of whole grains are checked when whole grains are read.
 
         Raises DiskError (ENOSPC), and takes nothing, when the disk has no room.
         """
         with self._lock:
             self._refuse_closed(name)
-            extent = Extent(name, self._size_bytes, nbytes)
+            extent = Extent(name, self._size_bytes, nbytes, grain_bytes)
             self._once(nbytes, f"{nbytes:,} bytes of disk for {name!r}", partial(self._reserve, extent))
             self._size_bytes += extent.capacity_bytes
             part = slice(0, extent.capacity_bytes) if self._node is None else self._node.part(extent.capacity_bytes)
             self._booked[purpose] += part.stop - part.start
             self._ledger.add(Tier.DISK, purpose, part.stop - part.start)
-            self._extents.append(extent)
             return extent
 
     def part(self, extent: Extent, offset: int, nbytes: int) -> Extent:
@@ -173,30 +177,30 @@ class DiskStore:
 
     def origin(self, extent: Extent, part_bytes: int | None = None) -> Origin:
         """The extent for those who know nothing of stores; written in parts of that many bytes, or as a whole."""
-        return _Bytes(weakref.ref(self), extent, part_bytes)
+        return _Bytes(self, extent, part_bytes)
 
     def to_mapping(self, extent: Extent) -> Request:
         """Hands the extent over to those who use its mapping: done when all reads and writes before are."""
         self._checksums.forget(extent)
         return self._requests.submit(Request(extent, Access.WRITE, (), Kind.TURN, (0, extent.nbytes)), None)
 
-    def to_direct(self, extent: Extent, grain_bytes: int = PIECE_BYTES, within: Spans | None = None) -> Request:
+    def to_direct(self, extent: Extent, within: Sequence[Range] | None = None) -> Request:
         """Hands the extent over to `read` and `write`: submits bringing to disk what was written through the mapping.
 
         Reads and writes that are submitted later wait for that. Until `to_mapping` or a write, reads check what was
-        brought there, in grains: a read checks those that lie in it; `within`: those in these spans alone, of which
-        the others are neither read here nor known. The pages stop counting as memory of this process.
+        brought there: all grains that lie in them; or those `within` these spans alone, and the others are not read
+        here. The pages stop counting as memory of this process.
         Where it fails, pages are kept, and the next `to_direct` tries again: it raises DiskError (EBADMSG) if they were
         lost meanwhile, or written to.
         """
         mapping = self._mappings.get(extent)
-        jobs = () if mapping is None else (partial(self._hand_over, extent, mapping, grain_bytes, within),)
+        jobs = () if mapping is None else (partial(self._hand_over, extent, mapping, within),)
         kind = Kind.TURN if mapping is None else Kind.FLUSH
         return self._requests.submit(Request(extent, Access.WRITE, jobs, kind, (0, extent.capacity_bytes)), None)
 
-    def expect(self, extent: Extent, grain_bytes: int) -> None:
+    def expect(self, extent: Extent) -> None:
         """As `to_direct`, of an extent that nobody has written: grains that `write` writes as a whole are checked."""
-        self._checksums.expect_all(extent, grain_bytes)
+        self._checksums.begin(extent)
 
     def release(self, extent: Extent) -> None:
         """What was written to the extent is nothing to anybody, so its bytes may be parts of others of the caller's.
@@ -244,7 +248,7 @@ class DiskStore:
 
     def _create_file(self) -> int:
         def create() -> int:
-            self._directory = StoreDirectory(self._path)
+            self._directory = StoreDirectory(self._path, own=self._is_own)
             return self._directory.create_file()
 
         if self._node is None:
@@ -258,7 +262,7 @@ class DiskStore:
             do()
         else:
             with _as_disk_error():
-                self._node.once(number, what, do)
+                self._node.hand_out(number, what, do)
 
     def _check_free(self, nbytes: int, what: str) -> None:
         if self._directory is not None:
@@ -289,41 +293,36 @@ class DiskStore:
         first, last = (0, memory.nbytes) if within is None else (within.start, within.stop)
         check_memory(extent, memory, offset, last - first)
         job = self._read_piece if access is Access.READ else self._write_piece
+        grains_bytes = max(1, PIECE_BYTES // extent.grain_bytes) * extent.grain_bytes  # of one request to the drive
         jobs: list[Callable[[], None]] = [
-            partial(job, extent, piece, memory, first + piece.begin - offset) for piece in pieces(offset, last - first)
+            partial(job, extent, begin, end, memory, first + begin - offset)
+            for begin, end in pieces(offset, last - first, grains_bytes)
         ]
-        span = reach = (offset, offset + last - first)
-        if extent not in self._mappings:  # checksums are of whole pieces
-            reach = (offset // PIECE_BYTES * PIECE_BYTES, -(-span[1] // PIECE_BYTES) * PIECE_BYTES)
-        return self._requests.submit(Request(extent, access, jobs, Kind.TRANSFER, span, reach), after)
+        return self._requests.submit(
+            Request(extent, access, jobs, Kind.TRANSFER, (offset, offset + last - first)), after
+        )
 
-    def _read_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
-        begun_at = time.perf_counter()
-        address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
-        self._file.read(address, nbytes, extent.offset + piece.begin, repr(extent.name))
-        if extent in self._mappings:
-            self._checksums.verify_all(extent, piece.begin, piece.end, address, self._file.name)
-        else:
-            self._checksums.verify(extent, piece, address, self._file.name)
-        self._log.note(Access.READ, extent.name, nbytes, begun_at)
+    def _read_piece(self, extent: Extent, begin: int, end: int, memory: torch.Tensor, at: int) -> None:
+        begun_at, address = time.perf_counter(), memory.data_ptr() + at
+        self._file.read(address, end - begin, extent.offset + begin, repr(extent.name))
+        self._checksums.verify(extent, begin, end, address, self._file.name)
+        self._log.note(Access.READ, extent.name, end - begin, begun_at)
 
-    def _write_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
-        begun_at = time.perf_counter()
-        address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
-        if extent in self._mappings:
-            self._checksums.note_written(extent, piece.begin, piece.end, address)
-        else:
-            self._checksums.note(extent, piece, address)
-        self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))
-        self._log.note(Access.WRITE, extent.name, nbytes, begun_at)
+    def _write_piece(self, extent: Extent, begin: int, end: int, memory: torch.Tensor, at: int) -> None:
+        begun_at, address = time.perf_counter(), memory.data_ptr() + at
+        if extent not in self._mappings:  # nobody else can write to it
+            self._checksums.begin(extent)
+        self._checksums.note(extent, begin, end, address)
+        self._file.write(address, end - begin, extent.offset + begin, repr(extent.name))
+        self._log.note(Access.WRITE, extent.name, end - begin, begun_at)
 
-    def _hand_over(self, extent: Extent, mapping: Mapping, grain_bytes: int, within: Spans | None) -> None:
+    def _hand_over(self, extent: Extent, mapping: Mapping, within: Sequence[Range] | None) -> None:
         begun_at = time.perf_counter()
         again = extent in self._unflushed
         if again:
-            self._checksums.verify_all(extent, 0, extent.nbytes, mapping.address, self._file.name)
+            self._checksums.verify(extent, 0, extent.nbytes, mapping.address, self._file.name)
         else:
-            self._checksums.note_all(extent, mapping.address, grain_bytes, within)
+            self._checksums.note_all(extent, mapping.address, within)
         try:
             if again:
                 mapping.dirty()  # the kernel takes pages for written that it tried to write once
@@ -360,35 +359,25 @@ class DiskStore:
         warnings.warn(problem, RuntimeWarning, stacklevel=3)
 
 
-@dataclass(frozen=True)
-class _Bytes:
+class _Bytes(Origin):
     """An extent, as long as its store is open. `part_bytes`: where it is written in parts, the size of those."""
 
-    store: "weakref.ref[DiskStore]"
-    extent: Extent
-    part_bytes: int | None = None
-
-    def grain(self, offset: int) -> tuple[int, int]:
-        store = self._open()
-        size = self.part_bytes or (PIECE_BYTES if store is None else store._checksums.grain_bytes(self.extent))
-        first = offset // size * size
-        return first, min(first + size, self.extent.nbytes)
+    def __init__(self, store: DiskStore, extent: Extent, part_bytes: int | None) -> None:
+        self._store, self._extent, self._parts = weakref.ref(store), extent, part_bytes is not None
+        self.nbytes, self.grain_bytes = extent.nbytes, part_bytes or extent.grain_bytes
 
     def read(self, destination: torch.Tensor, offset: int) -> Request | None:
         store = self._open()
-        if store is None or self.part_bytes is None:
-            return None if store is None else store.read(self.extent, destination, offset)
-        return store.read(store.part(self.extent, offset, destination.nbytes), destination)
-
-    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
-        return False  # its file has no name
+        if store is None or not self._parts:
+            return None if store is None else store.read(self._extent, destination, offset)
+        return store.read(store.part(self._extent, offset, destination.nbytes), destination)
 
     def write(self, source: torch.Tensor, offset: int) -> Request | None:
         store = self._open()
-        return None if store is None else store.write(self.extent, source, offset)
+        return None if store is None else store.write(self._extent, source, offset)
 
     def _open(self) -> DiskStore | None:
-        store = self.store()
+        store = self._store()
         return store if store is not None and store.is_open else None
 
 

@@ -3,6 +3,7 @@
 import io
 import struct
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,28 +11,48 @@ from typing import Any
 import torch
 
 from headrace.errors import CheckpointError
-from headrace.memory.disk.safetensors_header import TensorRecord
+from headrace.memory.disk.saved_file import SavedFile, TensorInFile
 
-__all__ = ["TorchFile", "open_torch_file", "plain_values", "storage_ranges", "torch_records"]
+__all__ = ["TorchFile", "open_torch_file", "plain_values", "storage_ranges"]
 
 _NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record in a zip archive
 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """`tree`: what was saved, its tensors mapped from the file."""
+    """`tree`: what was saved, or a part of it, its tensors mapped from the file."""
 
     tree: Any
+    file: SavedFile
     _first_byte: int  # of the file, that lies at `_address`
     _address: int
 
-    def offset(self, tensor: torch.Tensor) -> int:
-        """Where in the file the first byte of one of its tensors is."""
-        return tensor.data_ptr() - self._address + self._first_byte if tensor.numel() else 0
+    def place(self, name: str, tensor: torch.Tensor) -> TensorInFile:
+        """Where one of its tensors is, which is dense: each byte there is of one element."""
+        first = tensor.data_ptr() - self._address + self._first_byte if tensor.numel() else 0
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return TensorInFile(name, self.file, first, like)
+
+    def places(self) -> dict[str, TensorInFile]:
+        """All tensors of a state_dict, by name. Raises CheckpointError when there are none, or they lie otherwise."""
+        found = {}
+        for name, tensor in self.tree.items() if isinstance(self.tree, Mapping) else ():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                continue
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                raise CheckpointError(
+                    f"{name!r} is not contiguous in {self.file.path}, or a conjugated or negated view; save it as a"
+                    " safetensors file, or with .resolve_conj().resolve_neg().contiguous()"
+                )
+            found[name] = self.place(name, tensor)
+        if not found:
+            raise CheckpointError(f"{self.file.path} holds no tensors that are a model's state_dict")
+        return found
 
 
-def open_torch_file(path: Path) -> TorchFile:
+def open_torch_file(file: SavedFile) -> TorchFile:
     """Reads what is around the tensors, and nothing that could run code. Raises CheckpointError."""
+    path = file.path
     try:
         first_bytes = {first: nbytes for first, nbytes in storage_ranges(path).values() if nbytes}
         tree = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
@@ -42,12 +63,12 @@ def open_torch_file(path: Path) -> TorchFile:
         raise CheckpointError(f"{path} cannot be read safely: {str(error).splitlines()[0]}") from error
     storages = {storage.data_ptr(): storage.nbytes() for storage in all_storages if storage.nbytes()}
     if not storages:
-        return TorchFile(tree, 0, 0)
+        return TorchFile(tree, file, 0, 0)
     # The file is mapped as a whole: storages lie as far from each other as in the file.
     address, first = min(storages), min(first_bytes, default=0)
     if {begin - address + first: nbytes for begin, nbytes in storages.items()} != first_bytes:
         raise CheckpointError(f"the tensors of {path} do not lie as torch.save lays them out; save it anew")
-    return TorchFile(tree, first, address)
+    return TorchFile(tree, file, first, address)
 
 
 def storage_ranges(path: Path) -> dict[str, tuple[int, int]]:
@@ -95,22 +116,3 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, list | tuple):
         return [tensor for value in tree for tensor in tensors_of(value)]
     return []
-
-
-def torch_records(path: str) -> list[TensorRecord]:
-    """The tensors of a state_dict that `torch.save` wrote. Raises CheckpointError for anything else."""
-    content = open_torch_file(Path(path))
-    tree = content.tree
-    if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
-        raise CheckpointError(f"{path} holds a {type(tree).__name__}, and no state_dict of tensors by name")
-    records = []
-    for name, tensor in tree.items():
-        if isinstance(tensor, torch.Tensor):
-            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                raise CheckpointError(
-                    f"{name!r} is not contiguous in {path}, or a conjugated or negated view; save it anew, as a"
-                    " safetensors file"
-                )
-            shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
-            records.append(TensorRecord(name, path, tensor.dtype, shape, content.offset(tensor), nbytes))
-    return records

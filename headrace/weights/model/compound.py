@@ -17,33 +17,34 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from headrace.errors import LayoutError, StateError
 from headrace.runtime.autograd import data_of, make_subclass, without_overrides
-from headrace.runtime.pending import OWNER
 from headrace.weights.model.anatomy import OWN_DATA, Attributes, parts_of, rebuilt
-from headrace.weights.model.home import GONE, AwayLeaf, Home, Leaf, Part, WatchedBuffer, owner_of, raw_data
+from headrace.weights.model.home import GONE, AliasParam, AwayLeaf, Home, Leaf, owner_of, raw_data
 
-__all__ = ["AwayCompound", "Compound", "TravellingBuffer", "compound_of", "is_compound", "outer_of"]
+__all__ = ["AwayCompound", "Compound", "compound_of", "is_compound", "shown_for"]
 
 _VIEWS = frozenset(("t", "view", "detach"))
-_PLAIN = frozenset((torch.Tensor, nn.Parameter, Home, Leaf, AwayLeaf, Part))
+_PLAIN = frozenset((torch.Tensor, nn.Parameter, Home, Leaf, AwayLeaf, AliasParam))
 _known: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the compound of each weight, weakly, and of each leaf
 
 
 class Compound:
-    """One weight. `outer` is the user's object, `parts` what it is made of, `leaf` what computes in its place."""
+    """One weight. `shown` is the user's object, `parts` what it is made of, `leaf` what computes in its place."""
 
-    def __init__(self, name: str, outer: torch.Tensor) -> None:
+    def __init__(self, name: str, shown: torch.Tensor) -> None:
         self.name = name
-        self.outer = outer
-        self.parts: dict[str, Any] = {path: Part.of(part) for path, part in parts_of(outer)}  # homes, once it travels
+        self.shown = shown
+        self.parts: dict[str, Any] = {
+            path: AliasParam.of(part) for path, part in parts_of(shown)
+        }  # homes, once it travels
         self.leaf: Any = None
         self._leaves: dict[str, Leaf] = {}
-        self._kind = type(outer)
+        self._kind = type(shown)
         self._away = _away_kind(self._kind)
         self.own_references = 0  # of leaves of its parts by itself, and of its leaf where it is counted
         self._views: list[weakref.ref[LeafView]] = []  # of its leaf, that somebody has
         self._attributes: Attributes  # of the user's object, for which the leaf was made
-        self._seen_version = version_of(outer)
-        _known[outer] = weakref.ref(self)
+        self._seen_version = version_of(shown)
+        _known[shown] = weakref.ref(self)
 
     @property
     def owner(self) -> Any:
@@ -55,18 +56,14 @@ class Compound:
         """How many tensors of its own lie in the block's buffer, beside the leaves of its parts."""
         return 1 + len(self._kept_views()) if OWN_DATA in self.parts else 0
 
-    def part_name(self, path: str) -> str:
-        """What a part is called in a block."""
-        return f"{self.name}.{path}"
-
     def make_leaf(self, leaves: Mapping[str, Leaf]) -> None:
         """The leaf, around those of the parts, by their names."""
         self.leaf, self._leaves = None, {}  # one that was made before
         before = _references(leaves.values())
         with without_overrides(), torch.no_grad():
             self._leaves = dict(leaves)
-            self.leaf = rebuilt(self.outer, self._leaves)
-            self._attributes = Attributes(self.outer)
+            self.leaf = rebuilt(self.shown, self._leaves)
+            self._attributes = Attributes(self.shown)
             if any(type(leaf) is AwayLeaf for leaf in leaves.values()):
                 self.leaf.__class__ = self._away
         if OWN_DATA in self.parts:
@@ -77,7 +74,7 @@ class Compound:
 
     def notice_writes(self) -> None:
         """A write in place to a wrapper counts in the wrapper's version, and in none of its parts'."""
-        version = version_of(self.outer)
+        version = version_of(self.shown)
         if version != self._seen_version:
             self._seen_version = version
             for home in self.parts.values():
@@ -90,7 +87,7 @@ class Compound:
         """
         with without_overrides():
             if self._attributes.changed():  # asked at every visit
-                now = dict(parts_of(self.outer))
+                now = dict(parts_of(self.shown))
                 if now.keys() != self.parts.keys():
                     raise LayoutError(self._changed(f"a {self._kind.__name__} made of {', '.join(now)}"))
                 self._adopt_parts({path: part for path, part in now.items() if part is not self.parts[path].tensor})
@@ -106,13 +103,13 @@ class Compound:
 
     def adopt(self, weight: torch.Tensor) -> bool:
         """The user put another weight in its place, which is it from now on; False where that is not for us to say."""
-        if not isinstance(weight, nn.Parameter) or compound_of(weight) is not None:
-            return False  # of functional_call, or one that is tied now
+        if compound_of(weight) is not None:
+            return False  # one that is tied now
         parts = dict(parts_of(weight)) if is_compound(weight) else {}
         if type(weight) is not self._kind or parts.keys() != self.parts.keys():
             raise LayoutError(self._changed(f"a {type(weight).__name__}"))
-        _known.pop(self.outer, None)
-        self.outer = weight
+        _known.pop(self.shown, None)
+        self.shown = weight
         _known[weight] = weakref.ref(self)
         self._adopt_parts(parts)
         return True
@@ -121,7 +118,7 @@ class Compound:
         """These are its parts from now on, and what it has beside them may be another, too."""
         for path, part in parts.items():
             owner = owner_of(self.parts[path])
-            owner.adopt(Part.of(part))
+            owner.adopt(AliasParam.of(part))
             self.parts[path] = owner.home
         self.make_leaf(self._leaves)
 
@@ -163,9 +160,9 @@ class Compound:
     def stand_in(self, leaf: torch.Tensor) -> torch.Tensor:
         """The user's own for its leaf, or for a view of that."""
         if not isinstance(leaf, LeafView):
-            return self.outer
+            return self.shown
         with without_overrides():
-            return leaf.over(self.outer.detach())
+            return leaf.over(self.shown.detach())
 
     def _kept_views(self) -> "list[LeafView]":
         found = [(reference, reference()) for reference in self._views]
@@ -177,9 +174,14 @@ class Compound:
         """How often its leaf is referred to, here as well."""
         return sys.getrefcount(self.leaf)
 
+    def prepare_leaf(self) -> None:
+        """A visit begins. Raises LayoutError where the weight is no longer what travels."""
+        self.check()
+        self.catch_up()
+
     def check(self) -> None:
         """Raises LayoutError when it cannot travel as it is now."""
-        if self.outer.requires_grad:
+        if self.shown.requires_grad:
             raise LayoutError(
                 f"parameter {self.name!r} cannot be offloaded: it is a {self._kind.__name__} that is trained, and"
                 " weights of classes of their own travel when they are frozen. Freeze it (requires_grad_(False)) and"
@@ -188,66 +190,9 @@ class Compound:
 
     def release(self) -> None:
         """The user's object is an ordinary one again."""
-        for known in (self.outer, self.leaf):
+        for known in (self.shown, self.leaf):
             _known.pop(known, None)
         self.leaf.__class__ = self._kind
-
-
-class TravellingBuffer(Compound):
-    """A large buffer of a module with packed weights (of GPTQ, of AWQ), as a weight of one part."""
-
-    def __init__(self, name: str, buffer: torch.Tensor) -> None:
-        self.name = name
-        self.outer = buffer
-        self.parts = {OWN_DATA: Part.of(buffer)}
-        self.own_references = 2  # `leaf` and `_leaves`
-        self._kind = type(buffer)
-        self._seen_version = version_of(buffer)
-        _known[buffer] = weakref.ref(self)
-
-    def part_name(self, path: str) -> str:
-        """As in Compound: it is its one part."""
-        return self.name
-
-    own_views = 0
-    references = 0  # which are counted as of its part's leaf
-
-    def make_leaf(self, leaves: Mapping[str, Leaf]) -> None:
-        """As in Compound. From now on writes through the buffer's `data` are noticed."""
-        self._leaves = dict(leaves)
-        self.leaf = leaves[OWN_DATA]
-        self.outer.__class__ = WatchedBuffer
-        self.outer.__dict__[OWNER] = self.owner
-
-    def leaf_is(self, *, present: bool) -> None:
-        """As that of its part is."""
-
-    def follow(self) -> None:
-        """There is nothing else to point."""
-
-    def undo_rewrites(self) -> None:
-        """Its leaf is a plain one, of which that is seen elsewhere."""
-
-    def catch_up(self) -> None:
-        """As in Compound, of `buffer.set_(t)` and `buffer.resize_(n)`."""
-        home = self.parts[OWN_DATA]
-        with without_overrides():
-            if self.outer.data_ptr() != home.data_ptr() or self.outer.shape != home.shape:
-                home.data = data_of.__get__(self.outer)
-                owner_of(home).check_shape()
-
-    def check(self) -> None:
-        """It may be written to, and is never trained."""
-
-    def adopt(self, weight: torch.Tensor) -> bool:
-        """What a module puts in the place of its buffer stays there as it is."""
-        return False
-
-    def release(self) -> None:
-        """As in Compound."""
-        _known.pop(self.outer, None)
-        self.outer.__dict__.pop(OWNER, None)
-        self.outer.__class__ = torch.Tensor
 
 
 class LeafView(torch.Tensor):
@@ -305,10 +250,10 @@ def compound_of(tensor: torch.Tensor) -> Compound | None:
     return None if known is None else known()
 
 
-def outer_of(tensor: Any) -> Any:
+def shown_for(tensor: Any) -> Any:
     """For the leaf of a compound the user's own object; anything else as it is."""
     compound = compound_of(tensor) if isinstance(tensor, torch.Tensor) and type(tensor) not in _PLAIN else None
-    return tensor if compound is None else compound.outer
+    return tensor if compound is None else compound.shown
 
 
 def _viewed(compound: "weakref.ref[Compound]", name: str, *args: Any) -> torch.Tensor:

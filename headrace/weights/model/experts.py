@@ -117,18 +117,9 @@ def experts_of(module: nn.Module, inventory: Inventory) -> Experts | None:
     count: Any = inventory.members[keys[0]].parameter.shape[0] if marked else module.__dict__["num_experts"]
     slice_bytes = 0
     for key in keys:
-        member = inventory.members[key]
-        parameter = member.parameter
-        alone = (
-            len(member.places) == 1
-            and member.compound is None
-            and not inventory.shares_storage(key)
-            and not parameter._backward_hooks
-            and parameter.dim() >= (1 if marked else 2)
-            and parameter.shape[0] == count
-            and parameter.is_contiguous()
-        )
-        if not alone:
+        parameter = inventory.members[key].parameter
+        enough_dims = parameter.dim() >= (1 if marked else 2)
+        if not (enough_dims and parameter.shape[0] == count and inventory.can_be_cut(key)):
             return None
         slice_bytes += aligned(parameter[0].numel() * travel_dtype(parameter, inventory.param_dtype).itemsize)
     return Experts(count=count, slice_bytes=slice_bytes, routed=min(count, _LEAST_SLOTS if marked else _routed(module)))

@@ -8,7 +8,7 @@ object and taken off again, so optimizers and ties that refer to the object stay
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -28,12 +28,12 @@ from headrace.runtime.pending import OWNER, name_of
 
 __all__ = [
     "GONE",
+    "AliasHome",
+    "AliasParam",
     "AwayLeaf",
     "Home",
     "Leaf",
-    "Owner",
-    "Part",
-    "PartHome",
+    "PlainCopies",
     "WatchedBuffer",
     "as_home",
     "as_parameter",
@@ -53,29 +53,28 @@ _MOVES = (
 )
 
 
-class Owner(Protocol):
-    """Who manages a home."""
+class PlainCopies(torch.Tensor):
+    """A tensor of ours that a user has: its copies, its pickles and its text are those of a plain one."""
 
-    def touch(self) -> None:
-        """The home's data is about to be handed out or re-pointed."""
+    def plain(self) -> torch.Tensor:
+        """A tensor, or parameter, of no class of ours and of the same memory."""
+        raise NotImplementedError
 
-    def give(self, data: torch.Tensor) -> None:
-        """The home is about to get this data."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            plain = self.plain()
+            copied = plain.detach().clone()
+            memo[id(self)] = nn.Parameter(copied, plain.requires_grad) if isinstance(plain, nn.Parameter) else copied
+        return memo[id(self)]
 
-    def wait_for_updates(self) -> None:
-        """The host waits until no optimizer writes the home any more."""
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
 
-    def before_write(self) -> None:
-        """The home is about to be written in place."""
-
-    def discard_gradient(self) -> None:
-        """The home's gradient is about to be set to None."""
-
-    def watch_node(self) -> None:
-        """Somebody may hook into the node of autograd's graph that accumulates the home's gradient."""
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.plain())
 
 
-class Home(nn.Parameter):
+class Home(PlainCopies, nn.Parameter):
     """A managed parameter. It behaves as nn.Parameter does; its copies and pickles are plain parameters."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
@@ -93,10 +92,15 @@ class Home(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         if value.device.type != "cpu":
             raise StateError(f"parameter {name_of(self)!r} of an offloaded model would go to {value.device}: {_MOVES}")
-        owner: Owner = owner_of(self)
+        owner = owner_of(self)
         owner.touch()
         owner.give(value)
         data_of.__set__(self, value)
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """What the user's module has in the place that the leaf takes."""
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "grad" and value is None:
@@ -107,67 +111,54 @@ class Home(nn.Parameter):
         """`self.data = value`, unnoticed."""
         data_of.__set__(self, value)
 
-    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
-        """As a tensor's. That is how Horovod, Apex and Megatron find the node that accumulates the gradient."""
-        owner_of(self).watch_node()
-        return super().expand_as(other)
-
-    def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """As a tensor's, and as in `expand_as`: `torch.autograd.graph` finds the node by it."""
-        owner_of(self).watch_node()
-        return super().view_as(other)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            owner_of(self).wait_for_updates()
-            copied = raw_data(self).clone(memory_format=torch.preserve_format)
-            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def plain(self) -> nn.Parameter:
+        """As in PlainCopies. The host waits until no optimizer writes the home any more."""
         owner_of(self).wait_for_updates()
         plain = nn.Parameter(raw_data(self), self.requires_grad)
         plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != OWNER})
-        return plain.__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        owner_of(self).wait_for_updates()
-        return nn.Parameter(raw_data(self), self.requires_grad).__repr__()
+        return plain
 
 
 _NO_WRITES = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_", "set_", "resize_", "resize_as_"))
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 
 
-def _announced(name: str) -> Callable[..., Any]:
-    """The method of tensors that writes in place, of which the home's owner knows before."""
-    write = getattr(torch.Tensor, name)
+# That is how Horovod, Apex and Megatron, and `torch.autograd.graph`, find the node that accumulates the gradient.
+_FIND_NODES = ("expand_as", "view_as")
 
-    @functools.wraps(write)
+
+def _announced(name: str, notice: Callable[[Any], None]) -> Callable[..., Any]:
+    """The method of tensors, of which the home's owner has notice before."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
     def announced(home: Home, *args: Any, **kwargs: Any) -> Any:
-        owner_of(home).before_write()
-        return write(home, *args, **kwargs)
+        notice(owner_of(home))
+        return method(home, *args, **kwargs)
 
     return announced
 
 
 _METHODS = {name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")} - _NO_WRITES
 for _name in (*_METHODS, "__setitem__", *(f"__i{name}__" for name in _OPERATORS)):
-    setattr(Home, _name, _announced(_name))
+    setattr(Home, _name, _announced(_name, lambda owner: owner.before_write()))
+for _name in _FIND_NODES:
+    setattr(Home, _name, _announced(_name, lambda owner: owner.watch_node()))
 
 
-class Part(nn.Parameter):
-    """A tensor inside of a weight (weights/model/compound.py), as a parameter of ours: the same memory and versions."""
+class AliasParam(nn.Parameter):
+    """A tensor inside of a weight (compound.py), or a buffer that travels, as a parameter: same memory and versions."""
 
     tensor: torch.Tensor  # that is inside of the weight
+    is_buffer: bool  # it is a buffer of a module, all of the weight
     leads: bool  # the tensor goes where this goes: another weight's part, which has it too, does not lead it
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Part":
+    def of(cls, tensor: torch.Tensor, *, is_buffer: bool = False) -> "AliasParam":
         """The part that `tensor` is."""
         with without_overrides():
-            part: Part = make_subclass(cls, tensor.detach(), False)
-        part.tensor = tensor
+            part: AliasParam = make_subclass(cls, tensor.detach(), False)
+        part.tensor, part.is_buffer = tensor, is_buffer
         leader = _leaders.get(tensor)
         part.leads = leader is None or leader() is None
         if part.leads:
@@ -175,11 +166,17 @@ class Part(nn.Parameter):
         return part
 
 
-class PartHome(Home):
+class AliasHome(Home):
     """A managed part. What it is pointed to, the tensor inside of the weight is as well."""
 
     tensor: torch.Tensor
+    is_buffer: bool
     leads: bool
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """As in Home."""
+        return self.tensor if self.is_buffer else self
 
     def point(self, value: torch.Tensor) -> None:
         """As in Home."""
@@ -191,8 +188,10 @@ class PartHome(Home):
 _leaders: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the part that leads each tensor, weakly
 
 
-class WatchedBuffer(torch.Tensor):
-    """A buffer of a module that travels with its block, as the user sees it. Its `data` tells whoever manages it."""
+class WatchedBuffer(PlainCopies):
+    """A large buffer of a module with packed weights (of GPTQ, of AWQ), which travels with its block, as the user sees
+    it. Other memory that it is given (`data`, `set_`, `resize_`) is that of its home.
+    """
 
     __torch_function__ = no_override
 
@@ -206,23 +205,26 @@ class WatchedBuffer(torch.Tensor):
         self.__dict__[OWNER].home.data = value
         data_of.__set__(self, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            memo[id(self)] = data_of.__get__(self).clone()
-        return memo[id(self)]  # type: ignore[no-any-return]
+    def set_(self, *args: Any, **kwargs: Any) -> Self:
+        super().set_(*args, **kwargs)
+        self.__dict__[OWNER].home.data = data_of.__get__(self)
+        return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return data_of.__get__(self).__reduce_ex__(protocol)
+    def resize_(self, *args: Any, **kwargs: Any) -> Self:
+        super().resize_(*args, **kwargs)
+        self.__dict__[OWNER].home.data = data_of.__get__(self)
+        return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(data_of.__get__(self))
+    def plain(self) -> torch.Tensor:
+        """As in PlainCopies."""
+        return data_of.__get__(self)  # type: ignore[no-any-return]
 
 
-class Leaf(nn.Parameter):
+class Leaf(PlainCopies, nn.Parameter):
     """What a module computes with. Its `data` notices that it was handed out: the module may write to its weight."""
 
     handed_out: bool
-    owner: "weakref.ref[Any]"  # the Owner of its home, which has it as `home`
+    owner: "weakref.ref[Any]"  # of its home, which has that as `home`
     gave_up: str | None = None  # the parameter's name, where a backward within a backward had a gradient for it
 
     @property
@@ -256,14 +258,9 @@ class Leaf(nn.Parameter):
         with without_overrides():
             data_of.__set__(self, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            copied = raw_data(self).clone(memory_format=torch.preserve_format)
-            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(raw_data(self), self.requires_grad).__reduce_ex__(protocol)
+    def plain(self) -> nn.Parameter:
+        """As in PlainCopies."""
+        return nn.Parameter(raw_data(self), self.requires_grad)
 
 
 class AwayLeaf(Leaf):
@@ -287,29 +284,37 @@ class AwayLeaf(Leaf):
     def data(self, value: torch.Tensor) -> None:
         home_of(self).data = value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def plain(self) -> nn.Parameter:
+        """As in PlainCopies, of its home."""
+        return home_of(self).plain()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return home_of(self).__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return home_of(self).__reduce_ex__(protocol)
 
-
-def as_home(parameter: nn.Parameter, owner: Owner) -> Home:
-    """Makes the object itself a home of `owner`."""
-    parameter.__class__ = PartHome if isinstance(parameter, Part) else Home
-    parameter.__dict__[OWNER] = owner
-    return parameter  # type: ignore[return-value]
+def as_home(parameter: nn.Parameter, owner: Any) -> Home:
+    """Makes the object itself a home, which `owner` (a `Slot`) manages."""
+    home: Any = parameter
+    home.__class__ = AliasHome if isinstance(parameter, AliasParam) else Home
+    home.__dict__[OWNER] = owner
+    if home.shown is not home:
+        home.shown.__class__ = WatchedBuffer
+        home.shown.__dict__[OWNER] = owner
+    return home  # type: ignore[no-any-return]
 
 
 def as_parameter(home: nn.Parameter) -> nn.Parameter:
     """The inverse of `as_home`."""
+    if isinstance(home, AliasHome) and home.is_buffer:
+        home.tensor.__dict__.pop(OWNER, None)
+        home.tensor.__class__ = torch.Tensor
     home.__dict__.pop(OWNER, None)
     home.__class__ = nn.Parameter
     return home
 
 
-def owner_of(home: Home) -> Any:
-    """The Owner that was given to `as_home`."""
+def owner_of(home: Home | WatchedBuffer) -> Any:
+    """The `Slot` that was given to `as_home`."""
     return home.__dict__[OWNER]
 
 

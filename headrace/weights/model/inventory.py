@@ -12,8 +12,8 @@ from torch import nn
 
 from headrace.errors import LayoutError
 from headrace.memory.arena import aligned
-from headrace.weights.model.compound import Compound, TravellingBuffer, compound_of, is_compound
-from headrace.weights.model.home import WatchedBuffer
+from headrace.weights.model.compound import Compound, compound_of, is_compound
+from headrace.weights.model.home import AliasParam, WatchedBuffer, owner_of
 from headrace.weights.model.layout import by_storage, check_can_travel, lay_out, overlap, travel_dtype
 from headrace.weights.model.module_buffers import may_rest_on_host, overlapping_buffers
 from headrace.weights.model.places import Member, Place
@@ -37,34 +37,42 @@ class Inventory:
     )  # ids of the parameters a module itself computes with
     names: dict[nn.Module, str] = field(default_factory=dict)  # every module, by its first name
     parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
-    compounds: dict[int, Compound] = field(default_factory=dict)  # by the id of the weight that each is
+    buffers: dict[int, nn.Parameter] = field(default_factory=dict)  # that travel: the parameter that each is, by its id
     places_of_compounds: dict[Compound, list[Place]] = field(default_factory=dict)
 
+    def add(self, name: str, parameter: nn.Parameter, module: nn.Module, place: Place, *, check: bool) -> None:
+        """A parameter that is one plain tensor. With `check`, raises LayoutError for one that cannot travel."""
+        key = id(parameter)
+        if key not in self.members:
+            if check:
+                check_can_travel(name, parameter)
+            self.members[key] = Member(name, parameter)
+        self.members[key].places.append(place)
+        self.owned.setdefault(module, []).append(key)
+
+    def add_buffer(self, name: str, buffer: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
+        """As `add`, of a buffer that travels."""
+        if id(buffer) not in self.buffers:
+            home = owner_of(buffer).home if isinstance(buffer, WatchedBuffer) else None
+            self.buffers[id(buffer)] = AliasParam.of(buffer, is_buffer=True) if home is None else home
+        self.add(name, self.buffers[id(buffer)], module, place, check=check)
+
     def add_compound(self, name: str, weight: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
-        """The parts of a weight that is not one plain tensor. With `check`, raises LayoutError for one that stays."""
-        compound = self.compounds.get(id(weight)) or compound_of(weight)
+        """As `add`, of the parts of a weight that is not one plain tensor."""
+        compound = compound_of(weight)
         try:
             compound = compound or Compound(name, weight)
         except LayoutError as error:
             raise LayoutError(f"parameter {name!r} cannot be offloaded: {error}") from None
-        if check and id(weight) not in self.compounds:
-            compound.check()
-        self._add_parts(compound, module, place, check=check)
-
-    def add_buffer(self, name: str, buffer: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
-        """A buffer that travels."""
-        compound = self.compounds.get(id(buffer)) or compound_of(buffer) or TravellingBuffer(name, buffer)
-        self._add_parts(compound, module, place, check=check)
-
-    def _add_parts(self, compound: Compound, module: nn.Module, place: Place, *, check: bool) -> None:
-        if id(compound.outer) not in self.compounds:
-            self.compounds[id(compound.outer)] = compound
+        if compound not in self.places_of_compounds:
             self.places_of_compounds[compound] = []
+            if check:
+                compound.check()
             for path, part in compound.parts.items():
-                name = compound.part_name(path)
+                part_name = f"{name}.{path}"
                 if check:
-                    check_can_travel(name, part)
-                self.members[id(part)] = Member(name, part, compound=compound)
+                    check_can_travel(part_name, part)
+                self.members[id(part)] = Member(part_name, part, compound=compound)
         self.places_of_compounds[compound].append(place)
         self.owned.setdefault(module, []).extend(map(id, compound.parts.values()))
 
@@ -92,9 +100,17 @@ class Inventory:
         parameters = [self.members[key].parameter for key in keys]
         return sum(p.nbytes for p in parameters if travel_dtype(p, self.param_dtype) != p.dtype)
 
-    def shares_storage(self, key: int) -> bool:
-        """Whether others lie in the same storage."""
-        return key in self._sharing
+    def can_be_cut(self, key: int) -> bool:
+        """Whether rows of a parameter can travel alone: nothing else has it or its memory, nor hooks to it."""
+        member = self.members[key]
+        parameter = member.parameter
+        return (
+            len(member.places) == 1  # tied to no other
+            and not isinstance(parameter, AliasParam)
+            and key not in self._sharing
+            and not parameter._backward_hooks
+            and parameter.is_contiguous()
+        )
 
     def check_together(self, parts: Iterable[Collection[int]]) -> None:
         """Raises LayoutError for trained parameters that have elements in common, and would not have them in blocks.
@@ -156,16 +172,8 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
             place = Place(module._parameters, name, module=weakref.ref(module))
-            if is_compound(parameter):
-                inventory.add_compound(full_name, parameter, module, place, check=check)
-                continue
-            key = id(parameter)
-            if key not in inventory.members:
-                if check:
-                    check_can_travel(full_name, parameter)
-                inventory.members[key] = Member(full_name, parameter)
-            inventory.members[key].places.append(place)
-            inventory.owned.setdefault(module, []).append(key)
+            add = inventory.add_compound if is_compound(parameter) else inventory.add
+            add(full_name, parameter, module, place, check=check)
         packed = _packed(module, overlapping) if check else ()
         for name, buffer in module._buffers.items():
             if buffer is not None and (name in packed or isinstance(buffer, WatchedBuffer)):

@@ -7,23 +7,23 @@ cost no copy in a step, and reading, writing, keeping or saving a buffer is as w
 
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from headrace.memory.ledger import Ledger, Tier
-from headrace.runtime.autograd import data_of, no_override, tree_flatten, without_overrides
-from headrace.weights.model.home import WatchedBuffer
-from headrace.weights.model.uses import Use, use_of
+from headrace.runtime.autograd import data_of, no_override, without_overrides
+from headrace.weights.model.home import PlainCopies, WatchedBuffer
+from headrace.weights.model.uses import StandIn
 
 __all__ = ["HostBuffer", "ModuleBuffers", "may_rest_on_host", "overlapping_buffers", "plain_buffer"]
 
 _Key = tuple[int, str]  # of a place: the id of a module's `_buffers`, and the name
 
 
-class HostBuffer(torch.Tensor):
+class HostBuffer(PlainCopies):
     """A buffer as the user sees it. It notices when it may have been written to."""
 
     __torch_function__ = no_override
@@ -42,17 +42,10 @@ class HostBuffer(torch.Tensor):
         self.touched = True
         data_of.__set__(self, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            self.make_good()
-            memo[id(self)] = data_of.__get__(self).clone()
-        return memo[id(self)]  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain_buffer(self).__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return plain_buffer(self).__repr__()
+    def plain(self) -> torch.Tensor:
+        """As in PlainCopies, with what the device's copy holds."""
+        self.make_good()
+        return data_of.__get__(self)  # type: ignore[no-any-return]
 
     def stale(self) -> None:
         """The device's copy may hold something else from now on."""
@@ -84,18 +77,13 @@ class HostBuffer(torch.Tensor):
         return copied
 
 
-class StaleBuffer(HostBuffer):
+class StaleBuffer(StandIn, HostBuffer):
     """A buffer whose copy on the device is newer."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with without_overrides():
-            if func is torch.Tensor.__hash__ or (func.__name__ == "__get__" and use_of(func) in (Use.ASK, Use.LOOK)):
-                return func(*args, **(kwargs or {}))
-            for value in tree_flatten((args, kwargs))[0]:
-                if isinstance(value, StaleBuffer):
-                    value.make_good()
-        return func(*args, **(kwargs or {}))
+    def used(self) -> torch.Tensor:
+        """As in StandIn: itself, made good."""
+        self.make_good()
+        return self
 
     @property
     def data(self) -> torch.Tensor:
@@ -110,11 +98,8 @@ class StaleBuffer(HostBuffer):
 
 def plain_buffer(buffer: torch.Tensor | None) -> torch.Tensor | None:
     """A buffer in a tensor of no class of ours, on the host."""
-    if isinstance(buffer, HostBuffer):
-        buffer.make_good()
-        return data_of.__get__(buffer)  # type: ignore[no-any-return]
-    if isinstance(buffer, WatchedBuffer):
-        return data_of.__get__(buffer)  # type: ignore[no-any-return]
+    if isinstance(buffer, PlainCopies):
+        return buffer.plain()
     return buffer if buffer is None else buffer.to("cpu")
 
 
@@ -169,21 +154,8 @@ class ModuleBuffers:
         self._book()
 
     def unbind(self) -> None:
-        """Modules have the user's own."""
-        replaced = self._unbind()
-        found = [(self._places[key][0], key[1]) for key in replaced]
-        self._drop(replaced)
-        for container, name in found:
-            held = container.get(name)
-            if type(held) is torch.Tensor and held.device == self._device:
-                host = torch.empty_like(held, device="cpu")
-                self._manage(container, name, host, held.detach() if held.requires_grad else held)
-                self._places[id(container), name][1].stale()
-        self._book()
-
-    def _unbind(self) -> list[_Key]:
-        """Returns the places in which modules have put something else."""
-        replaced = []
+        """Modules have the user's own. What they have put in the place of one on the device is one from now on."""
+        replaced = {}
         for key, (container, buffer) in self._places.items():
             held = container.get(key[1])
             if held is buffer or key in self._lent:
@@ -193,8 +165,14 @@ class ModuleBuffers:
             if held is not None and held is buffer.on_device:
                 container[key[1]] = buffer
             else:
-                replaced.append(key)
-        return replaced
+                replaced[key] = container
+        self._drop(replaced)
+        for (_, name), container in replaced.items():
+            held = container.get(name)
+            if type(held) is torch.Tensor and held.device == self._device:
+                host = torch.empty_like(held, device="cpu")
+                self._manage(container, name, host, held.detach() if held.requires_grad else held).stale()
+        self._book()
 
     def release(self) -> None:
         """All buffers are ordinary ones again, on the host."""
@@ -202,18 +180,21 @@ class ModuleBuffers:
         self._drop(list(self._places))
         self._book()
 
-    def _drop(self, keys: Sequence[_Key]) -> None:
+    def _drop(self, keys: Iterable[_Key]) -> None:
         """These places are no longer managed, and a buffer that was in no other one is an ordinary tensor again."""
         buffers = [weakref.ref(self._places.pop(key)[1]) for key in keys]  # what nobody has need not come to the host
         kept = {id(buffer) for _, buffer in self._places.values()}
         for weak_buffer in buffers:
             buffer = weak_buffer()
             if isinstance(buffer, HostBuffer) and id(buffer) not in kept:
-                _let_go(buffer)
+                buffer.make_good()
+                buffer.__class__ = torch.Tensor  # type: ignore[assignment]
+                for attribute in ("on_device", "seen", "touched"):
+                    buffer.__dict__.pop(attribute, None)
 
     def _manage(
         self, container: dict[str, Any], name: str, tensor: torch.Tensor, on_device: torch.Tensor | None = None
-    ) -> None:
+    ) -> HostBuffer:
         with torch.inference_mode(False):
             if tensor.is_inference():
                 tensor = tensor.clone()
@@ -222,6 +203,7 @@ class ModuleBuffers:
         buffer.on_device, buffer.seen, buffer.touched = on_device, tensor._version, False
         container[name] = buffer
         self._places[id(container), name] = container, buffer
+        return buffer  # type: ignore[no-any-return]
 
     def _book(self) -> None:
         """The ledger has the bytes of what is on the device now."""
@@ -238,14 +220,6 @@ class ModuleBuffers:
         container, buffer = self._places[key]
         held = container.get(key[1])
         return held is not buffer and (held is None or held is not buffer.on_device) and key not in self._lent
-
-
-def _let_go(buffer: HostBuffer) -> None:
-    """It is an ordinary tensor again, with what the device's copy holds, which goes."""
-    buffer.make_good()
-    buffer.__class__ = torch.Tensor  # type: ignore[assignment]
-    for attribute in ("on_device", "seen", "touched"):
-        buffer.__dict__.pop(attribute, None)
 
 
 def may_rest_on_host(buffer: torch.Tensor) -> bool:

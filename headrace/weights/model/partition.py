@@ -79,6 +79,7 @@ class _Cutter:
     def __init__(self, model: nn.Module, inventory: Inventory, budget_bytes: int) -> None:
         self._model = model
         self._inventory = inventory
+        self._nbytes = inventory.nbytes
         self._budget_bytes = budget_bytes
         self._taken: set[int] = set()
         self._parts: list[Part] = []
@@ -101,7 +102,9 @@ class _Cutter:
             self._cut_experts()
             unit_bytes = self._repeated_layer_bytes() or self._budget_bytes // 2
             fine_bytes = self._unit_of_decoding()
-            if self._decodes() and 2 * fine_bytes <= unit_bytes:
+            # It writes text, token by token, as models of transformers do, and is not being trained.
+            decodes = not self._model.training and callable(getattr(self._model, "generate", None))
+            if decodes and 2 * fine_bytes <= unit_bytes:
                 unit_bytes = merge_bytes = fine_bytes
         else:
             self._cut_experts()
@@ -112,7 +115,9 @@ class _Cutter:
         if tables_by_rows:
             self._cut_tables_by_rows(sum(self._nbytes(part.keys) for part in kept_parts))
         parts = _merged(self._parts, self._nbytes, merge_bytes)
-        return Partition(self._in_order(parts), [part for part in kept_parts if part.keys])
+        order = {key: index for index, key in enumerate(self._inventory.members)}
+        parts.sort(key=lambda part: order[part.keys[0]])
+        return Partition(parts, [part for part in kept_parts if part.keys])
 
     # the walk ---------------------------------------------------------------------------------------------------------
     def _walk(self, module: nn.Module, unit_bytes: int) -> None:
@@ -139,19 +144,12 @@ class _Cutter:
         layers = 0
         for module, name in self._inventory.names.items():
             if lists_experts(module, name, by_name=not self._model.training):  # training calls most of them
-                self._cut_listed(module, layers)
+                for number, expert in enumerate(module.children()):
+                    self._add_part(expert, called=(layers, number))
                 layers += 1
             experts = experts_of(module, self._inventory)
             if experts is not None and self._untaken(self._inventory.below(module)) == self._inventory.below(module):
-                self._add_part(module)
-                self._parts[-1].experts = experts
-
-    def _cut_listed(self, experts: nn.Module, layer: int) -> None:
-        """Each of these modules comes when it is called."""
-        for number, expert in enumerate(experts.children()):
-            if self._untaken(self._inventory.below(expert)):
-                self._add_part(expert)
-                self._parts[-1].called = layer, number
+                self._add_part(module, experts=experts)
 
     def _cut_tables_by_rows(self, kept_bytes: int) -> None:
         """Embedding tables larger than every other block travel by rows, unless all weights stay on the device."""
@@ -177,10 +175,6 @@ class _Cutter:
                 inside.update(module.modules())
                 largest = max(largest, *sizes)
         return largest
-
-    def _decodes(self) -> bool:
-        """Whether it writes text, token by token, as models of transformers do, and is not being trained."""
-        return not self._model.training and callable(getattr(self._model, "generate", None))
 
     def _unit_of_decoding(self) -> int:
         """Bytes of the blocks that suit a model that nearly fits and uses each weight for little compute.
@@ -253,10 +247,11 @@ class _Cutter:
         return module
 
     # bookkeeping ------------------------------------------------------------------------------------------------------
-    def _add_part(self, module: nn.Module) -> None:
+    def _add_part(self, module: nn.Module, experts: Experts | None = None, called: Key | None = None) -> None:
         keys = self._take(self._inventory.below(module))
         if keys:
-            self._parts.append(Part(self._inventory.names[module], keys, list(_elements([module]))))
+            sites = list(_elements([module]))
+            self._parts.append(Part(self._inventory.names[module], keys, sites, experts=experts, called=called))
 
     def _take(self, keys: Iterable[int]) -> list[int]:
         taken = self._untaken(list(dict.fromkeys(keys)))
@@ -265,13 +260,6 @@ class _Cutter:
 
     def _untaken(self, keys: Iterable[int]) -> list[int]:
         return [key for key in keys if key not in self._taken]
-
-    def _nbytes(self, keys: list[int]) -> int:
-        return self._inventory.nbytes(keys)
-
-    def _in_order(self, parts: list[Part]) -> list[Part]:
-        order = {key: index for index, key in enumerate(self._inventory.members)}
-        return sorted(parts, key=lambda part: order[part.keys[0]])
 
 
 def _in_list(module: nn.Module | None) -> bool:

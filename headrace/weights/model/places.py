@@ -55,21 +55,29 @@ class Places:
     """All places of one block's parameters, each with the slot of its parameter, or with its compound."""
 
     def __init__(self, places: Iterable[tuple[Place, Slot]]) -> None:
-        self.compounds: list[tuple[Place, Compound]] = []
-        self._keep(places)
+        self._keep(places, ())
 
-    def move(self, slots: Iterable[Slot], places: Mapping[int, Sequence[Place]]) -> None:
+    def move(
+        self,
+        slots: Iterable[Slot],
+        places: Mapping[int, Sequence[Place]],
+        compounds: Iterable[Compound],
+        places_of_compounds: Mapping[Compound, Sequence[Place]],
+    ) -> None:
         """The model was rebuilt around the parameters of these slots: `places` by the id of each home."""
-        self._keep((place, slot) for slot in slots for place in places.get(id(slot.home), ()))
+        self._keep(
+            ((place, slot) for slot in slots for place in places.get(id(slot.home), ())),
+            ((place, compound) for compound in compounds for place in places_of_compounds.get(compound, ())),
+        )
 
-    def move_compounds(self, compounds: Iterable[Compound], places: Mapping[Compound, Sequence[Place]]) -> None:
-        """As `move`, of what is made of several tensors."""
-        self.compounds = [(place, compound) for compound in compounds for place in places.get(compound, ())]
-
-    def _keep(self, places: Iterable[tuple[Place, Slot]]) -> None:
-        self._all = list(places)
-        self._attributes = [(place, slot) for place, slot in self._all if place.module is not None]
-        self._others = [(place, slot) for place, slot in self._all if place.module is None]
+    def _keep(self, places: Iterable[tuple[Place, Slot]], compounds: Iterable[tuple[Place, Compound]]) -> None:
+        places = list(places)
+        self._attributes = [(place, slot) for place, slot in places if place.module is not None]
+        self._others: list[tuple[Place, Slot | Compound]] = [
+            *((place, slot) for place, slot in places if place.module is None),
+            *compounds,
+        ]
+        self._compounds = {weight for _, weight in self._others if isinstance(weight, Compound)}
         # By module: its `_parameters`, and what it has there. Bound at every visit.
         self._modules: list[tuple[weakref.ref[nn.Module], dict[str, Any], list[tuple[str, Slot, Leaf]]]] = []
         for place, slot in self._attributes:
@@ -81,8 +89,7 @@ class Places:
     @property
     def references(self) -> int:
         """How often leaves are referred to while they are bound, from here and by the places."""
-        strong = sum(not place.weakly for place, _ in self._all)
-        return strong + len(self._attributes) + len(self.compounds)
+        return 2 * len(self._attributes) + sum(not place.weakly for place, _ in self._others)
 
     def bind(self, *, adopts: bool) -> None:
         """The modules that have the homes compute with the leaves; `adopts`: so do those to which the user has given
@@ -96,36 +103,26 @@ class Places:
             for name, slot, leaf in held:
                 home = slot.home
                 if dict.get(parameters, name) is not home:
-                    if not (adopts and self._adopt_replacement(Place(parameters, name), slot)):
+                    if not (adopts and self._adopt(Place(parameters, name), slot)):
                         continue
                     home = slot.home
                 if leaf.requires_grad != home.requires_grad:
-                    slot.follow_requires_grad()
+                    slot.prepare_leaf()
                 if attributes is not None:
                     attributes.setdefault(name, leaf)  # not in the place of what the user has put there
-        for place, slot in self._others:
-            if place.get() is slot.home or (adopts and self._adopt_replacement(place, slot)):
-                slot.follow_requires_grad()
-                place.put(slot.leaf)
-        for place, compound in self.compounds:
-            held = place.get()
-            if held is compound.outer or (adopts and self._adopt_compound(compound, held)):
-                compound.check()
-                compound.catch_up()
-                place.put(compound.leaf)
+        for place, weight in self._others:
+            if place.get() is weight.shown or (adopts and self._adopt(place, weight)):
+                weight.prepare_leaf()
+                place.put(weight.leaf)
 
     def unbind(self) -> None:
         """They have the homes again."""
         self.hide_leaves()
-        for place, slot in self._others:
-            if place.get() is slot.leaf:
-                place.put(slot.home)
-        for place, compound in self.compounds:
-            if place.get() is compound.leaf:
-                place.put(compound.outer)
-        if self.compounds:
-            for compound in {compound for _, compound in self.compounds}:
-                compound.undo_rewrites()
+        for place, weight in self._others:
+            if place.get() is weight.leaf:
+                place.put(weight.shown)
+        for compound in self._compounds:
+            compound.undo_rewrites()
 
     def hide_leaves(self) -> None:
         """Modules find the parameters in `_parameters` when they are asked for them."""
@@ -143,32 +140,24 @@ class Places:
 
     def adopt_replacements(self) -> None:
         """Parameters that the user put in the place of homes become the homes."""
-        for place, slot in self._all:
-            self._adopt_replacement(place, slot)
-        for place, compound in self.compounds:
-            self._adopt_compound(compound, place.get())
+        for place, weight in (*self._attributes, *self._others):
+            self._adopt(place, weight)
 
-    def _adopt_replacement(self, place: Place, slot: Slot) -> bool:
-        """Whether the user put another parameter in the home's place: it is the home now."""
+    def _adopt(self, place: Place, weight: Slot | Compound) -> bool:
+        """Whether the user put another parameter in the place of what is shown there: it is the home now."""
         held = place.get()
-        if held is slot.home or not _is_replacement(held):
+        if held is weight.shown or held is weight.leaf or not _is_replacement(held):
             return False
-        self._adopt(slot, place, held)
-        return True
-
-    @staticmethod
-    def _adopt_compound(compound: Compound, held: Any) -> bool:
-        """Whether what is there took the compound's place, as one of its kind that the user put there."""
-        return False if held is None or held is compound.leaf or held is compound.outer else compound.adopt(held)
-
-    def _adopt(self, slot: Slot, place: Place, parameter: nn.Parameter) -> None:
-        replaced = slot.home
+        if isinstance(weight, Compound):
+            return weight.adopt(held)
+        replaced = weight.home
         if not place.weakly:  # which is looked at, and not what is computed with
-            self._check_still_tied(slot)
-            slot.adopt(parameter)
-        for other, its_slot in self._all:
-            if its_slot is slot and any(other.get() is one for one in (replaced, parameter)):
-                other.put(slot.home)
+            self._check_still_tied(weight)
+            weight.adopt(held)
+        for other, its_weight in (*self._attributes, *self._others):
+            if its_weight is weight and any(other.get() is one for one in (replaced, held)):
+                other.put(weight.home)
+        return True
 
     def _check_still_tied(self, slot: Slot) -> None:
         """Raises LayoutError where modules that had one parameter together have several now."""

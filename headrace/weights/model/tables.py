@@ -28,17 +28,8 @@ def row_bytes_of(keys: Sequence[int], modules: Sequence[nn.Module], inventory: I
     """Bytes of one row on the device, of a block that is a table and nothing else; 0 for one that travels whole."""
     if len(keys) != 1 or len(modules) != 1 or not looks_rows_up(modules[0]):
         return 0
-    member = inventory.members[keys[0]]
-    parameter = member.parameter
-    alone = (
-        inventory.owned.get(modules[0]) == list(keys)
-        and len(member.places) == 1  # tied to no other
-        and member.compound is None
-        and not inventory.shares_storage(keys[0])
-        and not parameter._backward_hooks
-        and parameter.dim() == 2
-        and parameter.is_contiguous()
-    )
+    parameter = inventory.members[keys[0]].parameter
+    alone = inventory.owned.get(modules[0]) == list(keys) and inventory.can_be_cut(keys[0]) and parameter.dim() == 2
     return parameter.shape[1] * travel_dtype(parameter, inventory.param_dtype).itemsize if alone else 0
 
 

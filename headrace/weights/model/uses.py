@@ -7,7 +7,11 @@ device (module_buffers.py), and stand-ins for weights of which a part is here (p
 from enum import Enum, auto
 from typing import Any
 
-__all__ = ["Use", "use_of"]
+import torch
+
+from headrace.runtime.autograd import tree_map_only, without_overrides
+
+__all__ = ["StandIn", "Use", "use_of"]
 
 
 class Use(Enum):
@@ -52,3 +56,19 @@ def use_of(func: Any) -> Use:
     if use is not None:
         return use
     return Use.WRITE if name.endswith("_") and not name.endswith("__") else Use.COMPUTE
+
+
+class StandIn(torch.Tensor):
+    """A tensor of ours that answers what is asked about it, and has another one used in its place for all else."""
+
+    def used(self) -> torch.Tensor:
+        """What a torch function takes in its place."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_overrides():
+            if func is torch.Tensor.__hash__ or use_of(func) in (Use.ASK, Use.LOOK):
+                return func(*args, **(kwargs or {}))
+            args, kwargs = tree_map_only(cls, cls.used, (args, kwargs or {}))
+        return func(*args, **kwargs)

@@ -63,7 +63,7 @@ class AveragedGradients(GradientFlow):
         self._half_bytes = 0  # of each rank
         self._halves: list[SharedArena] = []
         self._last_of_half: list[tuple[int, Job[list[Slot]] | None]] = [(0, None)] * 2  # the round that had it last
-        self._meeting, self._summing = OneThread("headrace-average"), OneThread("headrace-sum")
+        self._meeting, self._summing = (OneThread(name, lanes.device) for name in ("headrace-average", "headrace-sum"))
         self._pass = self._rounds = 0
         self._places: dict[Block, int] = {}  # in the order
         self._open: dict[Block, dict[Slot, torch.Tensor]] = {}  # gradients on the device
@@ -135,13 +135,6 @@ class AveragedGradients(GradientFlow):
             if slot not in held:
                 self.ledger.add(Tier.DEVICE, PURPOSE, gradient.nbytes)
             held[slot] = held[slot] + gradient if slot in held else gradient
-
-    def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Never called: tables travel whole."""
-        raise NotImplementedError(f"rows of {slot.name!r}")
-
-    def add_up_rows(self, slot: Slot) -> None:
-        """Nothing: tables travel whole."""
 
     def leave_block(self) -> None:
         """Backward goes on to another block. Where devices add up those of two blocks leave, and the host waits for no
@@ -361,7 +354,7 @@ class AveragedGradients(GradientFlow):
         slots = [slot for slot in homes.offsets if slot in self._averaged]
         if not slots:
             return
-        homes.view.drop()
+        homes.view.forget()
         homes.arena.forget()
         for slot in slots:
             dtype = self.dtype(slot)

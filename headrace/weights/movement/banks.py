@@ -1,17 +1,58 @@
-"""Which experts are in which slots of the device, or of host memory where the CPU is the device?"""
+"""Which experts are in which slots of a buffer? On the device, and in host memory beside a disk (host_experts.py)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from headrace.memory.arena import Arena
-from headrace.memory.ledger import Ledger
 from headrace.planning import Keeping, Key
-from headrace.runtime.lanes import Event, LateTransfer, Transfer
+from headrace.runtime.lanes import LateTransfer, Transfer
 from headrace.weights.movement.block import Block
 
-__all__ = ["Arrival", "Bank", "banks_in_host"]
+__all__ = ["Arrival", "Bank", "ExpertSlots"]
+
+
+class ExpertSlots:
+    """Equal slots in one buffer, all but `spare` of which have room for experts, of so many layers."""
+
+    def __init__(self, buffer: torch.Tensor, slot_bytes: int, layers: int, *, spare: int = 0) -> None:
+        self.buffer = buffer
+        self._slot_bytes = slot_bytes
+        self.slots = len(buffer) // slot_bytes
+        self.room = self.slots - spare
+        self.places: dict[Key, int] = {}  # which slot each expert is in, or on its way to
+        self.keeping = Keeping(self.room, layers)
+        self._generations: dict[int, int] = {}  # of a layer's homes when its experts were loaded
+
+    def memory(self, slot: int) -> torch.Tensor:
+        """The bytes of one slot."""
+        return self.buffer[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+
+    def experts_in(self, slots: Iterable[int]) -> dict[int, Key]:
+        """By slot, the experts that are in these, or on their way there."""
+        held = {slot: key for key, slot in self.places.items()}
+        return {slot: held[slot] for slot in slots if slot in held}
+
+    def free_slots(self) -> list[int]:
+        """Those that nothing is in."""
+        held = set(self.places.values())
+        return [slot for slot in range(self.slots) if slot not in held]
+
+    def forget(self, key: Key) -> None:
+        """An expert that is here is nothing any more."""
+        del self.places[key]
+        self.keeping.went(key)
+
+    def forget_stale(self, layer: int, generation: int) -> None:
+        """Experts of the layer that were loaded from another generation of its homes are gone."""
+        if self._generations.get(layer) != generation:
+            for key in [key for key in self.places if key[0] == layer]:
+                self.forget(key)
+            self._generations[layer] = generation
+
+    def generation_of(self, layer: int) -> int:
+        """The generation of its homes when the layer's experts were loaded; -1: none was."""
+        return self._generations.get(layer, -1)
 
 
 @dataclass(frozen=True)
@@ -22,86 +63,22 @@ class Arrival:
     number: int | None  # among those from host memory; None: from disk
 
 
-class Bank:
-    """Equal slots in one buffer, and what is in them: experts of so many blocks. `in_host`: of the host budget."""
+class Bank(ExpertSlots):
+    """Slots on the device, with which modules compute."""
 
-    def __init__(self, buffer: torch.Tensor, slots: int, blocks: int, *, in_host: bool = False) -> None:
-        self.buffer = buffer
-        self.slots = slots
-        self.blocks = blocks
-        self.in_host = in_host
-        self.places: dict[Key, int] = {}
+    def __init__(self, buffer: torch.Tensor, slot_bytes: int, layers: int) -> None:
+        super().__init__(buffer, slot_bytes, layers)
+        self.layers = layers
         self.arriving: dict[int, Arrival] = {}  # by slot
-        self.keeping = Keeping(slots, blocks)
         self.called: tuple[Block, tuple[int, ...]] | None = None  # which block's experts the call under way has
         self.passing = False  # whether that uses nearly all of them
-        self.read: dict[int, Event] = {}  # ends of copies out of slots
-        self._holds: list[Key | None] = [None] * slots
-        self._generations: dict[int, int] = {}  # of a block's homes when its experts were loaded
 
-    def forget_stale(self, block: Block, generation: int) -> None:
-        """Experts of the block that were loaded from another generation of its homes are gone."""
-        if self._generations.get(block.index) != generation:
-            for key in [key for key in self.places if key[0] == block.index]:
-                self.forget(self.places[key])
-            self._generations[block.index] = generation
-
-    def generation_of(self, block: Block) -> int:
-        """The generation of its homes when its experts were loaded; -1: none was."""
-        return self._generations.get(block.index, -1)
-
-    def expert_in(self, slot: int) -> Key | None:
-        """What is in the slot, or on its way."""
-        return self._holds[slot]
-
-    def slot_for(self, block: Block, kept: Collection[Key]) -> int:
-        """The slot for another expert of the block; of none that is kept."""
-        free = self.free_slot()
-        return self.places[self.keeping.victim(block.index, self.places, kept)] if free is None else free
-
-    def free_slot(self) -> int | None:
-        """One that nothing is in."""
-        for slot, key in enumerate(self._holds):
-            if key is None or self.places.get(key) != slot:  # the latter where Ctrl-C came between the two
-                return slot
-        return None
-
-    def has_slots_for(self, block: Block, experts: Collection[int]) -> bool:
-        """Whether these experts of the block are here, or have free slots."""
-        missing = sum((block.index, expert) not in self.places for expert in experts)
-        return missing <= self.slots - len(self.places)
-
-    def memory(self, slot: int, slot_bytes: int) -> torch.Tensor:
-        """The bytes of one slot."""
-        return self.buffer[slot * slot_bytes : (slot + 1) * slot_bytes]
+    def slot_for(self, layer: int, kept: Collection[Key]) -> int:
+        """The slot for another expert of the layer; of none that is kept."""
+        free = self.free_slots()
+        return free[0] if free else self.places[self.keeping.victim(layer, self.places, kept)]
 
     def hold(self, slot: int, key: Key) -> None:
         """An expert is on its way to the slot, which nothing was in."""
-        self._holds[slot] = key
         self.places[key] = slot
         self.keeping.came(key, passing=self.passing)
-
-    def forget(self, slot: int) -> None:
-        """What is in the slot is nothing any more."""
-        key, self._holds[slot] = self._holds[slot], None
-        if key is not None:
-            self.places.pop(key, None)
-            self.keeping.went(key)
-
-
-def banks_in_host(
-    slots: int, slot_bytes: int, device_slots: int, layers: Sequence[Block], ledger: Ledger
-) -> dict[Block, Bank]:
-    """By block, its bank. Together they have so many slots, and as large a share of the layers as of all slots: the
-    other layers use the banks on the device.
-    """
-    own = layers[: max(1, round(len(layers) * slots / (slots + device_slots)))]
-    banks = max(1, min(slots // max(block.experts.count for block in own if block.experts is not None), len(own)))
-    slots //= banks
-    nbytes = slots * slot_bytes
-    arena = Arena(banks * nbytes, torch.device("cpu"), ledger, "weights")
-    found: dict[Block, Bank] = {}
-    for first in range(banks):
-        bank = Bank(arena.tensor(first * nbytes, nbytes), slots, len(own[first::banks]), in_host=True)
-        found |= dict.fromkeys(own[first::banks], bank)
-    return found

@@ -47,31 +47,22 @@ class BatchSums:
         dense = {slot: count * (blocks - _is_table(slot)) for slot, blocks in apart.items()}
         self._room = {slot: [self._arena(_nbytes(slot)) for _ in range(parts)] for slot, parts in dense.items()}
 
-    def take(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """The leaf has a gradient of the present micro-batch."""
+    def take(self, slot: Slot, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """A complete gradient of the present micro-batch, as `GradientFlow.take` has it."""
         if slot in self._apart:
-            self._put_aside(slot, gradient, None)
-        elif gradient.layout != torch.strided or slot in self._of_rows:
-            self._gradients.take(slot, gradient)
-        elif slot in self._sums:
-            self._sums[slot].add_(gradient)
-        else:
-            before = self._gradients.continued(slot)
-            self._sums[slot] = gradient.to(self._gradients.dtype(slot)) if before is None else before.add_(gradient)
-
-    def take_rows(self, slot: Slot) -> None:
-        """Lookups in a table have given all that they give its rows, of the present micro-batch."""
-        parts = self._gradients.rows_of(slot)
-        if not parts:
+            self._put_aside(slot, gradients[0] if rows is None else torch.cat(gradients), rows)
             return
-        rows, gradients = sum_of_rows(parts)
-        if slot in self._apart:
-            self._put_aside(slot, torch.cat(gradients), rows)
-        else:
+        if rows is not None:
             if slot in self._sums:
                 self._gradients.take(slot, self._sums.pop(slot))
             self._of_rows.add(slot)
+        if slot in self._of_rows or gradients[0].layout != torch.strided:
             self._gradients.take(slot, *gradients, rows=rows)
+        elif slot in self._sums:
+            self._sums[slot].add_(gradients[0])
+        else:
+            before, dtype = self._gradients.continued(slot), self._gradients.dtype(slot)
+            self._sums[slot] = gradients[0].to(dtype) if before is None else before.add_(gradients[0])
 
     def leave_block(self) -> None:
         """All micro-batches have been at the block: sums go."""

@@ -20,9 +20,9 @@ from headrace.weights.model.layout import lay_out
 from headrace.weights.model.places import Member, Places
 from headrace.weights.model.slot import Layout, Slot
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
-from headrace.weights.rest.fetching import Fetch, Way
-from headrace.weights.rest.pieces import Range
+from headrace.weights.rest.fetching import Fetch, Fetching
 from headrace.weights.rest.placement import HostTiers
+from headrace.weights.rest.reads import Range
 
 __all__ = ["Block", "Presence"]
 
@@ -242,19 +242,17 @@ class Block:
         """Whether rows of it, or experts, come when they are used, and no visit brings the whole."""
         return bool(self.row_bytes) or self.experts is not None
 
-    def fetch(
-        self, chunk_bytes: int, way: Way, ranges: Sequence[Range] | None = None, *, always: bool = False
-    ) -> Fetch:
-        """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most; of `ranges` alone, which
-        are `always` the same.
+    def fetch(self, by: Fetching, ranges: Sequence[Range] | None = None, *, always: bool = False) -> Fetch:
+        """What brings from disk what the homes hold now, in chunks of `by`; of `ranges` alone, which are `always` the
+        same.
         """
         generation = self.readable_generation()
         nbytes = self.nbytes if ranges is None else sum(nbytes for _, nbytes, _ in ranges)
-        pieces = self.rest.pieces(chunk_bytes, ranges)
+        pieces = self.rest.pieces(by.chunk_bytes, ranges)
         if ranges is None:
-            pieces = self.packed.pieces(pieces, self.slots, way, generation, self.rest, chunk_bytes)
+            pieces = self.packed.pieces(pieces, self.slots, by, generation, self.rest)
         flush = partial(_flush, weakref.ref(self), generation, ranges if always else None)
-        fetch = Fetch(pieces, nbytes, generation, flush, way)
+        fetch = Fetch(pieces, nbytes, generation, flush, by)
         self.read_until(fetch)
         return fetch
 

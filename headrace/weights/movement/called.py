@@ -4,7 +4,7 @@ See docs/design/experts.md. They are blocks as others are, but in no plan: which
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from headrace.planning import Keeping, Key, Phase
 from headrace.weights.meter import Meter
@@ -16,9 +16,20 @@ __all__ = ["CalledExperts"]
 
 
 class CalledExperts:
-    """Experts of one model that are modules: which ones were called, and which make room for others."""
+    """Experts of one model that are modules: which ones were called, and which make room for others.
 
-    def __init__(self, blocks: Sequence[Block], shares: Shares, residency: Residency, meter: Meter) -> None:
+    `evict`: unless a block is in use.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        shares: Shares,
+        residency: Residency,
+        meter: Meter,
+        evict: Callable[[Block], None],
+    ) -> None:
+        self._evict = evict
         self._shares = shares
         self._residency = residency
         self._meter = meter
@@ -36,7 +47,7 @@ class CalledExperts:
     def note_use(self, block: Block) -> None:
         """An expert is called. A call of its layer ends when one is called again, or one of another layer is."""
         key = block.called or (-1, -1)
-        self._meter.experts_used(1)
+        self._meter.expert_uses += 1
         if key[0] != self._layer or key in self._layer_call:
             self._keeps.used(self._layer, [expert for _, expert in self._layer_call])
             self._layer, self._layer_call = key[0], set()
@@ -53,20 +64,17 @@ class CalledExperts:
             return self._forward[-1] if self._forward else None
         return None
 
-    def going(self, block: Block, keep: Sequence[Block]) -> Iterator[Block]:
-        """Experts that are to make room for `block`, as many as it takes. The caller evicts each before it asks for the
-        next; one that is in use, and so stays, does not count.
-        """
+    def make_room(self, block: Block, keep: Sequence[Block]) -> None:
+        """Evicts as many others as it takes for `block`; none of those in `keep`, and none in use."""
         held = {one.called: one for one in self._residency.present() if one.called is not None}
-        held_bytes = sum(one.nbytes for one in held.values())
-        limit_bytes = self._shares.called_bytes
+        room_bytes = self._shares.called_bytes - block.nbytes - sum(one.nbytes for one in held.values())
         stay = {one.called for one in keep if one.called is not None}
-        while held_bytes + block.nbytes > limit_bytes and not stay.issuperset(held):
+        while room_bytes < 0 and not stay.issuperset(held):
             kept = stay | self._layer_call
             key = self._keeps.victim(self._layer, held, stay if kept.issuperset(held) else kept)
-            yield held[key]
+            self._evict(held[key])
             if held[key].buffer is None:
-                held_bytes -= held.pop(key).nbytes
+                room_bytes += held.pop(key).nbytes
             else:  # in use
                 stay.add(key)
 

@@ -91,11 +91,9 @@ class CommonHomes:
                 rest.publish(self.node.part)  # the casts that each has made
                 self.node.meet(f"block {block.name!r}, as it travels")
             rest.drop()
-            for shared in (
-                () if self.node.across is None else (rest, *([] if rest.homes is None else [rest.homes.rest]))
-            ):
+            for shared in () if self.node.across is None else (rest, *([] if rest.homes is None else [rest.homes])):
                 part = shared.common[self.node.part(len(shared.common))]
-                with self.node.together(f"block {block.name!r}, as the first node has it"):
+                with self.node.together(f"block {block.name!r}, as the first node has it", across=True):
                     distributed.broadcast(part, group_src=0, group=self.node.across)
             if self.node.across is not None:
                 self.node.meet(f"block {block.name!r}, as the first node has it")
@@ -200,7 +198,7 @@ class CommonHomes:
 
     def _accept(self, block: Block) -> None:
         block.agreed = block.look()
-        for slot in block.slots if block.rest.homes is not None else ():
+        for slot in block.slots if isinstance(block.rest, SharedRest) and block.rest.homes is not None else ():
             slot.is_cast()  # which all ranks see, too
 
     def note_step(self, alike: Sequence[int]) -> None:
@@ -258,9 +256,8 @@ class CommonHomes:
         block = slot.unit
         if not isinstance(block, Block) or not isinstance(block.rest, SharedRest):
             raise StateError(f"parameter {slot.name!r} is not in memory that the ranks share")
-        if slot.casts and block.rest.homes is not None:
-            return block.rest.homes.common_place(block.slots.index(slot))
-        return block.rest.common_places([slot.layout])[0]
+        home = block.rest.place_of_home(block.slots.index(slot))
+        return block.rest.common_places([slot.layout])[0] if home is None else home
 
     @torch.no_grad()
     def updated(self, slots: Iterable[Slot]) -> None:

@@ -14,6 +14,7 @@ import torch
 from headrace.planning import Phase, Plan
 from headrace.runtime.lanes import Lanes
 from headrace.weights.meter import Meter, VisitRecord
+from headrace.weights.model.home import AliasHome
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.called import CalledExperts
 from headrace.weights.movement.gathering import Gathers
@@ -59,13 +60,14 @@ class Executor:
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
         self._has_called = any(block.called is not None for block in self._blocks)
-        plain = self._gathers is None and not any(block.compounds for block in self._blocks)
+        quantised = any(isinstance(slot.home, AliasHome) for block in self._blocks for slot in block.slots)
+        plain = self._gathers is None and not quantised
         self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
         self._indexes: dict[tuple[Block, ...], tuple[int, ...]] = {}  # of the blocks of each kind of visit
         residency.next_use = self._next_use
         self.shares = Shares(self._blocks, lambda: residency.streaming_budget_bytes)
         self.rows = Rows(self._blocks, self.shares, residency, lanes, meter)
-        self._called = CalledExperts(self._blocks, self.shares, residency, meter)
+        self._called = CalledExperts(self._blocks, self.shares, residency, meter, self.evict)
         self.slices = Slices(self._blocks, self.shares, residency, lanes, meter)
         self.everything_is_here = False  # all blocks are current, and none has to go: calls in this cycle are no visits
 
@@ -100,7 +102,7 @@ class Executor:
         """
         if self._entry is None:
             self._open(Entry("", Phase.BACKWARD, True))
-        self._bring_back([one for one in self._blocks if one.may_be_saved and not one.is_current and one.is_in_graph])
+        self.bring_back([one for one in self._blocks if one.may_be_saved and not one.is_current and one.is_in_graph])
 
     def end_cycle(self) -> None:
         """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
@@ -175,6 +177,12 @@ class Executor:
             self._drop_old_copies()
             self._load_updated()
 
+    def close(self) -> None:
+        """Everything leaves the device, also what could not come from disk."""
+        self.slices.give_way()
+        self.slices.leave_host()
+        self._residency.close()
+
     def travels_whole(self, block: Block) -> None:
         """More than parts of the block was needed: it travels as other blocks do from now on."""
         block.row_bytes, block.experts = 0, None
@@ -191,7 +199,7 @@ class Executor:
         if indexes is None:
             indexes = self._indexes[blocks] = tuple(block.index for block in blocks if block.index >= 0)
         if self.everything_is_here:
-            self._bring_back(blocks)
+            self.bring_back(blocks)
             return
         key: VisitKey = (indexes, phase)
         asked = self._lanes.tick()
@@ -236,15 +244,11 @@ class Executor:
         following = self._called.follow(called, phase, gradients_follow=self.gradients_follow)
         if following is not None:
             if following.buffer is None:
-                self._make_room_among_called(following, blocks)
+                self._called.make_room(following, blocks)
             with self._called.counting():
                 self.prefetch(following)
         for block in called:
             self._residency.arrive(block)
-
-    def _make_room_among_called(self, block: Block, keep: Sequence[Block]) -> None:
-        for going in self._called.going(block, keep):
-            self.evict(going)
 
     def are_here(self, blocks: Iterable[Block]) -> bool:
         """Whether a visit of these blocks has nothing to do, as the whole model is on the device for this cycle."""
@@ -255,8 +259,8 @@ class Executor:
                 return False
         return True
 
-    def _bring_back(self, blocks: Sequence[Block]) -> None:
-        """Homes that were written to since are loaded once more, and compute waits for them."""
+    def bring_back(self, blocks: Sequence[Block]) -> None:
+        """Makes blocks present that were there: what was written to homes since is loaded once more. Compute waits."""
         for block in blocks:
             self.bring(block, keep=blocks)
         for block in blocks:
@@ -276,7 +280,7 @@ class Executor:
             if (block.experts is not None or block.index < 0) and not self._residency.fits(block):
                 self.slices.give_way()
             if block.called is not None:
-                self._make_room_among_called(block, keep)
+                self._called.make_room(block, keep)
             if self._leaving:
                 self._make_way(block)
             self._residency.make_room(block, keep)
@@ -336,7 +340,7 @@ class Executor:
         """Blocks on disk that the plan loads next begin their way, as far as the staging ring goes. Not those of the
         next cycle that are in `but_not`, and none behind them: their homes change before.
         """
-        if not self._residency.streams_from_disk or self._course is None or self._course.strayed:
+        if self._residency.fetching is None or self._course is None or self._course.strayed:
             return
         gathered = self._follows if self._entry is not None else self._followed
         for index in self._course.coming_loads(but_not=but_not):

@@ -69,14 +69,6 @@ class GradientFlow(ABC):
         """
 
     @abstractmethod
-    def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Notes a gradient of some rows of a table, or of some experts, each named once. Others may follow."""
-
-    @abstractmethod
-    def add_up_rows(self, slot: Slot) -> None:
-        """No others follow: those of `take_rows` become one gradient, as if whole tables had been added up."""
-
-    @abstractmethod
     def leave_block(self) -> None:
         """Backward goes on to another block: what it had of those before leaves. Compute waits for what left before.
 

@@ -23,14 +23,14 @@ from headrace.planning import Plan
 from headrace.runtime.counters import Counters
 from headrace.runtime.device_group import DeviceGroup
 from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, LateTransfer, Transfer
-from headrace.runtime.pace import Pace, Submitted
+from headrace.runtime.pace import Pace
 from headrace.runtime.threads import OneThread
 from headrace.weights.meter import Meter
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.trace import Course, VisitKey
-from headrace.weights.rest.fetching import Fetch, Fetching, Target, Way
-from headrace.weights.rest.pieces import Range
+from headrace.weights.rest.fetching import Fetch, Fetching, Target
+from headrace.weights.rest.reads import Range
 
 __all__ = ["Agreed", "Gathered", "Gathers"]
 
@@ -68,7 +68,7 @@ class Gathered(LateTransfer):
     def settle(self) -> None:
         """Waits until nothing is written any more, whatever came of it."""
         with suppress(Exception):
-            self._submitted.result().done.synchronize()
+            self.synchronize()
 
 
 class Gathers:
@@ -83,7 +83,7 @@ class Gathers:
         self._lanes, self._pace, self._meter, self._ledger = pace.lanes, pace, meter, ledger
         self._group = DeviceGroup(self._node, self._lanes.device)
         self._counters = Counters(self._node, 4)
-        self._thread = OneThread("headrace-gather")
+        self._thread = OneThread("headrace-gather", self._lanes.device)
         self._agenda: deque[tuple[float, Block]] = deque()  # from which visit of the pass on, and which block
         self._begun = 0  # on this rank, ever
         self._known: list[Agreed] = []  # on all ranks the same
@@ -181,7 +181,8 @@ class Gathers:
                 self._counters.break_off(error)
                 raise
 
-        return Gathered(len(buffer), submitted, others_come), Submitted(submitted) if others else read
+        gathered = Gathered(len(buffer), submitted, others_come)
+        return gathered, gathered if others else read
 
     def part_of(self, block: Block) -> "OwnPart":
         """What this rank brings of a block: one of as many equal ranges as there are ranks, and what is behind them."""
@@ -209,7 +210,7 @@ class Gathers:
             raise RankError(f"block {block.name!r} is to be gathered, and is not there on this rank")
         number, _ = self._begins(block)
         done = self._thread.submit(self._fill, bring, whole, part, number)
-        block.read_until(Submitted(done))
+        block.read_until(LateTransfer(Lane.ONLOAD, part.own_bytes, done))
         self._meter.onloaded(part.own_bytes)
 
     def close(self) -> None:
@@ -291,9 +292,9 @@ class OwnPart:
     def look(self) -> int:
         return self.block.look()
 
-    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+    def fetch(self, by: Fetching) -> Fetch:
         """As the block's."""
-        return self.block.fetch(chunk_bytes, way, self.ranges, always=True)
+        return self.block.fetch(by, self.ranges, always=True)
 
 
 def _fetched(fetching: Fetching, fetch: Fetch, scratch: torch.Tensor, after: Event) -> LateTransfer:

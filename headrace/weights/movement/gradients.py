@@ -13,7 +13,7 @@ import torch
 from headrace.errors import StateError
 from headrace.memory.disk import Request
 from headrace.memory.ledger import Ledger, Tier
-from headrace.runtime.autograd import backward_task, grad_of, without_overrides
+from headrace.runtime.autograd import grad_of, without_overrides
 from headrace.runtime.holders import gradient_is_shared
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes
 from headrace.runtime.pending import Unit
@@ -50,8 +50,6 @@ class Gradients(GradientFlow):
         # Complete on the device, not submitted yet; of a table, the gradient may be that of some rows.
         self._ready: list[tuple[Slot, Sequence[torch.Tensor], torch.Tensor | None]] = []
         self._ready_bytes = 0
-        # Gradients of rows that are not complete yet, by backward: a nested one adds up its own.
-        self._of_rows: dict[tuple[Slot, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._sending: list[Copy] = []  # being submitted: alive even if that is interrupted
         self._last_sent: Event | None = None  # of the last copy; compute may have waited for it, the host has not
         self._blocks_left = 0  # how many blocks backward has left behind
@@ -116,20 +114,6 @@ class Gradients(GradientFlow):
             if slot.gradient_is_watched or late_hooks(slot.home):
                 return slot.name
         return None
-
-    def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        refuse_graph(slot, gradient)
-        self._of_rows.setdefault((slot, backward_task()), []).append((rows, gradient))
-
-    def add_up_rows(self, slot: Slot) -> None:
-        parts = self.rows_of(slot)
-        if parts:
-            rows, gradients = sum_of_rows(parts)
-            self.take(slot, *gradients, rows=rows)
-
-    def rows_of(self, slot: Slot) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What `take_rows` was given in this backward, for a caller that adds it up itself."""
-        return self._of_rows.pop((slot, backward_task()), [])
 
     def continued(self, slot: Slot) -> torch.Tensor | None:
         """A copy on the device of the gradient that the home has already. The caller adds to it and gives the sum to
@@ -231,7 +215,6 @@ class Gradients(GradientFlow):
     def abandon(self) -> None:
         tell_of_failure(self._announced)
         self._ready.clear()
-        self._of_rows.clear()
         self._ready_bytes = 0
         if self._sending:  # Ctrl-C between a copy and its note: whatever was submitted is before an empty copy
             self.lanes.copy(Lane.OFFLOAD, (), self.lanes.mark()).done.synchronize()

@@ -8,7 +8,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from headrace.memory.arena import aligned
-from headrace.memory.shared import Common, OwnView
+from headrace.memory.disk import Mapping
+from headrace.memory.shared import Common
 from headrace.weights.model.slot import Slot
 from headrace.weights.rest.placement import DiskGradients, GradientMemory
 
@@ -83,7 +84,7 @@ class NodeGradients:
     """The node's memory for gradients of some parameters of one block, and this rank's view of it."""
 
     arena: Common
-    view: OwnView
+    view: Mapping
     offsets: dict[Slot, int]
     lent: dict[Slot, tuple[StorageWeakRef, int]] = field(default_factory=dict)  # storage and address
 
@@ -107,7 +108,7 @@ class NodeGradients:
 
     def leave_to_user(self) -> None:
         """Whatever was lent is the user's own from now on."""
-        self.view.keep()
+        self.view.dirty()
         self.view = self.arena.own_view()
         self.lent.clear()
 

@@ -144,7 +144,7 @@ class PackedLoads:
         left_bytes = (self._ledger.host_budget_bytes or 0) - self._ledger.held_bytes(Tier.HOST)
         self._room = _Room(int(min(left_bytes, available_host_bytes()) * _HOST_SHARE))  # optimizers are in no budget
         self._ledger.spare = weakref.WeakMethod(self._give_way)
-        self._thread = OneThread("headrace-pack")
+        self._thread = OneThread("headrace-pack", self._device)
         check = partial(_unpacks_right, self._device, self._halves[0].memory, self._halves[1].memory, free)
         self.works = self._thread.submit(check)
 
@@ -249,7 +249,8 @@ class PackedLoads:
         if copies[1:]:
             end = self._lanes.copy(Lane.ONLOAD, copies[1:], end).done
             nbytes += sum(source.nbytes for _, source in copies[1:])
-        self._meter.crossed_packed(packed.crossing_bytes, buffer.nbytes)
+        self._meter.onload_packed_bytes += packed.crossing_bytes
+        self._meter.onload_unpacked_bytes += buffer.nbytes
         transfer = Transfer(Lane.ONLOAD, (), nbytes, begun, end)
         packed.sends += 1
         if packed.sends == _JUDGED_SEND:

@@ -5,7 +5,6 @@ The order of these operations across lanes is the subject of docs/design/orderin
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Protocol
 
 import torch
 
@@ -26,19 +25,6 @@ from headrace.weights.rest.fetching import Fetching, Target
 __all__ = ["Residency"]
 
 NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
-
-
-class OtherTenant(Protocol):
-    """What stays on the device beside blocks, within their budget."""
-
-    @property
-    def held_bytes(self) -> int: ...
-
-    def give_way(self) -> None:
-        """It holds nothing from now on, until it is used."""
-
-    def leave_host(self) -> None:
-        """Nor does it hold host memory, ever after."""
 
 
 class Residency:
@@ -67,7 +53,6 @@ class Residency:
         self.fetch_from(fetching)
         self.open_way: Callable[[], None] = lambda: None  # fetches from disk from then on
         self.packed_loads = PackedLoads(device, pace.lanes, ledger, meter, wanted=packed)
-        self.beside: OtherTenant | None = None  # what blocks share the budget with
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         # Of the copies that compute was told to wait for, and the host was not: the last one in the order in which they
         # were submitted, with its number there; and those that came from disk, in an order of their own.
@@ -84,11 +69,6 @@ class Residency:
     def streaming_budget_bytes(self) -> int:
         """What the budget leaves for blocks that come and go."""
         return self.budget_bytes - self._residents_bytes - self.packed_loads.held_bytes
-
-    @property
-    def streams_from_disk(self) -> bool:
-        """Whether there are blocks to fetch."""
-        return self.fetching is not None
 
     def fetch_from(self, fetching: Fetching | None) -> None:
         """From now on there are; None: nothing rests on disk."""
@@ -367,8 +347,11 @@ class Residency:
                 self.evict(block)
         self._buffers.limit(self.budget_bytes)
 
-    def mend(self, blocks: Iterable[Block]) -> None:
-        """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away."""
+    def mend(self, blocks: Iterable[Block], beside_bytes: int) -> None:
+        """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away.
+
+        `beside_bytes`: what banks of experts hold.
+        """
         held: list[Block] = []
         blocks = list(blocks)
         for block in blocks:
@@ -393,15 +376,12 @@ class Residency:
         self.addresses.reset(held)
         self.held_bytes = sum(block.nbytes for block in held)
         self._residents_bytes = sum(block.nbytes for block in held if block.index < 0)
-        self.held_bytes += self.packed_loads.held_bytes + (0 if self.beside is None else self.beside.held_bytes)
+        self.held_bytes += self.packed_loads.held_bytes + beside_bytes
         self._buffers.rebook(self.held_bytes)
         self.intact = True
 
     def close(self) -> None:
         """Evicts everything, also what could not come from disk."""
-        if self.beside is not None:
-            self.beside.give_way()
-            self.beside.leave_host()
         for block in list(self.present()):
             self.evict(block)
         self._end_packed_loads()

@@ -49,7 +49,7 @@ class Room:
         """
         if self._has_room(nbytes):
             return True
-        if not self._residency.streams_from_disk:
+        if self._residency.fetching is None:
             self._open_way()
         return self._free(nbytes)
 

@@ -5,7 +5,7 @@ that has as many experts as the bank has slots.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -13,17 +13,16 @@ from headrace.config import format_bytes
 from headrace.errors import BudgetError, DiskError
 from headrace.memory.buffers import plain_tensors, references_beside
 from headrace.planning import Key, passes_through
-from headrace.runtime.device import is_accelerator
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
 from headrace.weights.meter import Meter
 from headrace.weights.model.experts import SlicePart, slice_parts
-from headrace.weights.movement.banks import Arrival, Bank, banks_in_host
+from headrace.weights.movement.banks import Arrival, Bank
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.host_experts import FEWEST_SLOTS, HostExpertCache
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.shares import Shares
-from headrace.weights.rest.fetching import Fetch, Target, Way
-from headrace.weights.rest.pieces import Range
+from headrace.weights.rest.fetching import Fetch, Fetching, Target
+from headrace.weights.rest.reads import Range
 
 __all__ = ["Slices"]
 
@@ -45,10 +44,8 @@ class Slices:
         self._bytes_of_one = {block: sum(part.nbytes for part in parts) for block, parts in self._parts.items()}
         self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
         self._banks: list[Bank] = []  # on the device
-        self._host_banks: dict[Block, Bank] = {}  # in host memory, where that is the device: of these blocks
-        self._host_cache: HostExpertCache | None = None  # what host memory keeps where it is not; None: nothing
+        self._host_cache: HostExpertCache | None = None  # what host memory keeps beside a disk; None: nothing
         self.unfinished: list[Callable[[], object]] = []  # give modules back what they had before stand-ins for weights
-        residency.beside = self
         shares.banks_bytes = lambda: self.bytes_wanted
 
     # the budget -------------------------------------------------------------------------------------------------------
@@ -71,8 +68,7 @@ class Slices:
         count = max(one.count for one in experts)
         beside_bytes = self._shares.beside_experts_bytes + self._shares.least_called_bytes
         room = max(0, self._residency.streaming_budget_bytes - beside_bytes) // self.slot_bytes
-        own = sum(one.count for block in self._blocks if (one := block.experts) and block not in self._host_banks)
-        slots = max(min(room, max(own, count)), max(one.routed for one in experts))
+        slots = max(min(room, sum(one.count for one in experts)), max(one.routed for one in experts))
         banks = max(1, slots // count)
         return banks, slots // banks
 
@@ -88,18 +84,11 @@ class Slices:
             self._residency.intact = True
 
     def use_host(self, nbytes: int) -> None:
-        """From now on experts of blocks on disk have so much host memory: what leaves the device; on the CPU, slots."""
-        layers = [block for block in self._blocks if block.is_fetched]
-        if nbytes < FEWEST_SLOTS * self.slot_bytes or not layers:
-            return
-        if is_accelerator(self._lanes.device):
+        """From now on host memory of so many bytes has experts of blocks on disk that leave the device."""
+        layers = sum(block.is_fetched for block in self._blocks)
+        if nbytes >= FEWEST_SLOTS * self.slot_bytes and layers:
             among = self._lanes, self._residency.ledger, self._meter
-            self._host_cache = HostExpertCache(nbytes, self.slot_bytes, len(layers), *among)
-        else:
-            banks, slots = self._sizes()
-            self._host_banks = banks_in_host(
-                nbytes // self.slot_bytes, self.slot_bytes, banks * slots, layers, self._residency.ledger
-            )
+            self._host_cache = HostExpertCache(nbytes, self.slot_bytes, layers, *among)
 
     def leave_host(self) -> None:
         """No more, and the memory is free. Not during a pass."""
@@ -107,38 +96,17 @@ class Slices:
             self._residency.pace.wait()
             self._host_cache.wait()
             self._host_cache = None
-        for bank in set(self._host_banks.values()):
-            self._leave(bank)
 
-    def _leave(self, bank: Bank) -> None:
-        """Gives up a bank in host memory: its blocks use those on the device from now on."""
-        for slot in list(bank.arriving):
-            self._settle(bank, slot)
-        self._host_banks = {block: other for block, other in self._host_banks.items() if other is not bank}
-
-    def bank_of(self, block: Block, used: Collection[int], *, slots: int = 0) -> Bank:
-        """The bank for a call that uses these of the block's experts; of so many slots, where that is given. Raises
-        BudgetError where there is no room for it.
-
-        A call that passes through uses a bank on the device, also where the block has one in host memory, unless that
-        has slots for all its experts. With gradients it always does: a checkpoint has to compute again in a bank of the
-        same size.
-        """
-        passing = block.experts is not None and passes_through(len(used), block.experts.count)
-        bank = self._host_banks.get(block)
-        stays = bank is not None and not torch.is_grad_enabled() and bank.has_slots_for(block, used)
-        if bank is None or (bank.slots != slots if slots else passing and not stays):
-            if not self._banks:
-                self._make_banks()
-            bank = self._banks[self._blocks.index(block) % len(self._banks)]
+    def bank_of(self, block: Block, used: int) -> Bank:
+        """The bank for a call that uses so many of the block's experts. BudgetError: there is no room for it."""
+        if not self._banks:
+            self._make_banks()
+        bank = self._banks[self._blocks.index(block) % len(self._banks)]
         for slot in list(bank.arriving):  # of a call that was broken off
             self._settle(bank, slot)
         if references_beside(bank.buffer):  # somebody keeps an expert, and shall keep its values
-            if bank.in_host:
-                self._leave(bank)
-                return self.bank_of(block, used, slots=slots)
             bank = self._made_anew(bank)
-        bank.passing = passing
+        bank.passing = block.experts is not None and passes_through(used, block.experts.count)
         return bank
 
     def has_room_for_all_of(self, block: Block) -> bool:
@@ -162,15 +130,15 @@ class Slices:
                 f" {format_bytes(self.slot_bytes - free_bytes, at_least=True)}"
             )
         for _ in range(banks):
-            shares = -(-(len(self._blocks) - len(self._host_banks)) // banks) or 1
-            self._banks.append(Bank(self._residency.allot(slots * self.slot_bytes), slots, shares))
+            buffer = self._residency.allot(slots * self.slot_bytes)
+            self._banks.append(Bank(buffer, self.slot_bytes, -(-len(self._blocks) // banks)))
 
     def _made_anew(self, bank: Bank) -> Bank:
         place = self._banks.index(bank)
         self._residency.intact = False  # Ctrl-C may come in between, in a backward, too
         del self._banks[place]  # first: what is not counted any more is not there
         self._let_go(bank)
-        new = Bank(self._residency.allot(bank.buffer.nbytes), bank.slots, bank.blocks)
+        new = Bank(self._residency.allot(bank.buffer.nbytes), self.slot_bytes, bank.layers)
         self._banks.insert(place, new)
         self._residency.intact = True
         return new
@@ -195,20 +163,36 @@ class Slices:
             self.unfinished.pop()
 
     # loads ------------------------------------------------------------------------------------------------------------
-    def bring(self, block: Block, bank: Bank, experts: Sequence[int], *, keep: Iterable[int] = ()) -> list[int]:
-        """Submits what it takes for these experts to be in slots of the bank: which ones.
+    def bring(
+        self,
+        block: Block,
+        bank: Bank,
+        experts: Sequence[int],
+        *,
+        keep: Iterable[int] = (),
+        slots: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Submits what it takes for these experts to be in slots of the bank: which ones. With `slots`, in these.
 
         `keep`: slots whose experts stay. The caller has seen to it that there are enough others.
         """
-        self._look_at(block, bank, len(experts))
+        block.keep_leaf_writes()
+        bank.forget_stale(block.index, block.readable_generation())
+        self._meter.expert_uses += len(experts)
         wanted = [(block.index, expert) for expert in experts]
-        kept = {*wanted, *(key for slot in keep if (key := bank.expert_in(slot)) is not None)}
-        self._fill_host(block, bank, experts)
-        for expert, key in zip(experts, wanted, strict=True):
-            if key not in bank.places:
-                self._load(block, expert, bank, bank.slot_for(block, kept), wanted)
-                self._meter.expert_onloaded(self._bytes_of_one[block])
-        self._used(block, bank, experts)
+        kept = {*wanted, *bank.experts_in(keep).values()}
+        for place, key in enumerate(wanted):
+            found = bank.places.get(key)
+            slot = found if slots is None else slots[place]
+            if found is not None and found == slot:
+                continue
+            if found is not None:
+                self._empty(bank, found, wanted)
+            self._load(block, key, bank, bank.slot_for(block.index, kept) if slot is None else slot, wanted)
+            self._meter.expert_onloaded(self._bytes_of_one[block])
+        bank.keeping.used(block.index, experts, passing=bank.passing)
+        if self._host_cache is not None and block.is_fetched:
+            self._host_cache.keeping.used(block.index, experts, passing=bank.passing)
         return [bank.places[key] for key in wanted]
 
     def bring_in_order(self, block: Block, bank: Bank, experts: Sequence[int], slots: int) -> list[int]:
@@ -217,53 +201,11 @@ class Slices:
         The same ones for the same experts: what a checkpoint computes again goes by what was saved in forward.
         """
         count = 0 if block.experts is None else block.experts.count
-        places = list(experts) if count <= slots else list(range(len(experts)))
-        self.put_back(block, bank, dict(zip(places, experts, strict=True)))
-        return places
-
-    def put_back(self, block: Block, bank: Bank, experts: Mapping[int, int]) -> None:
-        """As `bring`, where it matters which slot each is in."""
-        self._look_at(block, bank, len(experts))
-        wanted = [(block.index, expert) for expert in experts.values()]
-        for slot, expert in experts.items():
-            found = bank.places.get((block.index, expert))
-            if found != slot:
-                if found is not None:
-                    self._empty(bank, found, wanted)
-                self._load(block, expert, bank, slot, wanted)
-                self._meter.expert_onloaded(self._bytes_of_one[block])
-        self._used(block, bank, experts.values())
-
-    def _look_at(self, block: Block, bank: Bank, count: int) -> None:
-        """Experts of the block may be read, and what is in the bank is what homes hold."""
-        block.keep_leaf_writes()
-        bank.forget_stale(block, block.readable_generation())
-        self._meter.experts_used(count)
-
-    def _used(self, block: Block, bank: Bank, experts: Collection[int]) -> None:
-        bank.keeping.used(block.index, experts, passing=bank.passing)
-        host_bank = self._host_banks.get(block, bank)
-        if host_bank is not bank:
-            host_bank.keeping.used(block.index, experts, passing=bank.passing)
-        if self._host_cache is not None and block.is_fetched:
-            self._host_cache.used(block.index, experts, passing=bank.passing)
-
-    def _fill_host(self, block: Block, bank: Bank, experts: Iterable[int]) -> None:
-        """What passes through the device stays in the block's bank in host memory, too, as long as that has slots."""
-        host_bank = self._host_banks.get(block, bank)
-        if host_bank is bank:
-            return
-        host_bank.forget_stale(block, block.readable_generation())
-        host_bank.passing = bank.passing
-        for expert in experts:
-            if any((block.index, expert) in one.places for one in (host_bank, bank)):
-                continue
-            if (slot := host_bank.free_slot()) is not None:
-                self._load(block, expert, host_bank, slot, ())
+        return self.bring(block, bank, experts, slots=experts if count <= slots else range(len(experts)))
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Bank, int] | None:
         """The bank in which a tensor lies, and bytes from its beginning; None for any other tensor."""
-        for bank in (*self._banks, *set(self._host_banks.values())):
+        for bank in self._banks:
             begin = tensor.data_ptr() - bank.buffer.data_ptr()
             if 0 <= begin < bank.buffer.nbytes:
                 return bank, begin
@@ -278,7 +220,8 @@ class Slices:
             done = arrival.transfer.done
         except BaseException:
             del bank.arriving[slot]
-            bank.forget(slot)
+            for key in bank.experts_in([slot]).values():
+                bank.forget(key)
             raise
         self._residency.rely_on(done, arrival.number)
         self._meter.arrived(arrival.transfer, "expert")
@@ -305,42 +248,39 @@ class Slices:
         with plain_tensors(), torch.no_grad():
             return self._parts[block][place].view_of_one(bank.buffer, self.slot_bytes, slot)
 
-    def _load(self, block: Block, expert: int, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
+    def _load(self, block: Block, key: Key, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
         self._residency.intact = False  # Ctrl-C may come before the bank knows of the copy, in a backward, too
-        key = block.index, expert
         host, kept = self._host_cache, None
         if host is not None and block.is_fetched:
-            kept = host.take(key, bank.generation_of(block), passing=bank.passing)
+            kept = host.take(key, bank.generation_of(block.index), passing=bank.passing)
         self._empty(bank, slot, wanted)
-        host_bank = self._host_banks.get(block, bank)
-        here = None if host_bank is bank else host_bank.places.get(key)
-        if here is not None:
-            self._meter.expert_host_loads += here not in host_bank.arriving  # it comes from disk right now
-            self.arrive(host_bank, here)
         # Whoever computes with what was in the slot is done with it, and so is whoever copies it to the host.
         after = self._lanes.mark() if host is None else host.all_left()
         with plain_tensors(), torch.no_grad():
-            if host is not None and kept is not None:
-                place = [(bank.memory(slot, self.slot_bytes), host.memory(kept))]
-                transfer, done = self._residency.pace.submit(Lane.ONLOAD, place, after)
-                host.was_taken(kept, done)
-                arrival = Arrival(transfer, self._residency.next_number())
+            if kept is None and block.is_fetched:
+                arrival = self._fetch(block, key[1], bank, slot, after)
+            elif host is not None and kept is not None:
+                arrival, read = self._copy([(bank.memory(slot), host.memory(kept))], after)
+                host.was_taken(kept, read)
                 self._meter.expert_host_loads += 1
-            elif here is not None:
-                place = [(bank.memory(slot, self.slot_bytes), host_bank.memory(here, self.slot_bytes))]
-                transfer, host_bank.read[here] = self._residency.pace.submit(Lane.ONLOAD, place, after)
-                arrival = Arrival(transfer, self._residency.next_number())
-            elif block.is_fetched:
-                arrival = self._fetch(block, expert, bank, slot, after)
             else:
                 places = self.views(block, bank, slot, 1)
-                copies = [(place[0], own.source[expert]) for place, own in zip(places, block.slots, strict=True)]
-                transfer, done = self._residency.pace.submit(Lane.ONLOAD, copies, after)
-                block.read_until(done)
-                arrival = Arrival(transfer, self._residency.next_number())
-        bank.arriving[slot] = _without_memory(arrival)
+                copies = [(place[0], own.source[key[1]]) for place, own in zip(places, block.slots, strict=True)]
+                arrival, read = self._copy(copies, after)
+                block.read_until(read)
+        bank.arriving[slot] = arrival
         bank.hold(slot, key)
         self._residency.intact = True
+
+    def _copy(self, copies: Sequence[Copy], after: Event) -> tuple[Arrival, Event]:
+        """Submits copies from host memory; also returns when that has been read.
+
+        The arrival does not keep the bank's memory: who counts those that do finds nobody.
+        """
+        transfer, read = self._residency.pace.submit(Lane.ONLOAD, copies, after)
+        if isinstance(transfer, Transfer):
+            transfer = Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done)
+        return Arrival(transfer, self._residency.next_number()), read
 
     def _fetch(self, block: Block, expert: int, bank: Bank, slot: int, after: Event) -> Arrival:
         ranges: list[Range] = []
@@ -359,13 +299,11 @@ class Slices:
     def _empty(self, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
         """Nothing is in the slot any more: the host keeps it, if it keeps any, but not for one that is wanted."""
         self._settle(bank, slot)
-        if (read := bank.read.pop(slot, None)) is not None:
-            read.synchronize()
-        key = bank.expert_in(slot)
-        if self._host_cache is not None and key is not None and (block := self.block_of(key)).is_fetched:
-            with plain_tensors(), torch.no_grad():
-                self._host_cache.keep(key, bank.generation_of(block), bank.memory(slot, self.slot_bytes), wanted)
-        bank.forget(slot)
+        for key in bank.experts_in([slot]).values():
+            if self._host_cache is not None and self.block_of(key).is_fetched:
+                with plain_tensors(), torch.no_grad():
+                    self._host_cache.keep(key, bank.generation_of(key[0]), bank.memory(slot), wanted)
+            bank.forget(key)
 
     def _settle(self, bank: Bank, slot: int) -> None:
         """Compute waits for a copy into the slot that nobody wants any more, whatever came of it."""
@@ -385,14 +323,6 @@ class _OneExpert:
         """As its block's."""
         return self._block.look()
 
-    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+    def fetch(self, by: Fetching) -> Fetch:
         """As a block's."""
-        return self._block.fetch(chunk_bytes, way, self._ranges)
-
-
-def _without_memory(arrival: Arrival) -> Arrival:
-    """It does not keep the bank's memory: who counts those that do finds nobody."""
-    transfer = arrival.transfer
-    if isinstance(transfer, LateTransfer):
-        return arrival
-    return Arrival(Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done), arrival.number)
+        return self._block.fetch(by, self._ranges)

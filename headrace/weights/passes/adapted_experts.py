@@ -81,7 +81,7 @@ def _selected(factors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 def _copies(slices: Slices, block: Block, used: list[int]) -> Iterator[torch.Tensor]:
     """Of these experts, for each of the block's weights: as many at a time as there are slots."""
-    bank = slices.bank_of(block, used)
+    bank = slices.bank_of(block, len(used))
     device = bank.buffer.device
     copies = [
         torch.empty((len(used), *slot.layout.shape[1:]), dtype=slot.layout.dtype, device=device) for slot in block.slots

@@ -22,10 +22,10 @@ from headrace.weights.model.places import Member, Place
 from headrace.weights.model.tables import looks_rows_up
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.adapted_experts import adapts_experts
+from headrace.weights.passes.call import Companion, Site
 from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.managed import bring_attributes_back, lend_parameters, make_managed, make_plain, site_of
 from headrace.weights.passes.refusals import refuse_call, refuse_script
-from headrace.weights.passes.site import Companion, Site
 
 __all__ = ["Attachment"]
 
@@ -84,6 +84,7 @@ class Attachment:
     ) -> None:
         self._model = weakref.ref(model)
         self._engine = engine
+        self._under_way = engine.progress, engine.lending, engine.device
         self._make_resident = make_resident
         self._block_of: dict[int, Block] = {}  # by the id of the home
         self._mains = weakref.WeakKeyDictionary(mains)
@@ -115,7 +116,7 @@ class Attachment:
     def _take_in(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             refuse_script(f"module {name!r}, which came after offload(),", module)
-        for block in self._blocks():
+        for block in self._engine.all_blocks():
             block.places.adopt_replacements()
         inventory = self._inventory(model)
         if not all(isinstance(member.parameter, nn.Parameter) for member in inventory.members.values()):
@@ -134,7 +135,12 @@ class Attachment:
         """Of these parameters, those for which there is no place: the others came to modules where one of their kind
         went (weight_norm makes `weight` into `weight_v`), and travel as that did.
         """
-        gone = [slot for block in self._blocks() for slot in block.slots if id(slot.home) not in inventory.members]
+        gone = [
+            slot
+            for block in self._engine.all_blocks()
+            for slot in block.slots
+            if id(slot.home) not in inventory.members
+        ]
         left = []
         for member in added:
             for slot in gone:
@@ -159,7 +165,7 @@ class Attachment:
         if self._leave_pipelines is not None:
             self._leave_pipelines()
         self._engine.before_call = lambda: None
-        for block in self._blocks():
+        for block in self._engine.all_blocks():
             block.release()
         bring_attributes_back(self._modules, self._engine.device)
         for module in list(self._modules):
@@ -178,10 +184,9 @@ class Attachment:
 
     def _link(self, inventory: Inventory) -> None:
         places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}
-        self._block_of = {id(slot.home): block for block in self._blocks() for slot in block.slots}
-        for block in self._blocks():
-            block.places.move(block.slots, places)
-            block.places.move_compounds(block.compounds, inventory.places_of_compounds)
+        self._block_of = {id(slot.home): block for block in self._engine.all_blocks() for slot in block.slots}
+        for block in self._engine.all_blocks():
+            block.places.move(block.slots, places, block.compounds, inventory.places_of_compounds)
         for module, name in inventory.names.items():
             if site_of(module) is None:
                 make_managed(module, self._site(module, name, inventory), self._engine)
@@ -200,7 +205,7 @@ class Attachment:
         all_experts = self._site_of_all(module, name, needed[0], inventory) if len(needed) == 1 else None
         encloses = any(inner in self._mains for inner in module.modules() if inner is not module)
         return Site(
-            self._engine,
+            *self._under_way,
             name or type(module).__name__,
             tuple(streamed),
             main=mains is not None and table is None and all_experts is None,
@@ -219,7 +224,4 @@ class Attachment:
         while outer is not None and not around:
             around = tuple(one for one in self._mains.get(outer, ()) if not one.travels_in_parts)
             outer = inventory.parents.get(outer)
-        return Site(self._engine, name, (*around, block), main=True, encloses=False)
-
-    def _blocks(self) -> list[Block]:
-        return [*self._engine.blocks, *self._engine.residents]
+        return Site(*self._under_way, name, (*around, block), main=True, encloses=False)

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,14 +31,12 @@ from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.flow import GradientFlow
-from headrace.weights.movement.gradients import refuse_graph
+from headrace.weights.movement.gradients import refuse_graph, sum_of_rows
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.binding import PassBindings, bind, release
-from headrace.weights.passes.call import Call
+from headrace.weights.passes.call import PassState, Progress, Site
 from headrace.weights.passes.lending import Lending
 from headrace.weights.passes.parameter_access import lending_leaves
-from headrace.weights.passes.site import Site
-from headrace.weights.passes.state import PassState, Progress
 from headrace.weights.passes.updates import Updates
 
 __all__ = ["WATCHED", "Backward"]
@@ -49,7 +47,7 @@ WATCHED = "_headrace_watched"  # attribute of tensors whose gradient announces t
 class Backward:
     """The backward of one model that is under way, if any: the outermost one, in which others may be nested.
 
-    `calls`: those under way. `recover`: undoes all that is.
+    `recover`: undoes all that is under way.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class Backward:
         gradients: GradientFlow,
         lending: Lending,
         updates: Updates,
-        calls: Sequence[Call],
         recover: Callable[[], None],
     ) -> None:
         self._progress = progress
@@ -71,7 +68,6 @@ class Backward:
         self._gradients = gradients
         self._lending = lending
         self._updates = updates
-        self._calls = calls
         self._recover = recover
         self.site: Site | None = None  # the one that backward is at
         self._bound: tuple[Block, ...] = ()  # for that site; none where the whole model is on the device, and stays
@@ -79,6 +75,8 @@ class Backward:
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # lends leaves, until it ends, to what is recomputed
         self._within: dict[Slot, str] = {}  # weights that a user's autograd Function computes with now, and its name
+        # Gradients of rows that are not complete yet, by autograd's backward: a nested one adds up its own.
+        self._of_rows: dict[tuple[Slot, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._task = -1  # autograd's number of the outermost one
         self._given_within: list[Slot] = []  # parameters that got gradients from nested backwards
         self.settling = threading.RLock()  # one that raised may end on autograd's thread, in the next pass
@@ -118,7 +116,7 @@ class Backward:
             return
         if self.refused:
             raise StateError(REMOVED)
-        self._begin()
+        self.begin()
         if not site.blocks:
             return
         with without_overrides():
@@ -157,31 +155,29 @@ class Backward:
         self._within[slot] = function.name()
         hook = function.register_hook(over)
 
-    def begin(self) -> None:
-        """A backward begins that consists of several, of micro-batches that go through the model together."""
-        self._begin()
-
     def rows_ready(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """A lookup's gradient of these rows of a table is there."""
+        """A gradient of some rows of a table, or of some experts, is there, each named once. Others may follow."""
         if self.refused:
             raise StateError(REMOVED)
-        self._begin()
-        with without_overrides():
-            self._gradients.take_rows(slot, rows, gradient)
+        self.begin()
+        refuse_graph(slot, gradient)
+        self._of_rows.setdefault((slot, backward_task()), []).append((rows, gradient))
 
     def rows_complete(self, slot: Slot) -> None:
-        """All that one backward gives the rows of a table is there."""
-        with without_overrides():
-            if self.batch_sums is None:
-                self._gradients.add_up_rows(slot)
-            else:
-                self.batch_sums.take_rows(slot)
+        """No others follow: they become one gradient, as if whole tables had been added up."""
+        parts = self._of_rows.pop((slot, backward_task()), None)
+        if parts:
+            with without_overrides():
+                rows, gradients = sum_of_rows(parts)
+                (self.batch_sums or self._gradients).take(slot, *gradients, rows=rows)
 
-    def _begin(self) -> None:
-        """The outermost backward begins. Nested ones (reentrant checkpoints) are a part of it, and end before it."""
+    def begin(self) -> None:
+        """The outermost backward begins, unless it has. Nested ones (reentrant checkpoints) are a part of it, and end
+        before it.
+        """
         if self._under_way is not None:
             return
-        self._gradients.abandon()  # what is left of a backward whose end was interrupted
+        self._abandon_gradients()  # of a backward whose end was interrupted
         self.site, self._bound = None, ()
         self._within.clear()
         self._task = backward_task()
@@ -210,7 +206,7 @@ class Backward:
             try:
                 self._finish(completed=completed)
             except BaseException:
-                if self._calls:
+                if self._progress.calls:
                     self._progress.state = PassState.FORWARD
                 else:
                     self._recover()
@@ -233,15 +229,14 @@ class Backward:
         else:
             self._executor.abandon_cycle()
             self.drop_gradients()
-            self._bind_for_calls()  # an interrupt may have struck between a release and its note
-        self._progress.state = PassState.FORWARD if self._calls else PassState.AT_REST  # from what it had come to
+            self._bindings.reset()  # an interrupt may have struck between a release and its note
+        self._progress.state = (
+            PassState.FORWARD if self._progress.calls else PassState.AT_REST
+        )  # from what it had come to
         if completed:
             with self._progress.hooks_of_homes() as in_hooks:
                 self._gradients.deliver(in_hooks)
             self._updates.changed()
-
-    def _bind_for_calls(self) -> None:
-        self._bindings.reset([call.blocks for call in self._calls])
 
     def _forget_nested(self) -> None:
         for slot in self._given_within:
@@ -263,6 +258,10 @@ class Backward:
             for block in (*self._bindings.blocks, *self._bindings.residents):
                 for slot in block.slots:
                     slot.leaf.grad = None
+        self._abandon_gradients()
+
+    def _abandon_gradients(self) -> None:
+        self._of_rows.clear()
         self._gradients.abandon()
 
 
@@ -279,7 +278,7 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
     if self is None or slot is None or slot.on_gradient is None:  # the model was let go of
         return
     if self._under_way is None:  # a block that saves nothing is never unpacked
-        self._begin()
+        self.begin()
     if slot in self._within:
         raise StateError(
             f"{self._within[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"

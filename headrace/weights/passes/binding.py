@@ -2,25 +2,17 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
+from headrace.weights.model.module_buffers import ModuleBuffers
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.executor import Executor
-from headrace.weights.movement.residency import Residency
+from headrace.weights.passes.call import Progress
 
-__all__ = ["Bindable", "PassBindings", "bind", "release"]
+__all__ = ["PassBindings", "bind", "release"]
 
-
-class Bindable(Protocol):
-    """What modules have in place of the user's own while they compute: a block's leaves, the device's buffers."""
-
-    users: int
-
-    def bind(self, *, adopts: bool) -> None: ...
-
-    def unbind(self) -> None: ...
+Bindable = Block | ModuleBuffers  # what has, for modules that compute, something in place of the user's own
 
 
 def bind(blocks: Iterable[Bindable], *, adopts: bool = True) -> None:
@@ -52,46 +44,40 @@ class PassBindings:
 
     def __init__(
         self,
+        progress: Progress,
         blocks: Sequence[Block],
         residents: Sequence[Block],
-        buffers: Bindable,
-        residency: Residency,
+        buffers: ModuleBuffers,
         executor: Executor,
     ) -> None:
+        self._progress = progress
         self.blocks, self.residents, self.buffers = blocks, residents, buffers
-        self._residency = residency
         self._executor = executor
         self._bound: list[tuple[Bindable, ...]] = []  # of a forward, and of a backward within it
-        self.straight_for = 0  # the thread whose forward has everything bound: within it, calls are no visits
 
     def begin(self, *, forward_on: int = 0) -> None:
         """Residents come, and all are bound. `forward_on`: for a forward on that thread."""
-        for block in self.residents:
-            self._executor.bring(block)
-            self._residency.arrive(block)
+        self._executor.bring_back(self.residents)
         everything = bool(forward_on) and self._executor.everything_is_here
-        bound = (
-            *self.residents,
-            self.buffers,
-            *(self._executor.shares.whole_blocks if everything else ()),
-        )
+        bound = *self.residents, self.buffers, *(self._executor.shares.whole_blocks if everything else ())
         bind(bound, adopts=bool(forward_on))
         self._bound.append(bound)
         if everything and torch.is_grad_enabled():
             for block in (*self.residents, *self._executor.shares.whole_blocks):
                 block.may_be_saved = True
-        self.straight_for = forward_on if everything else 0
+        self._progress.straight_for = forward_on if everything else 0
 
     def end(self) -> None:
         """Those of the last beginning are free again."""
-        self.straight_for = 0
+        self._progress.straight_for = 0
         if self._bound:
             release(self._bound[-1])
             self._bound.pop()
 
-    def reset(self, calls: Sequence[Sequence[Block]]) -> None:
-        """Blocks are bound exactly for these calls, each with those of its visit; no longer straight."""
-        self.straight_for = 0
+    def reset(self) -> None:
+        """Blocks are bound exactly for the calls under way, each with those of its visit; no longer straight."""
+        calls = [call.blocks for call in self._progress.calls]
+        self._progress.straight_for = 0
         del self._bound[1 if calls else 0 :]  # of a forward, while that is under way
         users: Counter[Bindable] = Counter(block for blocks in (*calls, *self._bound) for block in blocks)
         for block in (*self.blocks, *self.residents):

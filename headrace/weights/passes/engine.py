@@ -6,6 +6,7 @@ What backward does with them: backward.py. See docs/design/engine.md.
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 
 from headrace.errors import StateError
 from headrace.planning import Phase
-from headrace.runtime.autograd import in_transform, saving_is_left_to_autograd, without_overrides
+from headrace.runtime.autograd import in_transform, pop_hooks, saving_is_left_to_autograd, without_overrides
+from headrace.runtime.device import is_capturing
 from headrace.runtime.fibers import own_thread
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.module_buffers import ModuleBuffers
@@ -26,7 +28,7 @@ from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.binding import PassBindings, bind, release
-from headrace.weights.passes.call import Call, MethodCall
+from headrace.weights.passes.call import Call, MethodCall, PassState, Progress, Site
 from headrace.weights.passes.expert_dispatch import ExpertDispatch
 from headrace.weights.passes.expert_gradients import ExpertGradients
 from headrace.weights.passes.graph_segments import in_one_backward
@@ -34,11 +36,8 @@ from headrace.weights.passes.handles import SavedTensors, pop_left_over
 from headrace.weights.passes.handover import Handover
 from headrace.weights.passes.lending import Lending, is_idle
 from headrace.weights.passes.lookup import Lookups
-from headrace.weights.passes.parameter_access import lending_leaves, stop_lending
+from headrace.weights.passes.parameter_access import is_lending, lending_leaves, stop_lending
 from headrace.weights.passes.part_gradients import PartGradients
-from headrace.weights.passes.process import OwnProcess
-from headrace.weights.passes.site import Site
-from headrace.weights.passes.state import PassState, Progress
 from headrace.weights.passes.updates import Updates
 
 __all__ = ["Engine", "Together"]
@@ -78,31 +77,21 @@ class Engine:
         self._executor = executor
         self._gradients = gradients
         self._common = common
-        self.calls: list[Call] = []  # visits whose call is under way, outermost first
         self.progress = Progress()
-        self._methods: dict[int, MethodCall] = {}  # the innermost of each thread, outside of passes
-        self.lending = Lending(executor, residency, self.calls, self.progress, self._methods)
+        self._calls, self._methods = self.progress.calls, self.progress.methods
+        self.lending = Lending(self.progress, executor, self._begin_method)
         self._handover = Handover(device, residency)
-        self.bindings = PassBindings(self.blocks, self.residents, buffers, residency, executor)
+        self._bindings = PassBindings(self.progress, self.blocks, self.residents, buffers, executor)
         self.updates = Updates(self.blocks, self.residents)
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
         self.backward = Backward(
-            self.progress,
-            self.bindings,
-            residency,
-            executor,
-            gradients,
-            self.lending,
-            self.updates,
-            self.calls,
-            self._recover,
+            self.progress, self._bindings, residency, executor, gradients, self.lending, self.updates, self._recover
         )
         self.parts = PartGradients(self.backward, device)
         self.lookups = Lookups(device, executor, self.parts, self.lending)
         one_by_one = isinstance(gradients, Gradients)  # ranks average whole ones
         expert_gradients = ExpertGradients(self.backward, executor, self.parts, one_by_one=one_by_one)
         self.experts = ExpertDispatch(device, executor, self.lending, expert_gradients, self.call)
-        self.process = OwnProcess()
         self.together: Together | None = None  # several micro-batches, whose forwards are under way
         for block in (*blocks, *residents):
             self._adopt(block)
@@ -112,8 +101,12 @@ class Engine:
         with without_overrides():  # a leaf that is away
             for slot in block.slots:
                 slot.on_gradient = self.backward.on_gradient
-                slot.follow_requires_grad()
+                slot.prepare_leaf()
         self.lending.add(block)
+
+    def all_blocks(self) -> list[Block]:
+        """Those that come and go, and those that stay."""
+        return [*self.blocks, *self.residents]
 
     def check_resident(self, what: str, nbytes: int) -> None:
         """Raises BudgetError when what came later and stays leaves no room beside it for the largest block."""
@@ -145,27 +138,30 @@ class Engine:
     # calls ------------------------------------------------------------------------------------------------------------
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
-        self.process.check()
-        call, outermost = Call(self, site), False
+        self.progress.check_process()
+        call, outermost = Call(site), False
         try:
             if not self.progress.in_backward:
                 self._claim()
                 if site.encloses:
                     self.pause_method()
-                outermost = not self.calls and self.together is None
+                outermost = not self._calls and self.together is None
             if not outermost and not self._is_visit(site):
                 return forward(*args, **kwargs)
-            if self.calls and site.may_be_idle and is_idle(site.blocks, args, kwargs):
-                with self.lending.idle(site.blocks[0]):
+            if self._calls and site.may_be_idle and is_idle(site.blocks, args, kwargs):
+                bind(site.blocks)  # to leaves that are away: they have the shape
+                try:
                     return forward(*args, **kwargs)
+                finally:
+                    release(site.blocks)
             if outermost:
-                args, kwargs = call.begin_pass(args, kwargs)
-            elif not self.calls:  # a hook of backward may call the model, too; so may micro-batches that take turns
+                args, kwargs = self._begin_outermost(call, args, kwargs)
+            elif not self._calls:  # a hook of backward may call the model, too; so may micro-batches that take turns
                 args, kwargs = self._handover.inputs(args, kwargs)
             if self.together is not None and site.blocks:
                 args, kwargs = self.together.arrive(call, args, kwargs)
-            outer = outermost or (self.together is not None and not self.calls)
-            call.begin_visit()
+            outer = outermost or (self.together is not None and not self._calls)
+            self._begin_visit(call)
             output = self._handover.output(forward(*args, **kwargs), outermost=outer)
             call.end()
         except BaseException:
@@ -176,7 +172,7 @@ class Engine:
             finally:
                 if outermost:  # an interrupt may have hit the bookkeeping itself: nothing may seem to be under way
                     self._recover()
-                if not self.calls and self._claims.get("pass") == call.thread:
+                if not self._calls and self._claims.get("pass") == call.thread:
                     self._claims.clear()
             raise
         if torch.is_grad_enabled():
@@ -190,10 +186,11 @@ class Engine:
         this = threading.get_ident()
         if not self._is_outside(this) or not any(one.device == self.device for one in tensors_in((args, kwargs))):
             return method(*args, **kwargs)
-        call, around = MethodCall(self, site, name), self._methods.get(this)
+        call, around = MethodCall(site, name), self._methods.get(this)
         try:
             self._methods[this] = call
-            call.open()
+            self._take_part(call, with_gradients=torch.is_grad_enabled(), in_method=True)
+            call.opened()
             output = method(*args, **kwargs)
             if call.used:
                 output = self._handover.output(output, outermost=True)
@@ -216,17 +213,21 @@ class Engine:
 
     def _is_outside(self, thread: int) -> bool:
         """Whether this thread is in no pass now, in no backward, and in no function transform."""
-        if (self.calls and self.calls[-1].thread == thread) or self.together is not None:
+        if (self._calls and self._calls[-1].thread == thread) or self.together is not None:
             return False
         return not self.progress.in_backward and not in_transform()
 
-    def begin_method(self, call: MethodCall) -> None:
-        """A method becomes a pass."""
-        self.process.check()
+    def _begin_method(self, call: MethodCall) -> None:
+        """A method needs a weight or a buffer: it becomes a pass, unless it is one."""
+        if call.begun:
+            return
+        self.progress.check_process()
         self._claim()
         try:
             self._begin_pass(call.name)
-            call.begin_visit()
+            call.used = call.begun = True
+            call.ends.append(self.end_pass)
+            self._visit(call)
         except BaseException:
             self._recover()
             self._claims.clear()
@@ -235,7 +236,7 @@ class Engine:
     def pause_method(self) -> bool:
         """What comes next on this thread is no part of a method's pass. Whether a method is under way."""
         method = self._methods.get(threading.get_ident())
-        if method is not None and self.calls and self.calls[-1] is method:
+        if method is not None and self._calls and self._calls[-1] is method:
             method.pause()
         return method is not None
 
@@ -267,13 +268,11 @@ class Engine:
         if not site.blocks:
             # An enclosing module is a visit so that what it borrows goes back when it ends. A reentrant checkpoint
             # recomputes with no hooks on top, so its calls push ours.
-            return site.encloses or (not self.calls and self.progress.in_backward and saving_is_left_to_autograd())
+            return site.encloses or (not self._calls and self.progress.in_backward and saving_is_left_to_autograd())
         if not site.main and all(block.users for block in site.blocks):  # as Site.is_inside, on whatever thread
             return False
-        if site.may_be_idle and self.lending.is_idle(site.blocks):
-            return False
         missing = list(site.blocks)
-        for call in self.calls:
+        for call in self._calls:
             for block in call.blocks:
                 if block in missing:
                     missing.remove(block)
@@ -288,7 +287,7 @@ class Engine:
     # updates ----------------------------------------------------------------------------------------------------------
     def wait_until_free(self) -> None:
         """The host may read and write all homes: no copy reads them, no optimizer writes them."""
-        for block in (*self.blocks, *self.residents):
+        for block in self.all_blocks():
             block.wait_until_free()
 
     def quiesce(self, *, updates: bool = True) -> None:
@@ -299,18 +298,26 @@ class Engine:
         if updates and not self.progress.computes:
             self.updates.wait()
         over = self.backward.is_under_way and not self.progress.in_backward and own_thread() == self.progress.thread
-        if over and self.process.is_this:
+        if over and self.progress.is_of_this_process:
             self._recover()
 
     # passes -----------------------------------------------------------------------------------------------------------
-    def begin_pass(
-        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _begin_outermost(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The outermost call: residents are renewed and bound, inputs come to the device."""
-        self._begin_pass(site.name)
-        return self._handover.inputs(args, kwargs)
+        """The outermost call begins a pass. Its arguments, on the device."""
+        self._begin_pass(call.site.name)
+        args, kwargs = self._handover.inputs(args, kwargs)
+        call.ends.append(self.end_pass)
+        return args, kwargs
 
     def _begin_pass(self, name: str) -> None:
+        """Residents are renewed and bound. Raises StateError while a CUDA graph is captured."""
+        if is_capturing(self.device):
+            raise StateError(
+                f"{name!r} cannot be captured in a CUDA graph while its model is offloaded, because a replay would copy"
+                " weights into memory that others have by then; run it without graphs, or handle.remove() first"
+            )
         if self.progress.state not in (PassState.AT_REST, PassState.BETWEEN) or not self._residency.intact:
             self._recover()
         self.progress.becomes(PassState.FORWARD)
@@ -323,11 +330,11 @@ class Engine:
             self._gradients.prepare([*self.residents, *self.blocks])
         with without_overrides():  # a look at a home is our own
             self._executor.begin_pass(name)
-            self.bindings.begin(forward_on=self.progress.thread)
+            self._bindings.begin(forward_on=self.progress.thread)
 
     def forward_together(self, together: Together, count: int, forward: Callable[[], None]) -> None:
         """A pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
-        self.process.check()
+        self.progress.check_process()
         self._claim()
         lending = lending_leaves(self.lending)
         try:
@@ -371,7 +378,7 @@ class Engine:
         """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
         self.progress.state = PassState.BROKEN_OFF  # unless nothing interrupts this
         with without_overrides():
-            self.bindings.end()
+            self._bindings.end()
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
         self.progress.state = PassState.BETWEEN
@@ -383,7 +390,7 @@ class Engine:
         """After an interrupt amid bookkeeping, or a backward that raised: nothing stays bound or pending."""
         with self.backward.settling:
             self.progress.state = PassState.BROKEN_OFF
-            self.calls.clear()
+            self._calls.clear()
             self._executor.slices.put_back_weights()
             pop_left_over(self._residency)
             stop_lending(self.lending)
@@ -391,31 +398,51 @@ class Engine:
                 method.break_off()
                 lending_leaves(self.lending).begin()
             self.lending.forget()
-            self.bindings.reset(())
-            self._residency.mend((*self.blocks, *self.residents))
+            self._bindings.reset()
+            self._residency.mend(self.all_blocks(), self._executor.slices.held_bytes)
             self.backward.undo()
             self.progress.state = PassState.AT_REST
 
-    def saved_tensors(self, site: Site) -> SavedTensors:
-        """Hooks for what autograd saves in a visit of the site."""
-        return SavedTensors(self._residency, self._executor.slices, self.backward, site)
+    def _begin_visit(self, call: Call) -> None:
+        """The call's blocks come, and what autograd saves of them becomes handles."""
+        self._visit(call)
+        with_gradients = torch.is_grad_enabled() or len(self._calls) == 1  # they may be switched on inside
+        if torch.is_grad_enabled() and self.progress.straight_for == call.thread and saving_is_left_to_autograd():
+            with_gradients = False  # autograd may save weights themselves: they stay
+        self._take_part(call, with_gradients=with_gradients)
 
-    def visit(self, call: Call) -> None:
-        """A site's call, or its recomputation, makes its blocks present."""
+    def _visit(self, call: Call) -> None:
+        """A site's call, or its recomputation, makes its blocks present until it ends."""
         site = call.site
         with without_overrides():  # a look at a home is our own
             if self.progress.in_backward:
                 self.backward.reach(site)
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)
-            self.calls.append(call)
+            self._calls.append(call)
             bind(site.blocks)
             call.blocks = site.blocks
+        call.ends.append(self._leave)
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """The innermost visit's call ends."""
         with without_overrides():
-            call = self.calls.pop()
+            call = self._calls.pop()
             release(call.blocks)
             for block in call.lent:
                 block.take_back()
+
+    def _take_part(self, call: Call, *, with_gradients: bool, in_method: bool = False) -> None:
+        """From here to its end the call computes with weights: homes are lent, and autograd saves handles."""
+        if not is_lending(self.lending):
+            lending = lending_leaves(self.lending)
+            call.ends.append(lending.end)
+            lending.begin()
+        if torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled():
+            # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
+            torch.set_autocast_cache_enabled(False)
+            call.ends.append(partial(torch.set_autocast_cache_enabled, True))
+        if with_gradients:
+            saved = SavedTensors(self._residency, self._executor.slices, self.backward, call.site)
+            saved.push(in_method=in_method)
+            call.ends.append(pop_hooks)

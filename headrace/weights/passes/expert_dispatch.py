@@ -18,10 +18,10 @@ from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.slices import Slices
 from headrace.weights.passes.adapted_experts import AdaptedCall, AdaptedCalls, compute_adapted, wrappers_of
+from headrace.weights.passes.call import Site
 from headrace.weights.passes.expert_gradients import ExpertGradients
 from headrace.weights.passes.expert_stand_ins import ExpertsOfCall, WeightOfExperts, standing_in
 from headrace.weights.passes.lending import Lending
-from headrace.weights.passes.site import Site
 
 __all__ = ["ExpertDispatch"]
 
@@ -113,7 +113,7 @@ class ExpertDispatch:
             return _NEEDS_ALL
         if access is not ExpertAccess.ONE_BY_ONE:
             with without_overrides():
-                bank = self._slices.bank_of(call.block, used.tolist())
+                bank = self._slices.bank_of(call.block, len(used))
             if len(used) <= bank.slots:
                 return self._at_once(call, bank, _Routing(hidden, weights, where, index.dtype), used)
             if access is ExpertAccess.GROUPED:

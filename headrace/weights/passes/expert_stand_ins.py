@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from headrace.memory.buffers import references_beside
-from headrace.runtime.autograd import make_subclass, tree_map_only, without_overrides
+from headrace.runtime.autograd import make_subclass, without_overrides
 from headrace.weights.model.slot import Slot
-from headrace.weights.model.uses import Use, use_of
+from headrace.weights.model.uses import StandIn
 from headrace.weights.movement.banks import Bank
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.slices import Slices
@@ -96,7 +96,7 @@ class ExpertsOfCall:
         self._block = block
         self._gradients = gradients
         self._gathers = gathers
-        self._banks = [slices.bank_of(block, used)]  # none any more where all of the weights are needed
+        self._banks = [slices.bank_of(block, len(used))]  # none any more where all of the weights are needed
         self._used = [number for number in used if 0 <= number < self.count]
         self._order = {number: place for place, number in enumerate(self._used)}
         slots = self._bank.slots
@@ -233,7 +233,7 @@ class ExpertsOfCall:
             self._slots.update(zip(numbers, found, strict=True))
 
 
-class WeightOfExperts(torch.Tensor):
+class WeightOfExperts(StandIn):
     """Stands in for a weight with experts as first dimension, which come when they are asked for by their number."""
 
     asked: ExpertsOfCall
@@ -247,18 +247,19 @@ class WeightOfExperts(torch.Tensor):
         weight.asked, weight.place, weight.slot = asked, place, slot
         return weight
 
+    def used(self) -> torch.Tensor:
+        """As in StandIn: all of the weight."""
+        return self.asked.lend(self.slot)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Gives experts, or what is asked about the weight. Anything else is done with all of the weight."""
-        with without_overrides():
-            if use_of(func) in (Use.ASK, Use.LOOK):
-                return func(*args, **(kwargs or {}))
-            if func is torch.Tensor.__getitem__ and isinstance(args[0], cls) and not args[0].asked.whole:
+        """Gives experts that are taken by their numbers; else as in StandIn."""
+        if func is torch.Tensor.__getitem__ and isinstance(args[0], cls) and not args[0].asked.whole:
+            with without_overrides():
                 found = _item(args[0], args[1])
-                if found is not None:
-                    return found
-            args, kwargs = tree_map_only(cls, lambda weight: weight.asked.lend(weight.slot), (args, kwargs or {}))
-        return func(*args, **kwargs)
+            if found is not None:
+                return found
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _item(weight: WeightOfExperts, index: Any) -> torch.Tensor | None:

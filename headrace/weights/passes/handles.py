@@ -11,7 +11,7 @@ that was a visit in forward may be none, because its block is there already.
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -35,8 +35,9 @@ from headrace.weights.model.slot import Slot, Token
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.slices import Slices
+from headrace.weights.passes.backward import Backward
+from headrace.weights.passes.call import Site
 from headrace.weights.passes.saved_experts import SavedExperts, saved_experts_of
-from headrace.weights.passes.site import Site
 
 __all__ = ["SavedTensors", "WeightHandle", "is_checkpointed", "pop_left_over"]
 
@@ -81,25 +82,10 @@ class _Wrapper(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Reached(Protocol):
-    """What unpack hooks ask of the backward of the model. `site`: the one that backward is at."""
-
-    site: Site | None
-
-    def reach(self, site: Site) -> None:
-        """Something of the site's forward is needed: its blocks come."""
-
-    def require(self, block: Block) -> None:
-        """A weight of a block is needed, which the site may not have brought: the block comes."""
-
-    def note_function(self, slot: Slot, function: Any) -> None:
-        """An autograd Function of the user's has a weight now that it has saved."""
-
-
 class SavedTensors:
     """The saved-tensor hooks of one visit of a site."""
 
-    def __init__(self, residency: Residency, slices: Slices, backward: Reached, site: Site) -> None:
+    def __init__(self, residency: Residency, slices: Slices, backward: Backward, site: Site) -> None:
         self._residency = residency
         self._addresses = residency.addresses
         self._slices = slices

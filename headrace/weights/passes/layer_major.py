@@ -22,12 +22,11 @@ from headrace.weights.model.slot import Slot
 from headrace.weights.movement.batch_sums import BatchSums, bytes_apart
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.gradients import Gradients
-from headrace.weights.passes.call import Call
+from headrace.weights.passes.call import Call, Site
 from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.graph_segments import CannotCutError, GraphSegments
 from headrace.weights.passes.handles import is_checkpointed
 from headrace.weights.passes.module_states import ModuleStates
-from headrace.weights.passes.site import Site
 
 __all__ = ["LayerMajor"]
 
@@ -107,9 +106,9 @@ class LayerMajor:
                 self._forward(members)
             except BaseException:
                 for member in members:
-                    engine.calls[:] = member.calls
+                    engine.progress.calls[:] = member.calls
                     member.fiber.abandon()
-                    engine.calls.clear()
+                    engine.progress.calls.clear()
                 raise
             losses.extend(member.fiber.result for member in members)
 
@@ -158,7 +157,7 @@ class LayerMajor:
             self._resume(member)
 
     def _resume(self, member: _Member) -> None:
-        calls = self._engine.calls
+        calls = self._engine.progress.calls
         if self._states is not None:
             self._states.look_at_buffers(self._turn)
         calls[:], self._running = member.calls, member
@@ -190,7 +189,7 @@ class LayerMajor:
         self.note_use(*call.site.blocks)
         encloses = call.site.encloses
         inputs: tuple[Any, ...] = segments.enter_visit((args, kwargs), encloses=encloses)
-        call.at_its_end(partial(segments.leave_visit, encloses=encloses))
+        call.ends.append(partial(segments.leave_visit, encloses=encloses))
         return inputs
 
     def note_use(self, *blocks: Block) -> None:
@@ -256,7 +255,7 @@ class LayerMajor:
             yield from (one for one in block.slots if one.home.requires_grad and (any_of_them or one in of_several))
 
     def _check_owners(self, leaves: Iterable[torch.Tensor]) -> None:
-        own = {slot for block in (*self._engine.blocks, *self._engine.residents) for slot in block.slots}
+        own = {slot for block in self._engine.all_blocks() for slot in block.slots}
         for leaf in leaves:
             if isinstance(leaf, Home):
                 raise CannotCutError("the loss uses a weight directly, outside of the model")

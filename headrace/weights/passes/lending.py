@@ -3,9 +3,8 @@
 See weights/passes/parameter_access.py for how such uses come here.
 """
 
-import contextlib
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,38 +12,31 @@ import torch
 from headrace.planning import Phase
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.tensors import tensors_in
-from headrace.weights.model.home import AwayLeaf
+from headrace.weights.model.home import AliasHome
 from headrace.weights.model.slot import Slot
 from headrace.weights.model.uses import Use
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.executor import Executor
-from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.binding import bind
-from headrace.weights.passes.call import Call, MethodCall
-from headrace.weights.passes.state import Progress
+from headrace.weights.passes.call import MethodCall, Progress
 
 __all__ = ["Lending", "is_idle"]
 
 
 class Lending:
-    """Lends the leaves of one model. `calls`: those under way, outermost first; `methods`: of each thread."""
+    """Lends the leaves of one model. `begin_method`: a method that is no pass becomes one."""
 
     def __init__(
         self,
-        executor: Executor,
-        residency: Residency,
-        calls: Sequence[Call],
         progress: Progress,
-        methods: Mapping[int, MethodCall],
+        executor: Executor,
+        begin_method: Callable[[MethodCall], None],
     ) -> None:
-        self._methods = methods
         self._progress = progress
         self._executor = executor
-        self._residency = residency
-        self._calls = calls
+        self._begin_method = begin_method
         self._blocks: dict[Slot, Block] = {}
         self._lent_in_backward: list[Block] = []  # outside of any call
-        self._idle: list[Block] = []  # experts that are called with no tokens
 
     def add(self, block: Block) -> None:
         """From now on the block's leaves are lent, too."""
@@ -57,16 +49,17 @@ class Lending:
         with what is on the device: it may update, average or save weights.
         """
         block = self._blocks.get(slot)
-        method = None if block is None or self._progress.in_backward else self._methods.get(threading.get_ident())
-        if block is None or not (method or self._in_call() or self._progress.in_backward):
+        progress = self._progress
+        method = None if block is None else self._method()
+        if block is None or not (method or progress.in_call or progress.in_backward):
             return None
         if use is Use.LOOK:
             return slot.leaf
-        if method is not None and (not self._calls or self._calls[-1] is method):
+        if method is not None and (not progress.calls or progress.calls[-1] is method):
             if slot.leaf.device not in beside:
                 method.pause()
                 return None
-            method.begin()
+            self._begin_method(method)
         if use is Use.WRITE:  # as the user would, from outside
             slot.touch()
             return None
@@ -76,54 +69,43 @@ class Lending:
         """A module is asked for a parameter of a block that no visit brought.
 
         In backward, what is computed again runs with gradients on; hooks run with gradients off, and see homes as user
-        code does. An expert that is called with no tokens has leaves that are away: they have the shape.
+        code does.
         """
         block = self._blocks.get(slot)
         if block is None or not (self.computes or self.begin_method()):
             return None
-        if block in self._idle and (isinstance(slot.leaf, AwayLeaf) or block.is_current):
-            return slot.leaf
         return self._lend(block, slot)
 
     def _lend(self, block: Block, slot: Slot) -> torch.Tensor:
         """The block comes, for a visit until the innermost call ends, or in backward the visit that it is at; or until
         its memory is needed, see `Block.may_be_taken_back`.
         """
-        slot.follow_requires_grad()
+        slot.prepare_leaf()
         if block.experts is not None and torch.is_grad_enabled() and slot.home.requires_grad:
             block.trains_whole = True  # its experts get gradients one by one in other calls
         if block.users:  # a home may have been written to while the block was bound
-            self._executor.bring(block)
-            self._residency.arrive(block)
+            self._executor.bring_back([block])
             return slot.leaf
         self._executor.visit((block,), Phase.BACKWARD if self._progress.in_backward else Phase.FORWARD, block.name)
         if block.row_bytes:
             self._executor.travels_whole(block)
         bind((block,))
         block.lent = True
-        (self._calls[-1].lent if self._calls else self._lent_in_backward).append(block)
+        calls = self._progress.calls
+        (calls[-1].lent if calls else self._lent_in_backward).append(block)
         return slot.leaf
-
-    @contextlib.contextmanager
-    def idle(self, block: Block) -> Iterator[None]:
-        """Inside, an expert is called with no tokens."""
-        self._idle.append(block)
-        try:
-            yield
-        finally:
-            self._idle = [one for one in self._idle if one is not block]
-
-    def is_idle(self, blocks: Sequence[Block]) -> bool:
-        """Whether these blocks belong to an expert that is being called with no tokens."""
-        return bool(self._idle) and all(block in self._idle for block in blocks)
 
     def begin_method(self) -> bool:
         """A module is asked for a weight or a buffer outside of any pass. Whether a method has become one by that."""
-        method = None if self._progress.in_backward else self._methods.get(threading.get_ident())
+        method = self._method()
         if method is None:
             return False
-        method.begin()
+        self._begin_method(method)
         return True
+
+    def _method(self) -> MethodCall | None:
+        """The one that this thread calls, if that computes no gradients now."""
+        return None if self._progress.in_backward else self._progress.methods.get(threading.get_ident())
 
     def end_of_visit(self) -> None:
         """Backward goes on to another block, or ends: what was lent in between comes back."""
@@ -134,26 +116,25 @@ class Lending:
     def forget(self) -> None:
         """Nothing is lent any more: all blocks were unbound."""
         self._lent_in_backward.clear()
-        self._idle.clear()
 
     @property
     def computes(self) -> bool:
         """Whether this thread computes with the model's weights now, and nobody's hooks do."""
-        return self._in_call() or (self._progress.in_backward and torch.is_grad_enabled())
-
-    def _in_call(self) -> bool:
-        return bool(self._calls) and self._calls[-1].thread == threading.get_ident()
+        return self._progress.in_call or (self._progress.in_backward and torch.is_grad_enabled())
 
 
 def is_idle(blocks: Sequence[Block], args: Any, kwargs: Any) -> bool:
-    """Whether a call is one of an expert, with no tokens, and gives its weights no gradient: it need not come for that.
+    """Whether a call of an expert is one with no tokens, and gives its weights no gradient: it need not come for that.
 
     Where code loops over all experts of a layer, most calls are such ones. See docs/design/experts.md.
     """
-    if len(blocks) != 1 or blocks[0].called is None or blocks[0].compounds or blocks[0].users:
+    (block,) = blocks
+    if block.users or any(isinstance(slot.home, AliasHome) for slot in block.slots):
         return False
     given = list(tensors_in((args, kwargs)))
     if not given or any(tensor.numel() for tensor in given):
         return False
     with without_overrides():
-        return not (torch.is_grad_enabled() and any(slot.home.requires_grad for slot in blocks[0].slots))
+        if block.buffer is not None and not block.is_current:
+            return False
+        return not (torch.is_grad_enabled() and any(slot.home.requires_grad for slot in block.slots))

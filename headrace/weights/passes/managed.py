@@ -27,10 +27,11 @@ from headrace.runtime.module_calls import (
     withdraw,
 )
 from headrace.runtime.tensors import map_tensors
-from headrace.weights.model.compound import is_compound, outer_of
+from headrace.weights.model.compound import is_compound, shown_for
 from headrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
 from headrace.weights.model.inventory import is_left_to_user
 from headrace.weights.model.module_buffers import HostBuffer, plain_buffer
+from headrace.weights.passes.call import Site
 from headrace.weights.passes.compiling import compile_blocks, note_not_compiled
 from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.parameter_access import (
@@ -39,7 +40,6 @@ from headrace.weights.passes.parameter_access import (
     homes_as_they_are,
     pass_begins,
 )
-from headrace.weights.passes.site import Site
 
 __all__ = ["Managed", "bring_attributes_back", "lend_parameters", "make_managed", "make_plain", "site_of"]
 
@@ -49,7 +49,7 @@ class LendingDict(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
-        if type(held) is Home:
+        if type(held) is Home or type(held) is WatchedBuffer:
             return borrow(held)
         if isinstance(held, HostBuffer):  # it rests on the host, as outside of passes
             return super().__getitem__(name) if pass_begins() else held
@@ -149,7 +149,7 @@ class Managed:
         if site.is_inside():
             return forward(*args, **kwargs)
         engine = self._engine
-        if engine.bindings.straight_for == get_ident() and site.needs_no_visit():
+        if engine.progress.straight_for == get_ident() and site.needs_no_visit():
             output = forward(*args, **kwargs)
             engine.backward.watch_output(site, output)
             return output
@@ -332,8 +332,8 @@ _OF_MODULES = frozenset(nn.Module().__dict__)  # parameters, buffers and hooks h
 
 def _home_or_own(member: Any) -> Any:
     if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
-        return borrow_compound(member)
-    return member if isinstance(member, Leaf) else outer_of(member)  # the former: a buffer that travels with its block
+        return borrow(member)
+    return member if isinstance(member, Leaf) else shown_for(member)  # the former: a buffer that travels with its block
 
 
 _copies_on_host: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # weakly, of parameters left to the user

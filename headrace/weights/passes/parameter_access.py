@@ -17,7 +17,7 @@ from headrace.errors import StateError
 from headrace.runtime.autograd import grad_of, tree_flatten, tree_map_only, without_overrides
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.compound import AwayCompound, compound_of
-from headrace.weights.model.home import GONE, AwayLeaf, Home, home_of, owner_of
+from headrace.weights.model.home import GONE, AwayLeaf, Home, WatchedBuffer, home_of, owner_of
 from headrace.weights.model.uses import Use, use_of
 
 __all__ = [
@@ -136,8 +136,8 @@ def waiting_for_homes(wait: Wait) -> TakingPart:
     return TakingPart(_waits, wait)
 
 
-def borrow(home: Home) -> torch.Tensor:
-    """What a module gives for a home that it is asked for: the leaf during a pass, otherwise the home."""
+def borrow(home: Home | WatchedBuffer) -> torch.Tensor:
+    """What a module gives for a home, or a buffer that travels, when it is asked for that: during a pass the leaf."""
     if not _lenders:
         return home
     with without_overrides():
@@ -152,7 +152,7 @@ def borrow_compound(weight: Any) -> Any:
     if compound is None or (weight is compound.leaf and not isinstance(weight, AwayCompound)):
         return weight
     owner = compound.owner
-    return compound.outer if _first(lambda lender: lender.lend_to_module(owner)) is None else compound.leaf
+    return compound.shown if _first(lambda lender: lender.lend_to_module(owner)) is None else compound.leaf
 
 
 def pass_begins() -> bool:

@@ -41,7 +41,7 @@ class PartGradients:
         """
         if not (torch.is_grad_enabled() and slot.home.requires_grad):
             return values()
-        slot.follow_requires_grad()
+        slot.prepare_leaf()
         of = self._of.get(slot)
         if of is None:
             of = self._of[slot] = _OfWeight(self._backward, slot, self._device, alone)

@@ -38,19 +38,16 @@ class SavedExperts(NamedTuple):
         Raises BudgetError where the bank has not as many slots as forward had.
         """
         with without_overrides():
-            bank = slices.bank_of(self.block, self.experts.values(), slots=self.bank_slots)
-            if self.bank_slots:
-                if bank.slots != self.bank_slots:
-                    raise BudgetError(
-                        f"backward needs experts of {self.block.name!r} in {self.bank_slots} slots, as forward had"
-                        f" them, and there are {bank.slots} since more of the model stays on the device; run backward"
-                        " before adapters are added or anything else changes what stays, or raise device_memory"
-                    )
-                slices.put_back(self.block, bank, self.experts)
-                slots, first = list(self.experts), 0
-            else:
-                slots = slices.bring(self.block, bank, list(self.experts.values()))
-                first = slots[0]
+            bank = slices.bank_of(self.block, len(self.experts))
+            if self.bank_slots and bank.slots != self.bank_slots:
+                raise BudgetError(
+                    f"backward needs experts of {self.block.name!r} in {self.bank_slots} slots, as forward had them,"
+                    f" and there are {bank.slots} since more of the model stays on the device; run backward before"
+                    " adapters are added or anything else changes what stays, or raise device_memory"
+                )
+            in_slots = list(self.experts) if self.bank_slots else None
+            slots = slices.bring(self.block, bank, list(self.experts.values()), slots=in_slots)
+            first = 0 if self.bank_slots else slots[0]
             for slot in slots:
                 slices.arrive(bank, slot)
             weight = torch.empty(0, dtype=self.dtype, device=bank.buffer.device)
@@ -70,19 +67,17 @@ def saved_experts_of(
     is_bank = (last + 1) * tensor.itemsize > slices.slot_bytes
     if is_bank and bank.called is not None:
         block, slots = bank.called
-        held = {slot: bank.expert_in(slot) for slot in slots}
-        offset = at = begin
+        held, offset, at = bank.experts_in(slots), begin, begin
     else:
         number, at = divmod(begin, slices.slot_bytes)
-        held, offset = {number: bank.expert_in(number)}, at
-        key = held[number]
-        if key is None:
+        held, offset = bank.experts_in([number]), at
+        if not held:
             return None
-        block = slices.block_of(key)
+        block = slices.block_of(held[number])
     parts = slices.parts_of(block)
     index = bisect_right([part.offset for part in parts], at) - 1
     slot = block.slots[index]
-    experts = {number: key[1] for number, key in held.items() if key is not None}
+    experts = {number: key[1] for number, key in held.items()}
     return SavedExperts(
         block,
         slot,

@@ -16,7 +16,6 @@ from headrace.runtime.tensors import parameters_of
 from headrace.weights.meter import Meter
 from headrace.weights.model.home import Home
 from headrace.weights.model.slot import Slot
-from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.engine import Engine
@@ -100,7 +99,7 @@ class OptimizerSteps:
             self._seen[optimizer] = self._not_finite(optimizer, True)
         with without_overrides():  # a look at a gradient would wait for updates that use it
             written = {id(slot) for slot in slots if slot.home.grad is not None}
-        for block in (*self._engine.blocks, *self._engine.residents):
+        for block in self._engine.all_blocks():
             if any(id(slot) in written for slot in block.slots):
                 if self._common is None:
                     block.make_writable()
@@ -113,7 +112,7 @@ class OptimizerSteps:
             self._engine.wait_until_free()
         if slots and self._common is not None:
             self._meet_other_ranks(optimizer, self._common)
-            for block in (*self._engine.blocks, *self._engine.residents):
+            for block in self._engine.all_blocks():
                 if any(id(slot) in written for slot in block.slots):
                     block.make_writable()  # with what all have agreed on
         if not self._takes_turns(optimizer):  # it may be broken off, when nobody is told after it
@@ -126,7 +125,9 @@ class OptimizerSteps:
         slots = self._slots_of(optimizer)
         unwritten = [] if self._common is None else self._common.unwritten()
         # Optimizers of ours leave traces, and so what they wrote past memory is known to be in the files.
-        in_files = [] if not self._takes_turns(optimizer) else [one for one in self._blocks() if one.in_files]
+        in_files = (
+            [] if not self._takes_turns(optimizer) else [one for one in self._engine.all_blocks() if one.in_files]
+        )
         for slot in slots:
             slot.changed_untraced()
         for block in in_files:
@@ -147,18 +148,14 @@ class OptimizerSteps:
                 f"{name} would step on every rank, on weights of which the node has one copy; use an optimizer of"
                 f" headrace.optim, such as headrace.optim.{name}, whose work and state the ranks share"
             )
-        for block in (*self._engine.blocks, *self._engine.residents):
+        for block in self._engine.all_blocks():
             block.wait_for_reads()
         before_write(slot.home for slot in self._slots_of(optimizer))  # by other ranks, which know of no capture here
         common.agree(f"{type(optimizer).__name__}.step()")
 
-    def _blocks(self) -> list[Block]:
-        return [*self._engine.blocks, *self._engine.residents]
-
     def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
         held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}
-        blocks = (*self._engine.blocks, *self._engine.residents)
-        return [slot for block in blocks for slot in block.slots if id(slot.home) in held]
+        return [slot for block in self._engine.all_blocks() for slot in block.slots if id(slot.home) in held]
 
 
 def _register() -> Callable[[], None]:

@@ -42,7 +42,7 @@ class Budgets:
     def of(cls, model: nn.Module, inventory: Inventory, config: OffloadConfig) -> "Budgets":
         """What the user set, and else what device and host have to spare."""
         weights_bytes = inventory.nbytes(list(inventory.members))
-        staying = {id(buffer): buffer.nbytes for buffer in model.buffers() if id(buffer) not in inventory.compounds}
+        staying = {id(buffer): buffer.nbytes for buffer in model.buffers() if id(buffer) not in inventory.buffers}
         buffer_bytes = sum(staying.values())
         device_bytes, host_bytes = config.device_memory_bytes, config.host_memory_bytes
         if device_bytes is None and is_accelerator(config.device):

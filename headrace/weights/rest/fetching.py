@@ -24,9 +24,9 @@ from headrace.runtime.lanes import Copy, Event, Lane, Tick, Transfer
 from headrace.runtime.pace import Pace
 from headrace.runtime.threads import Gate, Job, OneThread
 from headrace.weights.meter import Meter
-from headrace.weights.rest.pieces import Landing, Piece, ReadEvent
+from headrace.weights.rest.reads import DiskRead, ReadEvent
 
-__all__ = ["Fetch", "Fetchable", "Fetching", "Target", "Way"]
+__all__ = ["Fetch", "Fetchable", "Fetching", "Target"]
 
 _AT_ONCE = 6  # requests, before a guess is read for a drive that has four threads: it may be asked for meanwhile
 _ENOUGH_BLOCKS = 3  # one that computes, one that comes, and the next
@@ -41,15 +41,6 @@ class Target:
     more: Sequence[Copy]  # what homes hold that is not in the files; copied last
 
 
-@dataclass(frozen=True)
-class Way:
-    """How a fetch comes to the two threads. Both may be told the same twice."""
-
-    submit_read: "Callable[[Fetch, int], None]"  # has `read` called with that many pieces
-    submit_send: "Callable[[Fetch], None]"  # has `send` called
-    packing_pays: Callable[[], bool]  # whether reading less is worth unpacking
-
-
 @dataclass
 class Fetch:
     """One block on its way from disk.
@@ -58,11 +49,11 @@ class Fetch:
     what was broken off is asked for again, by whoever waits for the fetch or withdraws it.
     """
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[DiskRead]
     nbytes: int  # of the block
     generation: int  # of what its homes held when the fetch was submitted
     before: Callable[[], None]  # to be done ahead of the first read
-    way: Way
+    by: "Fetching"
     arrived: "Job[Transfer]" = field(default_factory=Job)
     ahead: int = 0  # pieces whose reads were submitted before it was asked for
     _asked: "dict[str, list[Target | None]]" = field(default_factory=dict)  # whoever is first sets it, at one stroke
@@ -93,15 +84,15 @@ class Fetch:
         """Submits the reads of so many pieces more, if nobody has asked for it yet."""
         if self.is_guess and pieces:
             self.ahead = min(self.ahead + pieces, len(self.pieces))
-            self.way.submit_read(self, self.ahead)
+            self.by.submit_read(self, self.ahead)
 
     def ask(self, target: Target | None) -> bool:
         """Says where it goes; None: nowhere. False if that was said before."""
         mine = [target]
         first = self._asked.setdefault("target", mine) is mine
         if not self._handed_over:
-            self.way.submit_read(self, len(self.pieces))
-            self.way.submit_send(self)
+            self.by.submit_read(self, len(self.pieces))
+            self.by.submit_send(self)
             self._handed_over = True
         return first
 
@@ -147,19 +138,19 @@ class Fetch:
             self._all_submitted = True
             self._reads.put(error)
 
-    def _submit(self, piece: Piece, chunk: Slot, at_once: "Turns | None") -> "_Reading | None":
+    def _submit(self, piece: DiskRead, chunk: Slot, at_once: "Turns | None") -> "_Reading | None":
         if at_once is not None and not self._asked:
             at_once.wait()
         target = self._asked["target"][0] if self._asked else None
         if self.withdrawn:
             return None
-        landing = None
+        reading = finish = None
         if at_once is not None and target is not None and target.after.query():
-            landing = piece.read_into(chunk.memory, target.buffer)
-        reading = piece.read(chunk.memory) if landing is None else landing.reading
+            reading, finish = piece.read_into(chunk.memory, target.buffer) or (None, None)
+        reading = piece.read(chunk.memory) if reading is None else reading
         if at_once is not None:
             at_once.take(reading)
-        return _Reading(piece, chunk, reading, landing)
+        return _Reading(piece, chunk, reading, finish)
 
     def send(self, ring: StagingRing, pace: Pace, meter: Meter) -> tuple[int, float]:
         """Chunks to the device. What fails reaches whoever waits for the block. Bytes read, and seconds if all were."""
@@ -179,10 +170,10 @@ class Fetch:
                 reading.synchronize()
                 read_bytes += piece.nbytes
                 spans.append((reading.began_at(), reading.reached_at()))
-                if target is not None and failed is None and item.landing is not None:
+                if target is not None and failed is None and item.finish is not None:
                     if not sent:
                         sent.append(_copy((), target, pace))
-                    item.landing.finish()
+                    item.finish()
                     landed = True
                 elif target is not None and failed is None:
                     sent.append(_send(piece, chunk.memory, target, pace, meter))
@@ -209,10 +200,11 @@ class Fetch:
         return read_bytes, _covered(spans) if len(spans) == len(self.pieces) else 0.0
 
 
-def _send(piece: Piece, chunk: torch.Tensor, target: Target, pace: Pace, meter: Meter) -> tuple[Tick, Tick]:
+def _send(piece: DiskRead, chunk: torch.Tensor, target: Target, pace: Pace, meter: Meter) -> tuple[Tick, Tick]:
     if not piece.plain_bytes:
         return _copy(piece.copies(chunk, target.buffer), target, pace)
-    meter.unpacked(piece.nbytes, piece.plain_bytes)
+    meter.packed_bytes += piece.nbytes
+    meter.unpacked_bytes += piece.plain_bytes
     if target.buffer.device.type == "cpu" and not pace.is_limited and piece.has_whole_words:
         begun, _ = _copy((), target, pace)
         target.after.synchronize()
@@ -226,10 +218,10 @@ def _send(piece: Piece, chunk: torch.Tensor, target: Target, pace: Pace, meter: 
 class _Reading:
     """One piece on its way."""
 
-    piece: Piece
+    piece: DiskRead
     chunk: Slot
     event: ReadEvent
-    landing: Landing | None  # None: it goes to the chunk alone
+    finish: Callable[[], None] | None  # of a read into the target; None: it goes to the chunk alone
 
 
 class Turns:
@@ -273,8 +265,8 @@ class Fetchable(Protocol):
     def look(self) -> int:
         """The generation of what its homes hold."""
 
-    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
-        """What brings from disk what its homes hold now."""
+    def fetch(self, by: "Fetching") -> Fetch:
+        """What brings from disk what its homes hold now, in chunks of `by`."""
 
 
 class Fetching:
@@ -283,12 +275,12 @@ class Fetching:
     def __init__(self, ring: StagingRing, chunks: int, pace: Pace, meter: Meter) -> None:
         self._meter = meter
         self._ring = ring
+        self.chunk_bytes = ring.slot_bytes
         self._chunks = chunks
         self._pace = pace
         self._turns = None if is_accelerator(pace.lanes.device) else Turns()
-        self._reader = OneThread("headrace-fetch")
-        self._sender = OneThread("headrace-send")
-        self._way = Way(self._submit_read, self._submit_send, self._packing_pays)
+        self._reader = OneThread("headrace-fetch", pace.lanes.device)
+        self._sender = OneThread("headrace-send", pace.lanes.device)
         self._ahead: dict[Fetchable, Fetch] = {}  # in the order of submission: not asked for yet
         self._promised: set[int] = set()  # the ids of those that another thread will ask for
         self._seconds_per_byte = float("inf")
@@ -316,7 +308,7 @@ class Fetching:
         if fetch is None:
             if room <= 0:
                 return False
-            self._ahead[block] = fetch = block.fetch(self._ring.slot_bytes, self._way)
+            self._ahead[block] = fetch = block.fetch(self)
         if fetch.ahead < len(fetch.pieces):
             fetch.read_ahead(room)
         return fetch.ahead == len(fetch.pieces)
@@ -332,10 +324,10 @@ class Fetching:
                 self._withdraw(other)
             if fetch.ask(target):
                 del self._ahead[block]
-                self._meter.fetched_ahead(fetch.ahead_bytes)
+                self._meter.ahead_bytes += fetch.ahead_bytes
                 return fetch
         self.withdraw_all()
-        fetch = block.fetch(self._ring.slot_bytes, self._way)
+        fetch = block.fetch(self)
         fetch.ask(target)
         return fetch
 
@@ -344,7 +336,7 @@ class Fetching:
         could take the chunks that it needs.
         """
         self.withdraw_all()
-        fetch = block.fetch(self._ring.slot_bytes, self._way)
+        fetch = block.fetch(self)
         self._promised.add(id(fetch))
         return fetch
 
@@ -368,18 +360,20 @@ class Fetching:
         self._ahead[block].ask(None)
         del self._ahead[block]  # not before: Ctrl-C would leave its chunks to nobody
 
-    def _packing_pays(self) -> bool:
-        """Reading and unpacking go on side by side: the latter has to be well ahead of the drive."""
+    def packing_pays(self) -> bool:
+        """Whether reading less is worth unpacking: both go on side by side, the latter well ahead of the drive."""
         return 0 < self._seconds_per_byte < float("inf") and unpacking_speed() * self._seconds_per_byte > TIMES_AS_FAST
 
-    def _submit_read(self, fetch: Fetch, stop: int) -> None:
+    def submit_read(self, fetch: Fetch, stop: int) -> None:
+        """Has the first thread read the pieces up to `stop`. It may be told the same twice."""
         self._reader.submit(fetch.read, self._ring, stop, None if self._pace.is_limited else self._turns)
 
-    def _submit_send(self, fetch: Fetch) -> None:
+    def submit_send(self, fetch: Fetch) -> None:
+        """Has the second thread send it. It may be told the same twice."""
         self._sender.submit(self._send, fetch)
 
     def _send(self, fetch: Fetch) -> None:
         nbytes, seconds = fetch.send(self._ring, self._pace, self._meter)
-        self._meter.fetched(nbytes)
+        self._meter.fetch_bytes += nbytes
         if seconds > 0:
             self._seconds_per_byte = min(self._seconds_per_byte, seconds / nbytes)

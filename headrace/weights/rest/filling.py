@@ -7,7 +7,6 @@ checksum from here, and nobody has to look at it again.
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,34 +14,30 @@ from torch import nn
 from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Request, disk_pages, release_pages
 from headrace.memory.pages import map_pages
 from headrace.weights.model.slot import Layout
-from headrace.weights.rest.pieces import Piece, Range, ReadEvent
+from headrace.weights.rest.reads import DiskRead, Range
 
 __all__ = ["Source", "fill", "from_files", "from_memory", "parts_of"]
 
 _AHEAD = 3  # grains that are read, or written, while one is put together
-_Read = tuple[Piece, torch.Tensor, ReadEvent]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the bytes of an image come from: `begin(first, end)` asks for them, `put` lays out what has come."""
-
-    begin: Callable[[int, int], list[_Read]]
-    put: Callable[[int, int, torch.Tensor, list[_Read]], None]
+# Asked for the bytes `first` to `end` of an image, it begins to read them; what it gives lays them out in memory.
+Source = Callable[[int, int], Callable[[torch.Tensor], None]]
 
 
 def from_memory(parts: Sequence[tuple[int, torch.Tensor]]) -> Source:
     """Contiguous uint8 tensors of the CPU, each with the first byte of its place in the block."""
 
-    def put(first: int, end: int, image: torch.Tensor, _: list[_Read]) -> None:
-        for place, memory in parts:
-            begin, stop = max(first, place), min(end, place + memory.nbytes)
-            if begin < stop:
-                source = memory.data_ptr() + begin - place
-                ctypes.memmove(image.data_ptr() + begin - first, source, stop - begin)
-                release_pages(source, stop - begin)
+    def begin(first: int, end: int) -> Callable[[torch.Tensor], None]:
+        def lay_out(image: torch.Tensor) -> None:
+            for place, memory in parts:
+                begin, stop = max(first, place), min(end, place + memory.nbytes)
+                if begin < stop:
+                    source = memory.data_ptr() + begin - place
+                    ctypes.memmove(image.data_ptr() + begin - first, source, stop - begin)
+                    release_pages(source, stop - begin)
 
-    return Source(lambda *_: [], put)
+        return lay_out
+
+    return begin
 
 
 def parts_of(parameters: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> list[tuple[int, torch.Tensor]] | None:
@@ -58,49 +53,48 @@ def parts_of(parameters: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> l
 
 
 def from_files(
-    regions: Sequence[tuple[int, int]], grain_bytes: int, pieces: Callable[[int, Sequence[Range]], Sequence[Piece]]
+    regions: Sequence[tuple[int, int]], grain_bytes: int, pieces: Callable[[int, Sequence[Range]], Sequence[DiskRead]]
 ) -> Source:
     """What `pieces(most bytes of one, ranges)` reads; `regions`: first byte and bytes of what there is in the block."""
     most_bytes = disk_pages(grain_bytes) + 2 * DISK_ALIGNMENT_BYTES
     free: list[torch.Tensor] = []
 
-    def begin(first: int, end: int) -> list[_Read]:
+    def begin(first: int, end: int) -> Callable[[torch.Tensor], None]:
         cut = [(max(first, place), min(end, place + nbytes)) for place, nbytes in regions]
         ranges = [(begin, stop - begin, begin - first) for begin, stop in cut if begin < stop]
-        reads = []
-        for piece in pieces(most_bytes, ranges):
-            chunk = free.pop() if free else _pages(most_bytes)
-            reads.append((piece, chunk, piece.read(chunk)))
-        return reads
+        chunks = [(piece, free.pop() if free else _pages(most_bytes)) for piece in pieces(most_bytes, ranges)]
+        reads = [(piece, chunk, piece.read(chunk)) for piece, chunk in chunks]
 
-    def put(_: int, __: int, image: torch.Tensor, reads: list[_Read]) -> None:
-        for piece, chunk, reading in reads:
-            reading.synchronize()
-            for begin, nbytes, to in piece.parts:
-                ctypes.memmove(image.data_ptr() + to, chunk.data_ptr() + begin, nbytes)
-            free.append(chunk)
+        def lay_out(image: torch.Tensor) -> None:
+            for piece, chunk, reading in reads:
+                reading.synchronize()
+                for begin, nbytes, to in piece.parts:
+                    ctypes.memmove(image.data_ptr() + to, chunk.data_ptr() + begin, nbytes)
+                free.append(chunk)
 
-    return Source(begin, put)
+        return lay_out
+
+    return begin
 
 
 def fill(nbytes: int, grain_bytes: int, source: Source, write: Callable[[torch.Tensor, int], Request]) -> None:
     """Writes `nbytes` of `source` in grains; returns when all are written. `write` submits memory to an offset."""
-    reading: deque[tuple[int, int, list[_Read]]] = deque()
+    reading: deque[tuple[int, int, Callable[[torch.Tensor], None]]] = deque()
     writing: deque[tuple[torch.Tensor, Request]] = deque()
 
     def write_one() -> None:
-        first, end, reads = reading.popleft()
+        first, end, lay_out = reading.popleft()
         if len(writing) == _AHEAD:
             image, request = writing.popleft()
             request.synchronize()
         else:
             image = _pages(disk_pages(grain_bytes))
-        source.put(first, end, image, reads)
+        lay_out(image)
         writing.append((image, write(image[: disk_pages(end - first)], first)))
 
     for first in range(0, nbytes, grain_bytes):
         end = min(first + grain_bytes, nbytes)
-        reading.append((first, end, source.begin(first, end)))
+        reading.append((first, end, source(first, end)))
         if len(reading) > _AHEAD:
             write_one()
     while reading:

@@ -1,9 +1,11 @@
 """How does a model on the meta device get its weights? Its parameters become those of a checkpoint, where they lie."""
 
+import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from headrace.errors import CheckpointError, LayoutError
 from headrace.memory.disk import Checkpoint
 from headrace.memory.ledger import Ledger
 from headrace.weights.model.compound import is_compound
-from headrace.weights.model.home import Part
+from headrace.weights.model.home import AliasParam
 
 __all__ = ["Materialized", "materialize"]
 
@@ -23,36 +25,32 @@ class Materialized:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}  # by the id of the parameter
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
+        self.undo = self._undo.close  # as it was before, in place
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
         """The checkpoint's name of a parameter that lies there."""
         known, name = self._names.get(id(parameter), (None, None))
         if known is not None and known() is parameter:  # ids are used again
             return name
-        name = self.checkpoint.name_of(parameter.detach()) if isinstance(parameter, Part) else None
+        name = self.checkpoint.name_of(parameter.detach()) if isinstance(parameter, AliasParam) else None
         return None if name is None or self.checkpoint.written(name) else name
 
     def found(self, parameter: nn.Parameter, name: str) -> None:
         """The parameter is the checkpoint's tensor `name`."""
         self._names[id(parameter)] = weakref.ref(parameter), name
 
-    def undo(self) -> None:
-        """As it was before, in place."""
-        for step in reversed(self._undo):
-            step()
-        self._undo.clear()
-
-    def put(self, container: dict[str, torch.Tensor | None], key: str, tensor: torch.Tensor) -> None:
-        """Replaces an entry, so that it can be undone."""
-        old = container[key]
-        self._undo.append(lambda: container.__setitem__(key, old))
+    def put(self, container: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
+        """Replaces an entry, until `undo`."""
+        self._undo.callback(container.__setitem__, key, container[key])
         container[key] = tensor
 
-    def again(self, step: Callable[[], None]) -> None:
-        """A step that follows from the entries: now, and when they are undone."""
+    @contextlib.contextmanager
+    def followed_by(self, step: Callable[[], None]) -> Iterator[None]:
+        """`step` follows from what is put within: it is done after that, and when that is undone."""
+        self._undo.callback(step)
+        yield
         step()
-        self._undo.insert(0, step)
 
 
 def materialize(model: nn.Module, checkpoint: Checkpoint | Path, ledger: Ledger) -> Materialized:
@@ -99,11 +97,11 @@ def _parameters(model: nn.Module, made: Materialized) -> None:
         new[parameter].__dict__.update(parameter.__dict__)
         made.found(new[parameter], name)
     for module in model.modules():
-        for key, held in list(module._parameters.items()):
-            if held is not None and held in new:
-                made.put(module._parameters, key, new[held])  # type: ignore[arg-type]
-        if isinstance(module, nn.RNNBase):
-            made.again(module._init_flat_weights)
+        follow = module._init_flat_weights if isinstance(module, nn.RNNBase) else _nothing
+        with made.followed_by(follow):
+            for key, held in list(module._parameters.items()):
+                if held is not None and held in new:
+                    made.put(module._parameters, key, new[held])
 
 
 def _buffers(model: nn.Module, made: Materialized) -> None:
@@ -138,3 +136,7 @@ def _record(checkpoint: Checkpoint, names: list[str], shape: torch.Size) -> str:
         f"the checkpoint has no tensor for parameter {names[0]!r}; it has {len(checkpoint.records)} such as {some}."
         " Names must be the model's own, as its state_dict() gives them"
     )
+
+
+def _nothing() -> None:
+    """Of a module that has no list of its parameters."""

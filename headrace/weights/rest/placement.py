@@ -23,7 +23,7 @@ from headrace.weights.model.slot import Layout, Slot
 from headrace.weights.rest.filling import from_memory, parts_of
 from headrace.weights.rest.materialize import Materialized
 from headrace.weights.rest.packing import PackedCopy
-from headrace.weights.rest.tiers import CheckpointRest, DiskRest, Homes, HostRest, Rest, SharedRest
+from headrace.weights.rest.tiers import CheckpointRest, DiskRest, HostRest, Rest, SharedRest
 
 __all__ = ["HostTiers", "Placement", "place", "ring_size"]
 
@@ -115,13 +115,6 @@ def ring_size(host_bytes: int, device_bytes: int, largest_bytes: int) -> tuple[i
     return chunk_bytes, max(_FEWEST_CHUNKS, int(min(ring_bytes, 2 * largest_bytes)) // chunk_bytes)
 
 
-class HostRoom(Protocol):
-    """Who can make room in host memory."""
-
-    def make(self, nbytes: int) -> bool:
-        """Whether the host budget has room for `nbytes` more, at once or after blocks have moved to disk."""
-
-
 class HostTiers:
     """Makes the memory in which blocks and gradients rest, as a placement says.
 
@@ -148,7 +141,9 @@ class HostTiers:
         self._meter, self._placement, self._materialized, self._disk = meter, placement, materialized, disk
         self._stores: dict[Path, DiskStore] = {}
         self.in_place = HandedOut()
-        self.room: HostRoom | None = None  # for what comes later than the model; None: what there is
+        # Whether host memory has so many bytes for what comes later than the model, after blocks have moved to disk for
+        # that; True where nobody can help.
+        self.make_room: Callable[[int], bool] = lambda nbytes: True
         if placement != Placement() and self.store is not None and materialized is None:
             self.store.check_free(placement.disk_bytes)
 
@@ -165,7 +160,7 @@ class HostTiers:
 
     def _opened(self, path: Path, node: Node | None) -> DiskStore:
         if path not in self._stores:
-            self._stores[path] = DiskStore(path, self._ledger, log=self._meter.disk_log, node=node)
+            self._stores[path] = DiskStore(path, self._ledger, log=self._meter.disk_log, node=node, device=self._device)
         return self._stores[path]
 
     @property
@@ -175,26 +170,30 @@ class HostTiers:
 
     def rest_for(self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int) -> Rest:
         """Where a block of `nbytes` rests. Homes that travel in another dtype go to the same tier as their block."""
-        casts = [p for p, layout in zip(parameters, layouts, strict=True) if p.dtype != layout.dtype]
+        casts = [number for number, layout in enumerate(layouts) if parameters[number].dtype != layout.dtype]
+        on_host = name not in self._placement.on_disk and self.make_room(whole_pages(nbytes))
+        in_files = [own for own in self._names(parameters) if own is not None]
+        if self._materialized is not None and not (on_host or casts) and len(in_files) == len(parameters):
+            return CheckpointRest(self._materialized.checkpoint, name, in_files, layouts)
         if self._node is not None:
-            return self._shared_rest_for(name, parameters, layouts, nbytes)
-        if name not in self._placement.on_disk and self.make_room(whole_pages(nbytes)):
+            shared = self._shared(self._node, name, nbytes, on_host=on_host)
+            self._move_in(name, shared, parameters, layouts, casts)
+            return shared
+        if on_host:
             rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
             if not casts:
                 self._read(parameters, rest, layouts)
             return rest
-        names = self._names(parameters)
-        if self._materialized is not None and not casts and None not in names:
-            return CheckpointRest(self._materialized.checkpoint, name, [n for n in names if n], layouts)
-        if casts and None in names:
-            cast_layouts, cast_bytes = lay_out(casts, None)
-            homes = self.writable_rest_for(f"{name} (homes)", cast_bytes)
-            for parameter, place in zip(casts, homes.places(cast_layouts), strict=True):
+        if casts and len(in_files) < len(parameters):
+            wide = [parameters[number] for number in casts]
+            wide_layouts, wide_bytes = lay_out(wide, None)
+            homes = self._writable(f"{name} (homes)", wide_bytes)
+            for parameter, place in zip(wide, homes.places(wide_layouts), strict=True):
                 copy_on_disk(place, parameter.detach())
                 parameter.data = place
             homes.flush()
-        on_disk = self.writable_rest_for(name, nbytes)
-        if isinstance(on_disk, DiskRest) and (parts := parts_of(parameters, layouts)) is not None:
+        on_disk = self._writable(name, nbytes)
+        if (parts := parts_of(parameters, layouts)) is not None:
             places = on_disk.places(layouts)
             on_disk.fill(from_memory(parts))
             for parameter, place in zip(parameters, places, strict=True):
@@ -205,40 +204,38 @@ class HostTiers:
         """What a block has beside its bytes where these rest on disk."""
         return PackedCopy(name, lambda: self.store if self.packs else None, self._meter.spilled)
 
-    def _shared_rest_for(
-        self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int
-    ) -> Rest:
-        """As `rest_for`; what the ranks of a node have one copy of, homes that travel in another dtype, too."""
-        casts = [number for number, layout in enumerate(layouts) if parameters[number].dtype != layout.dtype]
-        made = self._materialized
-        in_memory = name not in self._placement.on_disk and self.make_room(whole_pages(nbytes))
-        names = self._names(parameters)
-        if not in_memory and made is not None and not casts and None not in names:
-            return CheckpointRest(made.checkpoint, name, [n for n in names if n], layouts)
-        rest = self._shared(name, nbytes, in_memory=in_memory)
+    def _move_in(
+        self,
+        name: str,
+        rest: SharedRest,
+        parameters: Sequence[nn.Parameter],
+        layouts: Sequence[Layout],
+        casts: Sequence[int],
+    ) -> None:
+        """What the first rank of a node has is what all have; of those that travel in another dtype, the homes."""
         if casts:
-            home_layouts, homes_bytes = lay_out([parameters[number] for number in casts], None)
-            homes = self._homes(name, homes_bytes, dict(zip(casts, home_layouts, strict=True)), in_memory=in_memory)
-            self._read([parameters[number] for number in casts], homes.rest, home_layouts)
-            rest.homes = homes
+            wide = [parameters[number] for number in casts]
+            wide_layouts, wide_bytes = lay_out(wide, None)
+            homes = self._add_homes(name, rest, wide_bytes, dict(zip(casts, wide_layouts, strict=True)))
+            self._read(wide, homes, wide_layouts)
         as_they_are = [number for number in range(len(layouts)) if number not in casts]
         self._read([parameters[n] for n in as_they_are], rest, [layouts[n] for n in as_they_are])
-        return rest
 
-    def _homes(self, name: str, nbytes: int, layouts: dict[int, Layout], *, in_memory: bool) -> Homes:
-        in_memory = in_memory and self.make_room(whole_pages(nbytes))
-        return Homes(self._shared(f"{name} (homes)", nbytes, in_memory=in_memory), layouts)
+    def _add_homes(self, name: str, rest: SharedRest, nbytes: int, layouts: Mapping[int, Layout]) -> SharedRest:
+        """Beside `rest`, and in its tier where that has room, where homes lie that travel in another dtype."""
+        on_host = not rest.on_disk and self.make_room(whole_pages(nbytes))
+        homes = self._shared(rest.node, f"{name} (homes)", nbytes, on_host=on_host)
+        rest.homes, rest.home_layouts = homes, layouts
+        return homes
 
-    def _shared(self, name: str, nbytes: int, *, in_memory: bool) -> SharedRest:
-        if in_memory and self._node is not None:
-            arena = SharedArena(self._node, nbytes, self._device, self._ledger, "weights", by_ranks=True)
-            return SharedRest(arena, nbytes)
-        rest = self.writable_rest_for(name, nbytes)
-        if not isinstance(rest, SharedRest):
-            raise TypeError(f"block {name!r} is of one process")
-        return rest
+    def _shared(self, node: Node, name: str, nbytes: int, *, on_host: bool) -> SharedRest:
+        if on_host:
+            arena = SharedArena(node, nbytes, self._device, self._ledger, "weights", by_ranks=True)
+            return SharedRest(node, arena, nbytes)
+        rest = self._writable(name, nbytes)
+        return SharedRest(node, SharedExtent(rest.store, rest.extent), nbytes, rest)
 
-    def writable_rest_for(self, name: str, nbytes: int) -> DiskRest | SharedRest:
+    def _writable(self, name: str, nbytes: int) -> DiskRest:
         """Where a block rests on disk when it changes. Raises BudgetError when there is no disk."""
         if self.store is None:
             raise BudgetError(
@@ -247,28 +244,16 @@ class HostTiers:
             )
         chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
         ranks = 1 if self._node is None else self._node.size
-        rest = DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled, ranks)
-        if self._node is None:
-            return rest
-        return SharedRest(SharedExtent(self.store, rest.extent), nbytes, rest)
-
-    def fill(self, rest: SharedRest, sources: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
-        """What the node's first rank has becomes what all see. A collective of these."""
-        if self._node is not None:
-            if self._node.is_first:
-                with torch.no_grad():
-                    for place, source in zip(rest.common_places(layouts), sources, strict=True):
-                        copy_on_disk(place, source)
-            self._node.meet("a block, as the first rank has it")
+        return DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled, ranks)
 
     def hand_on(self, name: str, nbytes: int, before: Rest, slots: Sequence[Slot], *, keeps: bool) -> tuple[Rest, bool]:
         """Where a block rests that moves from `before` to disk; and whether homes are to be copied there, if `keeps`.
 
         What all ranks see is copied here; what this one alone has written stays its own.
         """
-        rest = self.writable_rest_for(name, nbytes)
-        layouts, data = [slot.layout for slot in slots], [slot.data for slot in slots]
-        if not isinstance(rest, SharedRest):
+        layouts = [slot.layout for slot in slots]
+        if self._node is None:
+            rest = self._writable(name, nbytes)
             if keeps and all(slot.in_place or slot.casts for slot in slots):
                 rest.places(layouts)
                 if isinstance(before, CheckpointRest) and before.is_as_in_files:
@@ -276,12 +261,16 @@ class HostTiers:
                 elif isinstance(before, HostRest):
                     rest.fill(from_memory([(0, before.memory)]))
             return rest, keeps and not rest.filled
-        self.fill(rest, before.common_places(layouts) if isinstance(before, SharedRest) else data, layouts)
+        shared = self._shared(self._node, name, nbytes, on_host=False)
+        if not isinstance(before, SharedRest):
+            shared.fill([slot.data for slot in slots], layouts)
+            return shared, False
+        shared.fill(before.common_places(layouts), layouts)
         if before.homes is not None:
-            there, home_layouts = before.homes.rest, list(before.homes.layouts.values())
-            rest.homes = self._homes(name, len(there.common), before.homes.layouts, in_memory=False)
-            self.fill(rest.homes.rest, there.common_places(home_layouts), home_layouts)
-        return rest, isinstance(before, SharedRest) and before.is_written
+            home_layouts = list(before.home_layouts.values())
+            homes = self._add_homes(name, shared, len(before.homes.common), before.home_layouts)
+            homes.fill(before.homes.common_places(home_layouts), home_layouts)
+        return shared, before.is_written
 
     def has_room(self, nbytes: int) -> bool:
         """Whether host memory has room for `nbytes` more: of the node, each of whose ranks books its part, on all."""
@@ -297,11 +286,7 @@ class HostTiers:
     @property
     def short_staging_bytes(self) -> int | None:
         """As `most_staged_bytes` is where blocks rest on disk; None without a disk."""
-        return None if self.room is None else 2 * ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
-
-    def make_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more may be taken in host memory, where blocks move to disk for it; or nobody can help."""
-        return self.room is None or self.room.make(nbytes)
+        return None if self._disk is None else 2 * ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
 
     def gradient_memory(self, name: str, nbytes: int, *, missing_bytes: int = 0) -> "GradientMemory":
         """Where the gradients of a block wait: on the host while its budget has room, else on disk if there is one.
@@ -343,7 +328,6 @@ class HostTiers:
             self._materialized.checkpoint.close()
         if self._node is not None:
             close_descriptors(self._node)
-            self._node.close()
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> list[str | None]:
         """The parameters' tensors in the checkpoint; None for those that are not there."""
@@ -359,12 +343,12 @@ class HostTiers:
         reads = {name: index for index, name in enumerate(names) if name is not None}
         if self._materialized is not None and reads and (self._node is None or self._node.is_first):
             into = rest.common_places(layouts) if isinstance(rest, SharedRest) else places
-            self._materialized.checkpoint.read({name: into[index] for name, index in reads.items()}).synchronize()
+            self._materialized.checkpoint.read({name: into[index] for name, index in reads.items()})
         moved = list(reads.values())
         if isinstance(rest, SharedRest):
             moved = list(range(len(names)))
             others = sorted(set(moved) - set(reads.values()))
-            self.fill(rest, [parameters[index].detach() for index in others], [layouts[index] for index in others])
+            rest.fill([parameters[index].detach() for index in others], [layouts[index] for index in others])
         for index in moved:
             parameters[index].data = places[index]
 

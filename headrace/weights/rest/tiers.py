@@ -2,21 +2,23 @@
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import xxhash
 
 from headrace.memory.arena import Arena
-from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Part, Request, disk_pages
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Part, Request, copy_on_disk, disk_pages
 from headrace.memory.shared import Common
+from headrace.runtime.node import Node
 from headrace.weights.model.slot import Layout, Slot
 from headrace.weights.rest.filling import Source, fill, from_files
-from headrace.weights.rest.pieces import Landing, Piece, Range
+from headrace.weights.rest.reads import DiskRead, Range, ReadEvent
 
-__all__ = ["CheckpointRest", "DiskRest", "Homes", "HostRest", "Rest", "SharedRest"]
+__all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest", "SharedRest"]
 
 
 class Rest(ABC):
@@ -25,7 +27,6 @@ class Rest(ABC):
     memory: torch.Tensor | None = None  # all of them, shape (nbytes,), for copies; None: they have to be fetched
     writable = True  # whether what is written through the places is kept there
     on_disk = False
-    homes: "Homes | None" = None  # where those of its parameters lie that travel in another dtype; None: anywhere
     has_own_files = False  # that this process alone writes
     range_bytes = 16  # where each rank brings a range of a block, its length is a multiple of this
     filled = False  # past the page cache: the files have what the places show, until `flush`
@@ -34,7 +35,7 @@ class Rest(ABC):
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         """Each parameter's place: in a storage of its own, or in one that it shares as it did before."""
 
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         """The reads that bring the whole block, or these ranges of it, each of `chunk_bytes` at most, past the page
         cache.
         """
@@ -45,12 +46,10 @@ class Rest(ABC):
         `ranges`: until the next flush only these are read.
         """
 
-    def take_homes(self, slots: Sequence[Slot], *, keeps: bool = False) -> None:
-        """Homes of the block's `slots` that have a place in `homes` lie there; `keeps`: with what they hold."""
-        if self.homes is not None:
-            places = self.homes.rest.places(list(self.homes.layouts.values()))
-            for number, place in zip(self.homes.layouts, places, strict=True):
-                slots[number].live_at(place, keeps=keeps)
+    def take_homes(self, slots: Sequence[Slot], *, keeps: bool = False) -> None:  # noqa: B027  # they may lie anywhere
+        """Homes of the block's `slots` that travel in another dtype lie where this has a place for them; `keeps`: with
+        what they hold.
+        """
 
     @property
     def is_written(self) -> bool:
@@ -102,16 +101,16 @@ class DiskRest(Rest):
         self._chunk_bytes = self.range_bytes = chunk_bytes
         if ranks > 1:
             self._chunk_bytes = self.range_bytes = _grain_bytes(nbytes // ranks, chunk_bytes)
-        self._store = store
-        self.extent = store.allocate(name, nbytes, "weights")
+        self.store = store
+        self.extent = store.allocate(name, nbytes, "weights", self._chunk_bytes)
         self._spilled = spilled
         self._flushing: Request | None = None
 
     def fill(self, source: Source) -> None:
         """All bytes of the block come from `source`, past the page cache. To be called when the places were made."""
         self._spilled(self.extent.nbytes)
-        self._store.expect(self.extent, self._chunk_bytes)
-        fill(self.extent.nbytes, self._chunk_bytes, source, partial(self._store.write, self.extent))
+        self.store.expect(self.extent)
+        fill(self.extent.nbytes, self._chunk_bytes, source, partial(self.store.write, self.extent))
         self.filled = True
 
     def fill_from(self, rest: "CheckpointRest", layouts: Sequence[Layout]) -> None:
@@ -120,9 +119,9 @@ class DiskRest(Rest):
         self.fill(from_files(regions, self._chunk_bytes, rest.pieces))
 
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        return _carve(layouts, partial(self._store.mapping, self.extent))
+        return _carve(layouts, partial(self.store.mapping, self.extent))
 
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         whole = self.extent.nbytes
         chunk_bytes = max(chunk_bytes // self._chunk_bytes, 1) * self._chunk_bytes  # what has a checksum is read whole
         if ranges is None:
@@ -140,7 +139,7 @@ class DiskRest(Rest):
         self._spilled(self.extent.nbytes)
         self.filled = False
         within = None if ranges is None else [(first, first + nbytes) for first, nbytes, _ in ranges]
-        self._flushing = self._store.to_direct(self.extent, self._chunk_bytes, within)
+        self._flushing = self.store.to_direct(self.extent, within)
 
     def was_written(self) -> None:
         self._spilled(self.extent.nbytes)
@@ -149,14 +148,14 @@ class DiskRest(Rest):
     def flushed(self) -> bool:
         return self.filled or (self._flushing is not None and self._flushing.error is None)
 
-    def _piece(self, first: int, nbytes: int, parts: tuple[Range, ...] = ()) -> Piece:
-        def read_into(_: torch.Tensor, buffer: torch.Tensor) -> Landing | None:
+    def _piece(self, first: int, nbytes: int, parts: tuple[Range, ...] = ()) -> DiskRead:
+        def read_into(_: torch.Tensor, buffer: torch.Tensor) -> tuple[ReadEvent, Callable[[], None]] | None:
             if parts or (buffer.data_ptr() + first) % DISK_ALIGNMENT_BYTES:
                 return None
-            return Landing(self._store.read(self.extent, buffer, first, within=slice(first, first + nbytes)))
+            return self.store.read(self.extent, buffer, first, within=slice(first, first + nbytes)), lambda: None
 
-        return Piece(
-            read=lambda chunk: self._store.read(self.extent, chunk[:nbytes], first),
+        return DiskRead(
+            read=lambda chunk: self.store.read(self.extent, chunk[:nbytes], first),
             nbytes=nbytes,
             parts=parts or ((0, nbytes, first),),
             read_into=read_into,
@@ -165,11 +164,15 @@ class DiskRest(Rest):
 
 class SharedRest(Rest):
     """Bytes of which the ranks of a node have one copy, in memory or where `disk` has them; the places are in this
-    rank's own view of it. What is written, published and dropped is that of its `homes`, too.
+    rank's own view of it. Beside them lie `homes` of those parameters that travel in another dtype: what is written,
+    published and dropped is those, too.
     """
 
-    def __init__(self, common: Common, nbytes: int, disk: DiskRest | None = None) -> None:
-        self._common, self._disk = common, disk
+    homes: "SharedRest | None" = None
+    home_layouts: Mapping[int, Layout] = MappingProxyType({})  # by the numbers of parameters in the block
+
+    def __init__(self, node: Node, common: Common, nbytes: int, disk: DiskRest | None = None) -> None:
+        self.node, self._common, self._disk = node, common, disk
         self.on_disk = disk is not None
         self.range_bytes = Rest.range_bytes if disk is None else disk.range_bytes
         self._view = common.own_view()
@@ -183,7 +186,27 @@ class SharedRest(Rest):
         """As `places`, in the memory that all ranks see."""
         return _carve(layouts, self._common.tensor)
 
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+    def fill(self, sources: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+        """What the node's first rank has becomes what all see. A collective of these."""
+        if self.node.is_first:
+            with torch.no_grad():
+                for place, source in zip(self.common_places(layouts), sources, strict=True):
+                    copy_on_disk(place, source)
+        self.node.meet("a block, as the first rank has it")
+
+    def place_of_home(self, number: int) -> torch.Tensor | None:
+        """As `common_places`, of the home of a parameter that travels in another dtype; None of any other."""
+        if self.homes is None or number not in self.home_layouts:
+            return None
+        return self.homes.common_places([self.home_layouts[number]])[0]
+
+    def take_homes(self, slots: Sequence[Slot], *, keeps: bool = False) -> None:
+        if self.homes is not None:
+            places = self.homes.places(list(self.home_layouts.values()))
+            for number, place in zip(self.home_layouts, places, strict=True):
+                slots[number].live_at(place, keeps=keeps)
+
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         return super().pieces(chunk_bytes, ranges) if self._disk is None else self._disk.pieces(chunk_bytes, ranges)
 
     def flush(self, ranges: Sequence[Range] | None = None) -> None:
@@ -197,14 +220,14 @@ class SharedRest(Rest):
     @property
     def is_written(self) -> bool:
         """Whether this rank's user has written something else than what all see. Reads all of it, if it was written."""
-        found = self._view.may_be_written and not torch.equal(self._own, self.common)
+        found = self._view.written() is not False and not torch.equal(self._own, self.common)
         self._common.forget()
-        return found or (self.homes is not None and self.homes.rest.is_written)
+        return found or (self.homes is not None and self.homes.is_written)
 
     def digest(self) -> int:
         """A number that differs where what this rank has written does."""
         own = xxhash.xxh3_64_intdigest(self._own.numpy().data) >> 1 if len(self._own) else 0
-        return own if self.homes is None else own ^ self.homes.rest.digest()
+        return own if self.homes is None else own ^ self.homes.digest()
 
     def reads_own(self, own: bool) -> None:
         """Whether copies to the device read what this rank alone has written, too."""
@@ -216,29 +239,14 @@ class SharedRest(Rest):
         part = part_of(len(self.common))
         self.common[part].copy_(self._own[part])
         if self.homes is not None:
-            self.homes.rest.publish(part_of)
+            self.homes.publish(part_of)
 
     def drop(self) -> None:
         """This rank sees what all see."""
-        self._view.drop()
+        self._view.forget()
         self.reads_own(False)
         if self.homes is not None:
-            self.homes.rest.drop()
-
-
-@dataclass(frozen=True)
-class Homes:
-    """Where homes lie of which the ranks of a node have one copy, beside the block, which travels in another dtype.
-
-    `layouts`: of each by its number among the block's parameters.
-    """
-
-    rest: SharedRest
-    layouts: dict[int, Layout]
-
-    def common_place(self, number: int) -> torch.Tensor:
-        """As in SharedRest, of one parameter."""
-        return self.rest.common_places([self.layouts[number]])[0]
+            self.homes.drop()
 
 
 class CheckpointRest(Rest):
@@ -271,7 +279,7 @@ class CheckpointRest(Rest):
 
     @property
     def is_as_in_files(self) -> bool:
-        return all(map(self._checkpoint.as_in_file, self._names))
+        return all(self._checkpoint.written(name) is False for name in self._names)
 
     def digest(self) -> int:
         """As SharedRest's."""
@@ -280,7 +288,7 @@ class CheckpointRest(Rest):
             digest.update(self._checkpoint.tensor(name).view(-1).view(torch.uint8).numpy().data)
         return digest.intdigest() >> 1
 
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         """Whole pages around the tensors; copies to the device lay them out."""
         wanted = []
         for name, layout in zip(self._names, self._layouts, strict=True):
@@ -293,25 +301,25 @@ class CheckpointRest(Rest):
                     wanted.append((record.path, offset, end - begin, to + begin - first))
         return [self._piece(run) for run in _runs(wanted, chunk_bytes)]
 
-    def _piece(self, run: "_Run") -> Piece:
+    def _piece(self, run: "_Run") -> DiskRead:
         nbytes = min(disk_pages(run.end), self._checkpoint.size_bytes(run.path)) - run.first
 
         def read(chunk: torch.Tensor) -> Request:
-            return self._checkpoint.read_range(run.path, run.first, chunk[:nbytes], what=self._what)
+            return self._checkpoint.read_range(run.path, run.first, [Part(chunk, 0, nbytes)], what=self._what)
 
-        def read_into(chunk: torch.Tensor, buffer: torch.Tensor) -> Landing | None:
+        def read_into(chunk: torch.Tensor, buffer: torch.Tensor) -> tuple[ReadEvent, Callable[[], None]] | None:
             memory, finish = _scattered(run.parts, nbytes, chunk, buffer)
             if finish is None:
                 return None
-            return Landing(self._checkpoint.read_scattered(run.path, run.first, memory, what=self._what), finish)
+            return self._checkpoint.read_range(run.path, run.first, memory, what=self._what), finish
 
-        return Piece(read=read, nbytes=nbytes, parts=tuple(run.parts), read_into=read_into)
+        return DiskRead(read=read, nbytes=nbytes, parts=tuple(run.parts), read_into=read_into)
 
 
 def _scattered(
     parts: Sequence[tuple[int, int, int]], nbytes: int, chunk: torch.Tensor, buffer: torch.Tensor
 ) -> tuple[list[Part], Callable[[], None] | None]:
-    """Where a read of `nbytes` goes so that most of `parts`, as in Piece, lands in whole pages of where it belongs,
+    """Where a read of `nbytes` goes so that most of `parts`, as in DiskRead, lands in whole pages of where it belongs,
     less than a page behind its place; and what moves it there. None where nothing does.
 
     What has no whole pages in the room of its own part goes to the chunk, so reads beside each other never meet.

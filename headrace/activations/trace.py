@@ -1,13 +1,13 @@
 """What happens during one forward and its backward? Items leave and come back, and are compared with the plan.
 
-Each outermost forward has a course of its own, which its saved tensors keep alive. So any number of forwards may come
+Each outermost forward has a trace of its own, which its saved tensors keep alive. So any number of forwards may come
 before any number of backwards. What leaves and when is decided in decisions.py.
 """
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.activations.decisions import AsPlanned, Basis, ByCeiling, Decisions, Unplanned
 from headrace.activations.item import Item, Presence
@@ -16,7 +16,9 @@ from headrace.planning import ActivationPlan
 from headrace.runtime.device import allocated_bytes
 from headrace.runtime.lanes import Tick
 
-__all__ = ["Course", "Expected", "Others", "SaveRecord", "UseRecord"]
+__all__ = ["Entry", "Expected", "ForwardTrace", "Others", "SaveRecord", "UseRecord"]
+
+Entry = tuple[Any, ...]  # what was known of a forward when it began: see `entry_of`
 
 _MOST_LOOKS = 512  # at what else the device holds, in one forward
 
@@ -48,7 +50,7 @@ class UseRecord:
 
 
 class Others(NamedTuple):
-    """What was on the device at a moment, beside what the course had there: bytes that stay, and others."""
+    """What was on the device at a moment, beside what the trace had there: bytes that stay, and others."""
 
     gradient_bytes: int  # of parameters
     passing_bytes: int  # weights, and values that nobody saved
@@ -65,26 +67,26 @@ class Expected(NamedTuple):
     timed: bool
 
 
-class Course:
+class ForwardTrace:
     """One forward and its backward."""
 
-    def __init__(self, stash: Stash, expected: Expected, gradient_bytes: Callable[[], int]) -> None:
+    def __init__(self, stash: Stash, entry: Entry, expected: Expected, gradient_bytes: Callable[[], int]) -> None:
         self._stash = stash
+        self.entry = entry  # how it began
         self._gradient_bytes = gradient_bytes  # of the model's parameters, on the device now
         self.plan = expected.plan
         self.timed = expected.timed
         self.strayed = False
-        self.is_over = False  # the forward
-        self.calls = 0  # of the model, that are under way
+        self.is_over = False  # the forward, by itself or because its backward has begun
+        self.calls = 0  # of the model, that are under way: a backward within them is a part of the forward
         self.learned = False
         self.used_unplanned = False  # its backward went further than that which the plan was made of
         self.saves: list[SaveRecord] = []
         self.uses: list[UseRecord] = []
-        self._positions: dict[int, int] = {}  # of first uses that were recorded, by the item's index
         self._items: list[weakref.ref[Item]] = []
         self._decisions = _decisions(expected, self._items)
         self._others = Others(0, 0)  # at the last look
-        # Of a course that is timed: somebody else held their memory at the last look.
+        # Of a trace that is timed: somebody else held their memory at the last look.
         self._shared: list[tuple[Item, SaveRecord]] = []
 
     @property
@@ -95,9 +97,10 @@ class Course:
     @property
     def is_part(self) -> bool:
         """Whether an interrupt left gaps in it, or its backward used less than that which the plan was made of."""
-        if len(self.saves) < len(self._items) or len(self.uses) < len(self._positions):
+        used = {use.index for use in self.uses}
+        if len(self.saves) < len(self._items) or len(used) < len(self.uses):
             return True
-        return self.plan is not None and not self.plan.position_of_use.keys() <= self._positions.keys()
+        return self.plan is not None and not self.plan.position_of_use.keys() <= used
 
     @property
     def is_gone(self) -> bool:
@@ -123,12 +126,8 @@ class Course:
             self._shared.append((item, record))
             self.look_who_is_alone()
 
-    def goes(self, item: Item) -> None:
-        """The device memory of the item goes right after this."""
-        self._decisions.goes(item)
-
     def _look_at_others(self) -> Others:
-        """Looks at every item, so only a course that a plan is refined by asks, and in long ones not every time."""
+        """Looks at every item, so only a trace that a plan is refined by asks, and in long ones not every time."""
         looks = len(self.saves) + len(self.uses)
         if self.plan is not None and looks % (1 + len(self.plan.problem.saved) // _MOST_LOOKS) == 0:
             self._others = self._others_now()
@@ -179,7 +178,7 @@ class Course:
         stash = self._stash
         recorded = recorded and self.is_over
         self.used_unplanned |= recorded and self.plan is not None and item.index not in self.plan.position_of_use
-        recorded = recorded and self.timed and not self.learned and item.index not in self._positions
+        recorded = recorded and self.timed and not self.learned and item.use is None
         asked = stash.lanes.tick() if recorded else None
         if item.presence is Presence.AWAY:
             stash.meter.demand_onloads += 1
@@ -188,18 +187,18 @@ class Course:
             stash.meter.hits += 1
         stash.arrive(item)
         if recorded:
-            self._positions[item.index] = len(self.uses)
             weights_bytes = stash.meter.lane_use.weights_bytes
             position, others = len(self.uses), self._look_at_others()
-            self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), position, weights_bytes, others, others))
+            use = UseRecord(item.index, asked, stash.lanes.tick(), position, weights_bytes, others, others)
+            self.uses.append(use)
+            item.use = use
         for other in self._decisions.to_send_for(item, backward_round):
             stash.send_for(other, needed=False)
 
     def used_again(self, item: Item) -> None:
         """Another saved tensor that is part of the item is needed."""
-        position = self._positions.get(item.index)
-        if position is not None and not self.learned:
-            self.uses[position].freed_at = len(self.uses) - 1
+        if item.use is not None and not self.learned:
+            item.use.freed_at = len(self.uses) - 1
 
     def recomputed(self) -> None:
         """Something was computed again for the last use, and is all there."""

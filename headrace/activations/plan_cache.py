@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from headrace.activations.course import Course, Expected, Others, UseRecord
 from headrace.activations.meter import ActivationMeter
+from headrace.activations.trace import Entry, Expected, ForwardTrace, Others, UseRecord
 from headrace.config import ActivationConfig
 from headrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
 from headrace.runtime.autograd import in_backward
@@ -17,11 +17,9 @@ from headrace.runtime.lanes import Lanes, Tick
 from headrace.runtime.link import LinkSpeed
 from headrace.runtime.tensors import tensors_in
 
-__all__ = ["ActivationBook", "Entry", "entry_of"]
+__all__ = ["PlanCache", "entry_of"]
 
 _MOST_ENTRIES = 64  # shapes of inputs that are remembered, and kinds of them; the one used longest ago goes first
-
-Entry = tuple[Any, ...]
 
 
 def entry_of(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Entry:
@@ -46,8 +44,8 @@ class _Known:
     patience: int = 1
 
 
-class ActivationBook:
-    """Plans by entry. A plan is made of the recorded forward and refined once, when its own first course is timed.
+class PlanCache:
+    """Plans by entry. A plan is made of the recorded forward and refined once, when its own first trace is timed.
 
     An entry that is new keeps to the ceiling of a similar one, and is planned for when it comes again: to make a plan,
     the host waits. One whose forwards go otherwise than planned is planned for again after two more, four more, ....
@@ -101,15 +99,16 @@ class ActivationBook:
         if kind in self._similar and self._similar[kind][0] == entry:
             del self._similar[kind]
 
-    def learn(self, entry: Entry, course: Course, end: Tick) -> None:
-        """Plans for a course that was timed from its first save to the end of its first backward."""
+    def learn(self, trace: ForwardTrace, end: Tick) -> None:
+        """Plans for a trace that was timed from its first save to the end of its first backward."""
+        entry = trace.entry
         try:
-            plan = plan_activations(self._problem(course, end))
+            plan = plan_activations(self._problem(trace, end))
         except Exception as error:  # whatever it is: no step depends on a plan
-            self._tell(error, course)
+            self._tell(error, trace)
             return
         known = self._know(entry)
-        known.plan, known.is_refined = plan, course.plan is not None
+        known.plan, known.is_refined = plan, trace.plan is not None
         kind = _kind_of(entry)
         largest, similar = self._similar.get(kind, (entry, plan))
         if largest == entry or similar.problem.nbytes <= plan.problem.nbytes:
@@ -119,21 +118,21 @@ class ActivationBook:
                 self._similar.popitem(last=False)
         self.last_plan = plan
 
-    def _tell(self, error: Exception, course: Course) -> None:
+    def _tell(self, error: Exception, trace: ForwardTrace) -> None:
         """Once: the planner failed."""
         if not self._planner_failed:
             self._planner_failed = True
             warnings.warn(
-                f"the planner of activations failed for a forward that saved {len(course.saves)} tensors,"
+                f"the planner of activations failed for a forward that saved {len(trace.saves)} tensors,"
                 f" {type(error).__name__}: {error}. Such forwards have no plan: results are the same, compute may wait"
                 " longer. Please report this",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
-    def _problem(self, course: Course, end: Tick) -> ActivationProblem:
+    def _problem(self, trace: ForwardTrace, end: Tick) -> ActivationProblem:
         offload, onload = self._meter.speeds()
-        config, saves, uses = self._config, course.saves, course.uses
+        config, saves, uses = self._config, trace.saves, trace.uses
         after_saves = [save.asked for save in saves[1:]] + [uses[0].asked if uses else end]
         after_uses = [use.asked for use in uses[1:]] + [end]
         nbytes = sum(save.nbytes for save in saves)
@@ -163,15 +162,15 @@ class ActivationBook:
             offload_bytes=min(int(nbytes * config.fraction), nbytes if room is None else room),
             most_in_flight=config.most_in_flight,
             all_leave=config.all_leave,
-            other_seconds=self._weights_seconds(course, onload),
+            other_seconds=self._weights_seconds(trace, onload),
             forward_other_bytes=_forward_bytes(others[: len(saves) + 1], least)[: len(saves)],
             backward_other_bytes=_backward_bytes(uses, least),
         )
 
     @staticmethod
-    def _weights_seconds(course: Course, onload: LinkSpeed) -> tuple[float, ...]:
+    def _weights_seconds(trace: ForwardTrace, onload: LinkSpeed) -> tuple[float, ...]:
         """How long the onload lane is taken by weights that are sent for between the uses."""
-        counts = [course.saves[-1].weights_bytes, *(use.weights_bytes for use in course.uses)]
+        counts = [trace.saves[-1].weights_bytes, *(use.weights_bytes for use in trace.uses)]
         return tuple(onload.seconds(after - before) for before, after in itertools.pairwise(counts))
 
     def _seconds(self, begins: list[Tick], ends: list[Tick]) -> tuple[float, ...]:

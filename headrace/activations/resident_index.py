@@ -13,20 +13,24 @@ from collections.abc import Sequence
 from headrace.activations.item import Item, Presence
 from headrace.memory.least import LeastTree
 
-__all__ = ["Items", "Present"]
+__all__ = ["Items", "ResidentIndex"]
 
-Items = Sequence[weakref.ref[Item]]  # of a course, in the order of saving
+Items = Sequence[weakref.ref[Item]]  # of a trace, in the order of saving
+
+
+_GONE = (0, 0)
 
 
 class _Note(weakref.ref[Item]):
     """An item of which something may have changed."""
 
-    __slots__ = ("index",)
+    __slots__ = ("index", "seen")
 
     index: int
+    seen: tuple[int, int]  # at the last look: its bytes on the device, and 1 if it was being copied out
 
 
-class Present:
+class ResidentIndex:
     """`nbytes`: of what was on the device at the last `look()`. `leaving`: how many of them were being copied out."""
 
     def __init__(self, items: Items) -> None:
@@ -34,9 +38,8 @@ class Present:
         self.leaving = 0
         self._notes: deque[_Note] = deque()
         self._of: dict[int, _Note] = {}  # by the item's index
-        self._seen: dict[int, tuple[int, int]] = {}  # by index: bytes on the device, and 1 if it was being copied out
         self._to_send = LeastTree()  # bytes by index: 0 if it is being copied out already
-        self._stale: dict[int, None] = {}  # indices for which that does not hold now
+        self._stale: dict[int, _Note] = {}  # those for which that does not hold now, by index
         for ref in items:
             item = ref()
             if item is not None:
@@ -47,30 +50,31 @@ class Present:
         note = self._of.get(item.index)
         if note is None:
             note = _Note(item, self._notes.append)
-            note.index = item.index
+            note.index, note.seen = item.index, _GONE
             self._of[item.index] = note
+            item.goes = self._goes
         self._notes.append(note)
 
-    def goes(self, item: Item) -> None:
+    def _goes(self, item: Item) -> None:
         """The device memory of the item goes right after this."""
-        if self._seen.get(item.index, _GONE) != _GONE:
-            self._notes.append(self._of[item.index])
+        note = self._of[item.index]
+        if note.seen != _GONE:
+            self._notes.append(note)
 
     def look(self) -> None:
         """Counts what has changed."""
         while self._notes:
             note = self._notes[0]
-            index, item = note.index, note()
-            old, new = self._seen.get(index, _GONE), _state(item)
+            old, new = note.seen, _state(note())
             nbytes, leaving = self.nbytes + new[0] - old[0], self.leaving + new[1] - old[1]
-            self.nbytes, self.leaving, self._seen[index], self._stale[index] = nbytes, leaving, new, None  # no calls
+            self.nbytes, self.leaving, note.seen, self._stale[note.index] = nbytes, leaving, new, note  # no calls
             self._notes.popleft()
 
     def first(self, index: int, most_bytes: int) -> Item | None:
         """The first from that index on that is being copied out, or of which at most so many bytes would have to be."""
         while self._stale:
             stale = next(iter(self._stale))
-            nbytes, leaving = self._seen[stale]
+            nbytes, leaving = self._stale[stale].seen
             self._to_send.put(stale, math.inf if nbytes == 0 else 0 if leaving else nbytes)
             del self._stale[stale]
         found = self._to_send.first(index, most_bytes)
@@ -80,9 +84,6 @@ class Present:
                 return item
             found = self._to_send.first(found + 1, most_bytes)
         return None
-
-
-_GONE = (0, 0)
 
 
 def _state(item: Item | None) -> tuple[int, int]:

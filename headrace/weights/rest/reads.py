@@ -9,7 +9,7 @@ import torch
 from headrace.memory.packed import Packed, unpack
 from headrace.runtime.lanes import Copy, Event
 
-__all__ = ["Landing", "Piece", "Range", "ReadEvent"]
+__all__ = ["DiskRead", "Range", "ReadEvent"]
 
 Range = tuple[int, int, int]  # of a block: first byte there, bytes, first byte in the target
 
@@ -25,7 +25,7 @@ class ReadEvent(Event, Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class DiskRead:
     """What one read brings, and where it belongs."""
 
     read: Callable[[torch.Tensor], ReadEvent]  # submits a read into a chunk: to its first bytes, or packed to its last
@@ -34,8 +34,8 @@ class Piece:
     plain_bytes: int = 0  # what it is in the chunk once it is unpacked; 0: it is not packed
     keep: Callable[[torch.Tensor], Event | None] | None = None  # takes the chunk when it was copied, to pack it
     # Where the target is memory of the CPU: submits a read of what whole pages allow into it, and of the rest into a
-    # chunk; `Landing.finish` makes the target what `copies` would. None where no page fits.
-    read_into: "Callable[[torch.Tensor, torch.Tensor], Landing | None]" = lambda chunk, target: None
+    # chunk. What is to be called after it makes the target what `copies` would. None where no page fits.
+    read_into: Callable[[torch.Tensor, torch.Tensor], tuple[ReadEvent, Callable[[], None]] | None] = lambda *_: None
 
     def copies(self, chunk: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:
         """From the chunk to the target: mostly the block's buffer."""
@@ -51,11 +51,3 @@ class Piece:
     def has_whole_words(self) -> bool:
         """Whether each part can be unpacked alone."""
         return not any(begin % 2 or nbytes % 2 for begin, nbytes, _ in self.parts)
-
-
-@dataclass(frozen=True)
-class Landing:
-    """A read into a target, and what is left to do when it has ended."""
-
-    reading: ReadEvent
-    finish: Callable[[], None] = lambda: None

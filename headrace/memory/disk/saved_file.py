@@ -1,0 +1,228 @@
+"""What is a tensor in a file, and how do the bytes of files come to where they belong? In pieces, past the page cache.
+
+Tensors lie anywhere in a file, and direct I/O wants whole pages: so threads read pieces into memory of their own,
+compare checksums where a file has them, and lay the tensors out from there.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from headrace.errors import CheckpointError, DiskError
+from headrace.memory.disk.at_rest import TensorAtRest
+from headrace.memory.disk.checksums import checksum
+from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, disk_pages, pieces
+from headrace.memory.disk.file import DirectFile
+from headrace.memory.pages import map_pages
+from headrace.runtime.system import CLOSED_IN_CHILDREN, read_some
+
+__all__ = ["GRAIN_BYTES", "Place", "SavedFile", "TensorInFile", "new_pages", "read_all", "reading_memory"]
+
+GRAIN_BYTES = 4 << 20  # that a checksum of a checkpoint's file is of
+_READERS = 8
+_KEPT_GRAINS = 6  # that neighbours of what was read are in
+
+
+class SavedFile:
+    """A file that is read and not written. `checksums`: of each GRAIN_BYTES of it; None: it has none.
+
+    Raises CheckpointError.
+    """
+
+    def __init__(self, path: Path, checksums: Sequence[int] | None = None) -> None:
+        self.path = path
+        try:
+            self._file = DirectFile(os.open(path, os.O_RDONLY | CLOSED_IN_CHILDREN), str(path), writable=False)
+            self.descriptor, self.direct = self._file.descriptor, self._file.direct
+            self._state = self._state_now()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        self.nbytes, self.checksums = self._state[0], checksums
+        self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def fill(self, memory: Sequence[tuple[int, int]], begin: int, what: str) -> None:
+        """Reads the bytes from `begin` on into several (address, bytes), as they lie there.
+
+        In one request where all are whole pages. Raises DiskError, also when the file was written to meanwhile.
+        """
+        if self.checksums is None and self._state_now() != self._state:
+            raise DiskError(
+                errno.ESTALE, f"{what}: {self.path} was written to since it was opened; load the model again"
+            )
+        self._file.read_scattered(memory, begin, what)
+
+    def fill_checked(self, memory: torch.Tensor, begin: int, end: int, what: str) -> None:
+        """Reads these bytes, which are a grain where the file has checksums. Raises CheckpointError, naming `what`."""
+        self.fill([(memory.data_ptr(), end - begin)], begin, what)
+        if self.checksums is None:
+            return
+        if checksum(memory.data_ptr(), end - begin) != self.checksums[begin // GRAIN_BYTES]:
+            raise CheckpointError(
+                f"{self.path}: bytes {begin} to {end}, of {what}, are not those that were written (their checksum"
+                " differs). What was loaded so far is not to be used; load another checkpoint, or copy this one anew"
+                " from where it came"
+            )
+
+    def read(self, begin: int, memory: torch.Tensor, what: str) -> None:
+        """Fills uint8 `memory` with the bytes from `begin` on. Grains are kept for those who read their neighbours."""
+        if begin + memory.nbytes > self.nbytes:
+            raise CheckpointError(f"{self.path} ends at byte {self.nbytes}, before {what} does; it is not sound")
+        for first, last in pieces(begin, memory.nbytes, GRAIN_BYTES):
+            grain = first // GRAIN_BYTES * GRAIN_BYTES
+            with self._lock:
+                kept = self._kept.pop(grain, None)
+                if kept is None:
+                    full = len(self._kept) >= _KEPT_GRAINS
+                    kept = self._kept.popitem(last=False)[1] if full else new_pages(GRAIN_BYTES)
+                    self.fill_checked(kept, grain, min(grain + GRAIN_BYTES, self.nbytes), what)
+                self._kept[grain] = kept
+                ctypes.memmove(memory.data_ptr() + first - begin, kept.data_ptr() + first - grain, last - first)
+
+    def peek(self, begin: int, nbytes: int) -> bytes:
+        """A few bytes, as they lie there, without a look at checksums."""
+        return read_some(self.descriptor, nbytes, begin)
+
+    def bytes(self) -> bytes:
+        """All of a small file."""
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+        self.read(0, memory, self.path.name)
+        return memory.numpy().tobytes()
+
+    def close(self) -> None:
+        """Closes the file. Where that fails nothing is lost: it was only read."""
+        self._kept.clear()
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _state_now(self) -> tuple[int, int]:
+        """Size in bytes, and when it was written to last."""
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True, eq=False)
+class TensorInFile:
+    """A tensor whose elements are in memory as its bytes are: `like` (on meta), from byte `offset` of the file on."""
+
+    name: str
+    file: SavedFile
+    offset: int
+    like: torch.Tensor
+
+    @property
+    def path(self) -> str:
+        return str(self.file.path)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.like.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.like.numel() * self.like.itemsize
+
+    @property
+    def end(self) -> int:
+        """The byte of the file behind its last."""
+        return self.offset + self.nbytes
+
+    @property
+    def whole_grains(self) -> range:
+        """Those of the file that have no other bytes, by their first byte."""
+        return range(-(-self.offset // GRAIN_BYTES) * GRAIN_BYTES, self.end - GRAIN_BYTES + 1, GRAIN_BYTES)
+
+    def at_rest(self) -> TensorAtRest:
+        """The same for those who know nothing of files."""
+        return TensorAtRest(
+            self.like, lambda begin, memory: self.file.read(self.offset + begin, memory, repr(self.name))
+        )
+
+
+# A tensor of a file, and `put(begin, memory)`, which gets its bytes from `begin` on: from several threads, others each.
+Place = tuple[TensorInFile, Callable[[int, torch.Tensor], None]]
+
+
+def read_all(
+    work: Iterable[tuple[SavedFile, Sequence[Place]]],
+    memory: Sequence[torch.Tensor],
+    *,
+    but_not: Collection[int] = (),
+) -> None:
+    """Brings everything to its place: a thread for each of `memory`, which are whole pages, of GRAIN_BYTES at least
+    where a file has checksums. Raises what failed first: CheckpointError, DiskError.
+
+    Files that have checksums are read as a whole, so that what is around the tensors is checked, too; `but_not` grains,
+    by their first byte, that are read otherwise.
+    """
+    free: SimpleQueue[torch.Tensor] = SimpleQueue()
+    for one in memory:
+        free.put(one)
+
+    def bring(file: SavedFile, first: int, last: int, places: Sequence[Place]) -> None:
+        own = free.get()
+        try:
+            file.fill_checked(own, first, last, repr(places[0][0].name) if places else file.path.name)
+            for tensor, put in places:
+                begin, end = max(tensor.offset, first), min(tensor.end, last)
+                put(begin - tensor.offset, own[begin - first : end - first])
+        finally:
+            free.put(own)
+
+    with ThreadPoolExecutor(len(memory), thread_name_prefix="headrace-load") as readers:
+        jobs = [
+            readers.submit(bring, file, *piece)
+            for file, places in work
+            for piece in _pieces(file, places, memory[0].nbytes, but_not)
+        ]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            raise
+
+
+def _pieces(
+    file: SavedFile, places: Sequence[Place], most_bytes: int, but_not: Collection[int]
+) -> Iterator[tuple[int, int, Sequence[Place]]]:
+    """What is read at once, in order: first byte, the one behind the last, and the places that get some of it."""
+    size = most_bytes if file.checksums is None else GRAIN_BYTES
+    found: dict[int, list[Place]] = defaultdict(list)
+    for place in places:
+        for begin, _ in pieces(place[0].offset, place[0].nbytes, size):
+            found[begin // size * size].append(place)
+    for first, _ in pieces(0, file.nbytes if file.checksums is not None else 0, size):
+        if first not in but_not:
+            found[first]  # which may have no place
+    for first, among in sorted(found.items(), key=lambda item: item[0]):
+        last = min(first + size, file.nbytes)
+        if file.checksums is None:  # the pages that are wanted
+            first = max(first, min(tensor.offset for tensor, _ in among) // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES)
+            last = min(last, disk_pages(max(tensor.end for tensor, _ in among)))
+        yield first, last, among
+
+
+def reading_memory() -> list[torch.Tensor]:
+    """For `read_all`: what keeps a drive busy, measured, see docs/design/checkpoints.md."""
+    return [new_pages(GRAIN_BYTES) for _ in range(_READERS)]
+
+
+def new_pages(nbytes: int) -> torch.Tensor:
+    """Memory of whole pages, which nobody has touched."""
+    return torch.frombuffer(map_pages(nbytes, touched=False), dtype=torch.uint8)

@@ -1,0 +1,53 @@
+"""Which names does a user import? These and no others; `headrace/__init__.py` hands them out."""
+
+from headrace.activation_offloading import ActivationOffloading, offload_activations
+from headrace.activations.selection import mark_not_offload
+from headrace.ahead import HardwareNotFound, Probe, plan, probe
+from headrace.api import Offloaded, offload
+from headrace.errors import (
+    BudgetError,
+    CheckpointError,
+    DiskError,
+    HeadraceError,
+    LayoutError,
+    RankError,
+    StateError,
+    WeightChangedError,
+)
+from headrace.integrations.diffusers import offload_pipeline
+from headrace.integrations.transformers import from_pretrained
+from headrace.loading import load
+from headrace.one_by_one import experts
+from headrace.planning.cost import Hardware, RunPlan
+from headrace.report import ActivationStats, Stats
+from headrace.saving import Saving, save
+
+__all__ = [
+    "ActivationOffloading",
+    "ActivationStats",
+    "BudgetError",
+    "CheckpointError",
+    "DiskError",
+    "Hardware",
+    "HardwareNotFound",
+    "HeadraceError",
+    "LayoutError",
+    "Offloaded",
+    "Probe",
+    "RankError",
+    "RunPlan",
+    "Saving",
+    "StateError",
+    "Stats",
+    "WeightChangedError",
+    "experts",
+    "from_pretrained",
+    "load",
+    "mark_not_offload",
+    "offload",
+    "offload_activations",
+    "offload_pipeline",
+    "plan",
+    "probe",
+    "save",
+]
