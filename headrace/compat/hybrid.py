@@ -81,7 +81,7 @@ class HybridDeviceOptimizer(HostOptimizer):
         return {**super().__getstate__(), "_corrects": self._corrects}
 
     def _rule(self, group: dict[str, Any], step: float) -> Any:
-        rule = super()._rule(group, step)  # type: ignore[misc]  # of a kind below
+        rule = super()._rule(group, step)  # of a kind below
         return replace(rule, bias_correction=self._corrects) if isinstance(rule, AdamRule) else rule
 
     @property

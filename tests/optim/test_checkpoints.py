@@ -218,6 +218,6 @@ def test_a_state_dict_that_lacks_what_other_ranks_keep_is_refused() -> None:
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][1] = OnAnotherRank(1, "rank 1")
-    with pytest.raises(ValueError, match="this process is to keep what this state_dict lacks: .* is on rank 1"):
+    with pytest.raises(ValueError, match=r"this process is to keep what this state_dict lacks: .* is on rank 1"):
         optimizer.load_state_dict(saved)
     assert optimizer.state[ours[1]]["step"] == 1
