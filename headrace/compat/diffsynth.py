@@ -2,7 +2,7 @@
 
 A leaf module is a block, and the next one arrives while it computes. The device budget is three times the largest
 block, and what stays: buffers, and parameters of modules that have submodules. What is trained while it stays on the
-device comes on top. What differs is in docs/documents/diffsynth.md, row by row.
+device comes on top. What differs is in docs/coming_from/diffsynth.md, row by row.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """How does code written for Megatron-Core's HybridDeviceOptimizer run on headrace? With the import changed.
 
-What differs is in docs/documents/megatron.md.
+What differs is in docs/coming_from/megatron.md.
 """
 
 from dataclasses import replace
@@ -81,7 +81,7 @@ class HybridDeviceOptimizer(HostOptimizer):
         return {**super().__getstate__(), "_corrects": self._corrects}
 
     def _rule(self, group: dict[str, Any], step: float) -> Any:
-        rule = super()._rule(group, step)  # of a kind below
+        rule = super()._rule(group, step)
         return replace(rule, bias_correction=self._corrects) if isinstance(rule, AdamRule) else rule
 
     @property

@@ -21,8 +21,8 @@ from headrace.weights.model.places import Member, Places
 from headrace.weights.model.slot import Layout, Slot
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
 from headrace.weights.rest.fetching import Fetch, Fetching
-from headrace.weights.rest.pieces import Range
 from headrace.weights.rest.placement import HostTiers
+from headrace.weights.rest.reads import Range
 
 __all__ = ["Block", "Presence"]
 

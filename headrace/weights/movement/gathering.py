@@ -30,7 +30,7 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.trace import Course, VisitKey
 from headrace.weights.rest.fetching import Fetch, Fetching, Target
-from headrace.weights.rest.pieces import Range
+from headrace.weights.rest.reads import Range
 
 __all__ = ["Agreed", "Gathered", "Gathers"]
 

@@ -22,7 +22,7 @@ from headrace.weights.movement.host_experts import FEWEST_SLOTS, HostExpertCache
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.shares import Shares
 from headrace.weights.rest.fetching import Fetch, Fetching, Target
-from headrace.weights.rest.pieces import Range
+from headrace.weights.rest.reads import Range
 
 __all__ = ["Slices"]
 
