@@ -199,6 +199,7 @@ class HostOptimizer(Optimizer):
 
     def _members(self, gradients: Mapping[Any, Any]) -> list[Member]:
         """These parameters and the gradients to update them with; None: their own."""
+        self._updates.updater.drain_writers(gradients)  # which count their steps
         self._states.take_apart(self._states.entries)
         places = self._places()
         rules: dict[tuple[int, float], ElementRule | MatrixRule] = {}

@@ -138,6 +138,8 @@ class ParamStates:
             self.to_disk(self.disk, rule, master, self.entries[master.parameter])
 
     def _keep(self, disk: DiskState, master: MasterWeight, tensors: Mapping[str, torch.Tensor]) -> None:
+        for key in self._keys(master.parameter):
+            disk.drop(key, tensors)  # of another shape before, perhaps
         shapes = self._shapes.setdefault(master.parameter, {})
         by_elements: dict[int, dict[str, torch.Tensor]] = {}
         for name, value in tensors.items():
@@ -184,6 +186,8 @@ class ParamStates:
     def at_rest(self, parameter: torch.Tensor) -> dict[str, TensorAtRest]:
         """What of a parameter's state is on disk and not shown, to be read when it is wanted."""
         master = self.masters.get(parameter)
+        if master is not None and not master.layout_unchanged:
+            self._follow(master)
         if self.disk is None or master is None or parameter in self._lent:
             return {}
         tensors: dict[str, TensorAtRest] = {}

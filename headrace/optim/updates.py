@@ -58,7 +58,8 @@ class Updates:
         """Updates all of `members`, or begins to. `scale` multiplies their gradients; `parameters`: the optimizer's."""
         mine = [one for one in parameters if not owners.is_elsewhere(one)] if self._options.device_fraction else []
         if not self.overlaps:
-            before_write([member.parameter for member in members])
+            if owners.shares:
+                before_write([member.parameter for member in members])
             owners.update(members, lambda batch: self._perform_now(batch, scale, mine))
             if owners.shares:
                 self._mark_written(members)
