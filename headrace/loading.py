@@ -26,7 +26,7 @@ from headrace.checkpoint.running import wait_for_running
 from headrace.checkpoint.sources import SMALL_BYTES
 from headrace.checkpoint.torn import is_written
 from headrace.errors import CheckpointError
-from headrace.live import Handle, handles_of
+from headrace.live import ModelHandle, handles_of
 from headrace.memory.disk import SavedFile, TensorAtRest, TensorInFile, origin_of
 from headrace.memory.disk.saved_file import Place, read_all, reading_memory
 from headrace.memory.disk.torch_files import TorchFile
@@ -115,7 +115,7 @@ def _make_writable(blocks: Sequence[Block], wanted: Sequence["_Wanted"]) -> None
                 slot.touch()
 
 
-def _read_weights(wanted: Sequence["_Wanted"], handles: Sequence[Handle]) -> None:
+def _read_weights(wanted: Sequence["_Wanted"], handles: Sequence[ModelHandle]) -> None:
     into = [tensor for one in wanted for tensor in one.into]
     places: dict[SavedFile, list[Place]] = defaultdict(list)
     with torch.no_grad():
