@@ -85,26 +85,10 @@ class Block:
         self.last_loaded = -1  # ... and that the last one had, which may be gone
         self.written = 0  # the generation at which a home was last written to, and not just handed out
         self._as_arena = -1  # at which generation a copy of the arena was all that it took
-        parameters = [member.parameter for member in members]
-        layouts, self.nbytes = lay_out(parameters, param_dtype)
-        self.layouts, self.kind = layouts, _KINDS.setdefault(tuple(layouts), len(_KINDS))
-        self.rest = tiers.rest_for(name, parameters, layouts, self.nbytes)
         self._tiers = tiers
-        self.packed = tiers.packed_copy(name)
         self.manager: object = tiers  # each offloaded model has one
-        absent = AbsentLeaves(device)
-        self.slots = [
-            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch, self._before_write)
-            for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
-        ]
-        for slot in self.slots:
-            slot.unit = self
-            slot.on_change = self._changed
-        self.rest.take_homes(self.slots)
-        self._homes = [slot.home for slot in self.slots]
-        self._versions: list[int] = []
-        self._addresses: list[int] = []
-        self.see_homes()
+        self._lay_down(members, device, param_dtype)
+        self.packed = tiers.packed_copy(name)
         self.compounds = list(dict.fromkeys(member.compound for member in members if member.compound is not None))
         self.leaves = Leaves(self.slots, self.compounds)
         self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
@@ -118,6 +102,26 @@ class Block:
         self._flushed = self.generation if self.rest.filled else -1  # the generation that the files have; -1: none
         self._flushed_ranges: Sequence[Range] | None = None  # of which alone that is known; None: of all
         self._flush(self.generation)
+
+    def _lay_down(self, members: Sequence[Member], device: torch.device, param_dtype: torch.dtype | None) -> None:
+        """The homes' bytes come to where they rest, and each parameter gets a slot. For the constructor."""
+        parameters = [member.parameter for member in members]
+        layouts, self.nbytes = lay_out(parameters, param_dtype)
+        self.layouts, self.kind = layouts, _KINDS.setdefault(tuple(layouts), len(_KINDS))
+        self.rest = self._tiers.rest_for(self.name, parameters, layouts, self.nbytes)
+        absent = AbsentLeaves(device)
+        self.slots = [
+            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch, self._before_write)
+            for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
+        ]
+        for slot in self.slots:
+            slot.unit = self
+            slot.on_change = self._changed
+        self.rest.take_homes(self.slots)
+        self._homes = [slot.home for slot in self.slots]
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self.see_homes()
 
     def becomes(self, new: Presence) -> None:
         """The device copy stands elsewhere. Raises StateError where it cannot have come there."""
