@@ -168,7 +168,7 @@ class ActivationOffloading(Handle):
 
     def stall_seconds(self) -> float:
         """For how long compute waited, as in the stats. Waits for what is under way."""
-        self._stash.guard(self._stash.synchronize)
+        self._stash.guard(self._stash.settle, True)
         return self._meter.stall_seconds()
 
     def moved(self) -> list[Moved]:

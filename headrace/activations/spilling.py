@@ -58,15 +58,10 @@ class DiskStash(Stash):
         """A forward begins."""
         self.settle()
 
-    def settle(self) -> None:
+    def settle(self, wait: bool = False) -> None:
         """Takes back the memory of items that nobody can ask for any more, or that the disk has."""
         self.take_back()
-        self._end_spills(wait=False)
-
-    def synchronize(self) -> None:
-        """The same, once what is on its way to disk is there."""
-        self.take_back()
-        self._end_spills(wait=True)
+        self._end_spills(wait=wait)
 
     def send_out(self, item: Item) -> None:
         """Submits the copy to the host, and behind it the write."""
@@ -93,20 +88,15 @@ class DiskStash(Stash):
             self.pool.give_back(self._fetched.pop(item))
 
     def _slab_for(self, item: Item) -> Slab | None:
-        return self._staged_or_refused(item, needed=True, must_be=not self._stays_without_room)
+        return self._staged(item, needed=True, must_be=not self._stays_without_room)
 
     def _is_open(self, item: Item, *, needed: bool) -> bool:
         if item.slab is not None:  # the disk may have it by now, but the host still has it too
             return True
-        slab = self._staged_or_refused(item, needed=needed, must_be=needed)
+        slab = self._staged(item, needed=needed, must_be=needed)
         if slab is not None:
             self._fetched[item] = slab
         return slab is not None
-
-    def _staged_or_refused(self, item: Item, *, needed: bool, must_be: bool) -> Slab | None:
-        """Raises BudgetError where there is no room, and there must be."""
-        slab = self._staged(item, needed=needed)
-        return self.pool.take(whole_pages(item.nbytes)) if slab is None and must_be else slab
 
     def _copy_back(self, item: Item, memory: torch.Tensor, after: Event) -> Transfer | LateTransfer:
         if item.slab is not None or item.extent is None:
@@ -150,8 +140,11 @@ class DiskStash(Stash):
         return {*super()._slabs(), *self._fetched.values(), *(spill.slab for spill in self._spills)}
 
     # room -------------------------------------------------------------------------------------------------------------
-    def _staged(self, item: Item, *, needed: bool) -> Slab | None:
-        """Host memory on the way to or from disk. For what is needed, the host waits for writes, or gives up reads."""
+    def _staged(self, item: Item, *, needed: bool, must_be: bool) -> Slab | None:
+        """Host memory on the way to or from disk. For what is needed, the host waits for writes, or gives up reads.
+
+        Raises BudgetError where there is no room, and there must be.
+        """
         wanted = whole_pages(item.nbytes)
         while (slab := self.pool.try_take(wanted)) is None:
             if self.pool.arena_bytes < _STAGED_ITEMS * wanted and self.pool.has_room(wanted):
@@ -166,7 +159,7 @@ class DiskStash(Stash):
             elif needed and self._fetched:
                 self.put_back(next(reversed(self._fetched)))
             else:
-                return None
+                return self.pool.take(wanted) if must_be else None
         return slab
 
     def _end_spills(self, *, wait: bool) -> None:

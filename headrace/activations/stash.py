@@ -173,13 +173,9 @@ class Stash:
         item.handles.add(ref)
         return ref
 
-    def settle(self) -> None:
-        """Takes back the memory of items that nobody can ask for any more, or that the disk has. Raises DiskError where
-        it failed to write some."""
-        self.take_back()
-
-    def synchronize(self) -> None:
-        """The same, once what is on its way to disk is there."""
+    def settle(self, wait: bool = False) -> None:
+        """Takes back the memory of items that nobody can ask for any more, or that the disk has; `wait`: once what is
+        on its way there has come. Raises DiskError where it failed to write some."""
         self.take_back()
 
     def take_back(self) -> None:
