@@ -17,7 +17,7 @@ from overlap_updates import BUDGET_BLOCKS, RATIOS, Host, measured
 
 import headrace
 from emulator import emu
-from headrace.optim import AdamW
+from headrace.optim.updates import Updates
 
 COPY_BYTES = 24  # per parameter: weight and two moments in float32, read and written
 
@@ -63,18 +63,18 @@ class Saver:
 @contextlib.contextmanager
 def saving(saver: Saver) -> Iterator[None]:
     """Beside the updates that `overlap_updates.modelled` has put in the place of headrace's."""
-    perform = AdamW._perform
+    perform = Updates._apply
 
-    def copied_first(self: AdamW, members: Sequence[Any], scale: float) -> None:
+    def copied_first(self: Updates, members: Sequence[Any], scale: float) -> None:
         for member in members:
-            saver.before_update(id(member.parameter), member.weights.host.numel())
+            saver.before_update(id(member.parameter), member.master.host.numel())
         perform(self, members, scale)
 
-    AdamW._perform = copied_first  # type: ignore[method-assign]
+    Updates._apply = copied_first  # type: ignore[method-assign]
     try:
         yield
     finally:
-        AdamW._perform = perform  # type: ignore[method-assign]
+        Updates._apply = perform  # type: ignore[method-assign]
 
 
 def step_seconds(case: Case, ratio: float, forward_seconds: float, *, save: bool) -> tuple[float, float]:

@@ -33,8 +33,8 @@ def step_on_disk(elements: int, dtype: torch.dtype, directory: Path) -> Callable
 
     def step() -> None:
         optimizer.step()
-        if optimizer._disk is not None:
-            optimizer._disk.synchronize()  # what is written behind is part of the step
+        if optimizer._states.disk is not None:
+            optimizer._states.disk.synchronize()  # what is written behind is part of the step
 
     return step
 

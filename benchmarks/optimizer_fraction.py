@@ -26,6 +26,7 @@ from overlap import Case, configure, resident_seconds, settled_seconds
 import headrace
 from emulator import emu
 from headrace.optim import AdamW
+from headrace.optim.updates import Updates
 from headrace.planning.cost import Place, RunPlan
 
 MODEL = {  # 1.91B parameters
@@ -75,17 +76,17 @@ def run(share: float, *, beside: bool = False) -> tuple[float, int]:
     )
     model = model.to("emu")
     elements_per_second = nbytes / 4 / (UPDATE * alone)
-    perform = AdamW._perform
+    perform = Updates._apply
 
-    def timed(self: AdamW, members: Sequence[Any], scale: float) -> None:
+    def timed(self: Updates, members: Sequence[Any], scale: float) -> None:
         for member in members:
-            if member.weights.host.device.type != "cpu":
+            if member.master.host.device.type != "cpu":
                 perform(self, [member], scale)
                 continue
-            emu.host_works(member.place.numel() / elements_per_second, "update")
+            emu.host_works(member.parameter.numel() / elements_per_second, "update")
             member.updated = True
 
-    AdamW._perform = timed  # type: ignore[method-assign]
+    Updates._apply = timed  # type: ignore[method-assign]
     try:
         optimizer = AdamW(model.parameters(), device_fraction=1 - share, overlap_d2h_h2d=beside)
 
@@ -100,7 +101,7 @@ def run(share: float, *, beside: bool = False) -> tuple[float, int]:
         torch.accelerator.synchronize()
         peak = torch.accelerator.max_memory_allocated()
     finally:
-        AdamW._perform = perform  # type: ignore[method-assign]
+        Updates._apply = perform  # type: ignore[method-assign]
     reports = emu.take_reports()
     if reports:
         raise RuntimeError(f"{len(reports)} races, the first: {reports[0]}")

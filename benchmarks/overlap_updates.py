@@ -23,6 +23,7 @@ from emulator import emu
 from headrace.optim import AdamW, norms
 from headrace.optim.norms import GradientNorms
 from headrace.optim.overlap import Updater
+from headrace.optim.updates import Updates
 from headrace.runtime.pending import Pending
 
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)  # update of all blocks over forward of all blocks
@@ -47,7 +48,7 @@ class Host:
 def modelled(host: Host) -> Iterator[None]:
     """Updates take virtual time and nothing else; who waits for one waits for its moment in virtual time."""
     kept = [
-        (AdamW, "_perform", AdamW._perform),
+        (Updates, "_apply", Updates._apply),
         (Updater, "run", Updater.run),
         (Pending, "done", Pending.done),
         (Pending, "wait", Pending.wait),
@@ -71,8 +72,8 @@ def modelled(host: Host) -> Iterator[None]:
         moments[future] = host.busy_until
         return future
 
-    def perform(self: AdamW, members: Sequence[Any], scale: float) -> None:
-        host.works(sum(member.weights.host.numel() for member in members), UPDATE_BYTES, "update")
+    def perform(self: Updates, members: Sequence[Any], scale: float) -> None:
+        host.works(sum(member.master.host.numel() for member in members), UPDATE_BYTES, "update")
         for member in members:
             member.updated = True
 
@@ -89,7 +90,7 @@ def modelled(host: Host) -> Iterator[None]:
         emu.host_waits_until(moments[self._job])
         wait(self)
 
-    AdamW._perform = perform
+    Updates._apply = perform
     Updater.run = timed_run
     Pending.done = lambda self: emu.virtual_seconds() >= moments[self._job]
     Pending.wait = timed_wait

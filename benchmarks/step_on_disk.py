@@ -71,7 +71,7 @@ def child(directory: Path, host_memory: str, device_memory: str, rounds: int) ->
 
     def step() -> None:
         optimizer.step()
-        optimizer._disk.synchronize()  # type: ignore[union-attr]
+        optimizer._states.disk.synchronize()  # type: ignore[union-attr]
 
     divide = elements.in_files
     for number in range(rounds + 1):  # the first finds no state

@@ -192,39 +192,40 @@ class Offloaded(Handle):
         self._node = None if config.mesh is None else Node(config.mesh)
         self._way = None if self._node is None else way_of(config.onload, self._node, config.device)
         self._attachment: Attachment | None = None
-        self._ledger = Ledger(
-            frozenset({"weights", "buffers"}),
-            self._own_part(config.host_memory_bytes),
-            1 if self._node is None else self._node.size,
-        )
-        opened = config.checkpoint
-        materialized = None if opened is None else materialize(model, opened, self._ledger)
-        try:
-            with torch.inference_mode(False):  # in which nothing could be trained that is made there
-                self._offload(model, materialized)
-        except BaseException:
+        self._made: list[Block] = []
+        ranks = 1 if self._node is None else self._node.size
+        self._ledger = Ledger(frozenset({"weights", "buffers"}), self._own_part(config.host_memory_bytes), ranks)
+        # In inference mode nothing could be trained that is made there.
+        with torch.inference_mode(False), contextlib.ExitStack() as undo:
+            materialized = None
+            if config.checkpoint is not None:
+                materialized = materialize(model, config.checkpoint, self._ledger)
+                undo.callback(materialized.checkpoint.close)
+                undo.callback(materialized.undo)
+            inventory, parts, placement = self._cut(model, materialized)
+            self._lanes = open_lanes(config.device)
+            self._pace = Pace(self._lanes)
+            self._meter = Meter(self._lanes, self._ledger)
+            among = self._ledger, self._meter, placement, config.disk, materialized, self._node
+            self._tiers = HostTiers(config.device, *among, packed=config.packed is not False)
+            undo.callback(self._tiers.close)
+            undo.callback(self._release_blocks)
+            self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
+            reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if materialized is not None:
-                materialized.undo()
-                materialized.checkpoint.close()
-            raise
+                materialized.checkpoint.log = self._meter.disk_log
+                reading = materialized.checkpoint.reading(self._budgets.reading_bytes, self._ledger)
+            with reading:
+                self._wire(model, inventory, parts, placement)
+            undo.pop_all()
+            self._watch_steps()
+        live.handles.add(self)
 
-    def _offload(self, model: nn.Module, materialized: Materialized | None) -> None:
+    def _cut(self, model: nn.Module, materialized: Materialized | None) -> tuple[Inventory, Partition, Placement]:
+        """What there is, what of it travels together, and where that rests, within the budgets. Changes nothing."""
         config = self._config
         inventory = take_inventory(model, param_dtype=config.param_dtype)
-        budgets = Budgets.of(model, inventory, config)
-        if self._node is not None:
-            buffers = {name: one for name, one in model.named_buffers() if one.device.type == "cpu" and one.numel()}
-            shapes = {f"buffer {name!r}": f"{tuple(one.shape)} of {one.dtype}" for name, one in buffers.items()}
-            settings: dict[str, object] = {
-                "onload": config.onload,
-                "param_dtype": config.param_dtype,
-                "grad_dtype": config.grad_dtype,
-            }
-            self._node.check_alike(settings | shapes)
-            self._node.give_first(buffers.values())
-            device_bytes, host_bytes = self._node.least([budgets.device_bytes, budgets.host_bytes])
-            budgets = replace(budgets, device_bytes=device_bytes, host_bytes=host_bytes, ranks=self._node.size)
-        self._budgets = budgets
+        self._budgets = budgets = self._agreed(Budgets.of(model, inventory, config), model)
         self._ledger.host_budget_bytes = self._own_part(budgets.host_bytes)
         cut = partial(partition, model, inventory, config.blocks, config.resident, tables_by_rows=self._node is None)
         parts = budgets.checked(inventory, cut, config.device)
@@ -233,30 +234,30 @@ class Offloaded(Handle):
         placement = budgets.place(inventory, parts, replace(config, activations=activations), materialized)
         if activations is not None and activations.host_memory_bytes:
             activations = replace(activations, host_memory_bytes=self._own_part(activations.host_memory_bytes))
-        self._config = config = replace(config, activations=activations)
-        self._lanes = open_lanes(config.device)
-        self._pace = Pace(self._lanes)
-        self._meter = Meter(self._lanes, self._ledger)
-        self._made: list[Block] = []
-        self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
-        if materialized is not None:
-            materialized.checkpoint.log = self._meter.disk_log
-        among = self._ledger, self._meter, placement, config.disk, materialized, self._node
-        self._tiers = HostTiers(config.device, *among, packed=config.packed is not False)
-        reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if materialized is not None:
-            reading = materialized.checkpoint.reading(budgets.reading_bytes, self._ledger)
-        try:
-            with reading:
-                self._wire(model, inventory, parts, placement)
-        except BaseException:
-            if self._attachment is not None:
-                self._attachment.detach()
-                self._attachment = None
-            for block in self._made:
-                block.release()
-            self._tiers.close()
-            raise
+        self._config = replace(config, activations=activations)
+        return inventory, parts, placement
+
+    def _agreed(self, budgets: Budgets, model: nn.Module) -> Budgets:
+        """The least that any rank has, after a check that all were given the same; their buffers are the first's."""
+        if self._node is None:
+            return budgets
+        buffers = {name: one for name, one in model.named_buffers() if one.device.type == "cpu" and one.numel()}
+        shapes = {f"buffer {name!r}": f"{tuple(one.shape)} of {one.dtype}" for name, one in buffers.items()}
+        settings = {name: getattr(self._config, name) for name in ("onload", "param_dtype", "grad_dtype")}
+        self._node.check_alike(settings | shapes)
+        self._node.give_first(buffers.values())
+        device_bytes, host_bytes = self._node.least([budgets.device_bytes, budgets.host_bytes])
+        return replace(budgets, device_bytes=device_bytes, host_bytes=host_bytes, ranks=self._node.size)
+
+    def _release_blocks(self) -> None:
+        """What was begun of wiring is undone."""
+        if self._attachment is not None:
+            self._attachment.detach()
+            self._attachment = None
+        for block in self._made:
+            block.release()
+
+    def _watch_steps(self) -> None:
         self._steps = OptimizerSteps(
             self._engine,
             self._executor,
@@ -268,7 +269,6 @@ class Offloaded(Handle):
             common=self._common,
         )
         self._steps.watch()
-        live.handles.add(self)
 
     def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition, placement: Placement) -> None:
         config = self._config
@@ -436,11 +436,14 @@ class Offloaded(Handle):
 
     def _wait_for_copies(self) -> None:
         """The host waits until the lanes are empty."""
+        self._wait_for_arrivals()
+        for lane in Lane:
+            self._lanes.copy(lane, (), self._lanes.mark()).done.synchronize()
+
+    def _wait_for_arrivals(self) -> None:
         for block in self._blocks():
             if block.arrival is not None:
                 block.arrival.done.synchronize()
-        for lane in Lane:
-            self._lanes.copy(lane, (), self._lanes.mark()).done.synchronize()
 
     def stats(self, *, wait_for_updates: bool = True) -> Stats:
         """What was moved and held since the beginning or the last `reset_stats()`. Waits for passes and updates."""
@@ -502,9 +505,7 @@ class Offloaded(Handle):
         Raises DiskError for a write that failed and has not succeeded since.
         """
         self._engine.updates.wait()
-        for block in self._blocks():
-            if block.arrival is not None:
-                block.arrival.done.synchronize()
+        self._wait_for_arrivals()
         self._tiers.synchronize()
         if is_accelerator(self._config.device):
             torch.accelerator.synchronize(self._config.device)

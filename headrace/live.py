@@ -11,11 +11,11 @@ from headrace.runtime.system import after_fork
 from headrace.weights.meter import Checkpointed
 from headrace.weights.movement.block import Block
 
-__all__ = ["Handle", "handles", "handles_of"]
+__all__ = ["ModelHandle", "handles", "handles_of"]
 
 
-class Handle(Protocol):
-    """The handle on an offloaded model."""
+class ModelHandle(Protocol):
+    """The handle on an offloaded model, as far as code below `offload()` needs it."""
 
     def manages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is one of this model's."""
@@ -36,10 +36,10 @@ class Handle(Protocol):
         """This process was forked."""
 
 
-handles: "weakref.WeakSet[Handle]" = weakref.WeakSet()
+handles: "weakref.WeakSet[ModelHandle]" = weakref.WeakSet()
 
 
-def handles_of(model: nn.Module) -> list[Handle]:
+def handles_of(model: nn.Module) -> list[ModelHandle]:
     """The handles on an offloaded model, or on those that are parts of `model`."""
     found = {}
     for parameter in model.parameters():

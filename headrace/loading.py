@@ -27,7 +27,7 @@ from headrace.checkpoint.running import wait_for_running
 from headrace.checkpoint.sources import SMALL_BYTES
 from headrace.checkpoint.torn import is_written
 from headrace.errors import CheckpointError
-from headrace.live import Handle, handles_of
+from headrace.live import ModelHandle, handles_of
 from headrace.memory.disk import SavedFile, TensorAtRest, TensorInFile, origin_of
 from headrace.memory.disk.saved_file import Place, read_all, reading_memory
 from headrace.memory.disk.torch_files import TorchFile
@@ -146,7 +146,7 @@ def _fill(rest: DiskRest, image: _Image) -> None:
 
 
 def _read_weights(
-    wanted: Sequence["_Wanted"], handles: Sequence[Handle], images: Sequence[tuple[Block, DiskRest, _Image]]
+    wanted: Sequence["_Wanted"], handles: Sequence[ModelHandle], images: Sequence[tuple[Block, DiskRest, _Image]]
 ) -> None:
     into = [tensor for one in wanted for tensor in one.into]
     filled = {id(slot.home) for block, _, _ in images for slot in block.slots}

@@ -125,18 +125,18 @@ class Calls(Participant):
     @contextlib.contextmanager
     def _inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         outermost = module is self._model() and backward_task() == self._task and torch.is_grad_enabled()
-        if outermost and (self._forward is None or self._forward.is_over):
+        if outermost and (self._forward is None or self._forward.trace.is_over):
             self._begin(module, args, kwargs)
         forward = self._forward if outermost else None
         if forward is not None:
-            forward.enter()
+            forward.trace.calls += 1
         self._selection.enter(module, self._names.get(module, ""))
         try:
             yield
         finally:
             self._selection.leave(module)
             if forward is not None:
-                forward.leave()
+                forward.trace.calls -= 1
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ended, self._forward = self._forward, None

@@ -32,7 +32,7 @@ __all__ = ["Forward", "Passes"]
 
 
 class Passes:
-    """All forwards and backwards of one model, or of a part of one."""
+    """All forwards and backwards of one model, or of a part of one. `store`: where activations rest; None: the host."""
 
     def __init__(
         self,
@@ -43,7 +43,11 @@ class Passes:
         shared: LaneUse | None = None,
     ) -> None:
         self.meter = ActivationMeter(lanes, shared or LaneUse())
-        self.stash = _make_stash(config, lanes, ledger, self.meter, store)
+        self.stash: Stash
+        if store is None:
+            self.stash = Stash(lanes, ledger, self.meter, config)
+        else:
+            self.stash = DiskStash(lanes, ledger, self.meter, config, store)
         self.plans = PlanCache(config, lanes, self.meter)
         self._lanes = lanes
         self._rounds = itertools.count()
@@ -160,43 +164,20 @@ class Forward(Saving):
         self._plans = plans
         self._begun = stash.lanes.tick()
 
-    def enter(self) -> None:
-        """A call of the model begins: a backward within it is a part of this forward."""
-        self._trace.calls += 1
-
-    def leave(self) -> None:
-        """The call ends."""
-        self._trace.calls -= 1
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended, by itself or because its backward has begun."""
-        return self._trace.is_over
-
     @property
     def is_gone(self) -> bool:
         """Whether autograd has let go of all that was saved."""
         self._stash.guard(self._stash.settle)
-        return self._trace.is_gone
+        return self.trace.is_gone
 
     def end(self, *, completed: bool) -> None:
         """Nothing more is saved."""
         with self._stash.lock:
             if completed:
-                self._trace.end_forward()
-            self._stash.meter.forward_ended(self._begun, self._trace.basis)
-            if self._trace.strayed:
-                self._plans.strayed(self._trace.entry)
-
-
-def _make_stash(
-    config: ActivationConfig, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, store: DiskStore | None
-) -> Stash:
-    if config.tier == "host":
-        return Stash(lanes, ledger, meter, config)
-    if store is None:
-        raise ValueError('tier="disk" needs a directory; give disk="/path/on/a/local/drive"')
-    return DiskStash(lanes, ledger, meter, config, store)
+                self.trace.end_forward()
+            self._stash.meter.forward_ended(self._begun, self.trace.basis)
+            if self.trace.strayed:
+                self._plans.strayed(self.trace.entry)
 
 
 @dataclass(eq=False)

@@ -83,7 +83,7 @@ class Saving:
     """The saved-tensor hooks of one outermost call. `on_use` says that an item is needed, and makes it present."""
 
     def __init__(self, trace: ForwardTrace, stash: Stash, selection: Selection, on_use: Callable[[Item], int]) -> None:
-        self._trace = trace
+        self.trace = trace
         self._stash = stash
         self._selection = selection
         self._on_use = on_use
@@ -105,7 +105,7 @@ class Saving:
 
     @unseen
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if self._trace.is_over or not self._selection.wants(tensor):
+        if self.trace.is_over or not self._selection.wants(tensor):
             # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
             return _Kept(tensor.detach(), tensor._version)
         return self._stash.guard(self._handle_of, tensor)
@@ -129,7 +129,7 @@ class Saving:
             self._items[key] = item
             return _Handle(item, tensor, self._stash)
         stream, name = self._stash.streams.now(), self._selection.name
-        item = Item(self._trace, self._count, storage, start, nbytes, root, together, stream, name)
+        item = Item(self.trace, self._count, storage, start, nbytes, root, together, stream, name)
         whole = nbytes == storage.nbytes()
         del storage  # a holder that would count as somebody else
         self._count += 1
@@ -137,7 +137,7 @@ class Saving:
         handle = _Handle(item, tensor, self._stash)
         if whole:
             self._whole[key[0]] = weakref.ref(item), handle.counter, handle.version
-        self._trace.saved(item)
+        self.trace.saved(item)
         return handle
 
     def _same_memory(self, tensor: torch.Tensor, address: int) -> Item | None:

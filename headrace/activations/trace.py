@@ -77,8 +77,8 @@ class ForwardTrace:
         self.plan = expected.plan
         self.timed = expected.timed
         self.strayed = False
-        self.is_over = False  # the forward
-        self.calls = 0  # of the model, that are under way
+        self.is_over = False  # the forward, by itself or because its backward has begun
+        self.calls = 0  # of the model, that are under way: a backward within them is a part of the forward
         self.learned = False
         self.used_unplanned = False  # its backward went further than that which the plan was made of
         self.saves: list[SaveRecord] = []

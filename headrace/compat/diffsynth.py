@@ -2,9 +2,10 @@
 
 A leaf module is a block, and the next one arrives while it computes. The device budget is three times the largest
 block, and what stays: buffers, and parameters of modules that have submodules. What is trained while it stays on the
-device comes on top. What differs is in docs/documents/diffsynth.md, row by row.
+device comes on top. What differs is in docs/coming_from/diffsynth.md, row by row.
 """
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,29 +111,21 @@ def launch_data_process_task(
     in host memory. `args` (None, or parsed flags): with `enable_model_cpu_offload` the model is offloaded meanwhile, as
     `enable_optimizer_cpu_offload` and `cpu_offload_split_threshold` say; otherwise it goes to `accelerator.device`.
     """
-    manager = None
-    if getattr(args, "enable_model_cpu_offload", False):
-        manager = OffloadTrainingManager(
-            model,
-            accelerator.device,
-            getattr(args, "enable_optimizer_cpu_offload", False),
-            getattr(args, "cpu_offload_split_threshold", None),
-        )
-    else:
-        model.to(accelerator.device)
     directory = Path(model_logger.output_path) / str(accelerator.process_index)
     directory.mkdir(parents=True, exist_ok=True)
     samples = accelerator.prepare(DataLoader(dataset, collate_fn=_alone, num_workers=num_workers))
-    try:
+    with contextlib.ExitStack() as offloaded:
+        if getattr(args, "enable_model_cpu_offload", False):
+            with_optimizer = getattr(args, "enable_optimizer_cpu_offload", False)
+            threshold = getattr(args, "cpu_offload_split_threshold", None)
+            manager = OffloadTrainingManager(model, accelerator.device, with_optimizer, threshold)
+            offloaded.callback(manager.remove)
+        else:
+            model.to(accelerator.device)
         for index, sample in enumerate(tqdm(samples)):
             with torch.no_grad():
                 made = model(sample)
-            if manager is not None:
-                manager.after_backward()
             torch.save(map_tensors(made, torch.Tensor.cpu), directory / f"{index}.pth")
-    finally:
-        if manager is not None:
-            manager.remove()
 
 
 def _alone(batch: list[Any]) -> Any:

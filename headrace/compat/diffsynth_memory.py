@@ -1,12 +1,5 @@
 """What are DiffSynth-Studio's pinned memory pool and its offloaders here? One tensor at a time, in arenas.
 
-| DiffSynth-Studio | here |
-|---|---|
-| chunks are powers of two, 1 GiB at least | of exact size, but for the alignment of each tensor |
-| an exception: `pin_memory()` for each tensor | memory that cannot be page-locked is used as it is, with a warning |
-| frozen weights lose their memory format | they keep it |
-| what a module writes to its buffers on the device is lost | it is copied back |
-
 `OffloadTrainingManager` has no need of them: it moves whole blocks, ahead of time, and frees what autograd saved.
 """
 

@@ -1,6 +1,6 @@
 """How does code written for Megatron-Core's HybridDeviceOptimizer run on headrace? With the import changed.
 
-What differs is in docs/documents/megatron.md.
+What differs is in docs/coming_from/megatron.md.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ __all__ = ["HybridDeviceOptimizer"]
 class HybridDeviceOptimizer(HostOptimizer):
     """An optimizer with `offload_fraction` of its state in host memory and the rest on the parameters' accelerator.
 
-    The first parameters are on the host; a tensor is split where the border falls, exact to 128 elements.
+    The first parameters are on the host, whole, as there.
     `cpu_optimizer_cls` and `gpu_optimizer_cls` are classes, or `functools.partial` of them; None means the same as the
     other one, and AdamW if both are None. If both name the same of Adam, AdamW, FusedAdam, SGD, FusedSGD and Muon, the
     rule of `headrace.optim` by that name updates, with float32 masters of low-precision weights, whatever
@@ -81,7 +81,7 @@ class HybridDeviceOptimizer(HostOptimizer):
         return {**super().__getstate__(), "_corrects": self._corrects}
 
     def _rule(self, group: dict[str, Any], step: float) -> Any:
-        rule = super()._rule(group, step)  # type: ignore[misc]  # of a kind below
+        rule = super()._rule(group, step)
         return replace(rule, bias_correction=self._corrects) if isinstance(rule, AdamRule) else rule
 
     @property
@@ -104,7 +104,7 @@ class HybridDeviceOptimizer(HostOptimizer):
         kept = [{name: group[name] for name in ("lr", "weight_decay")} for group in self.param_groups]
         for group in self.param_groups:
             group.update(lr=0.0, weight_decay=0.0)
-        fresh = [parameter for parameter in parameters if self._local_shards.of(parameter) not in self.entries]
+        fresh = [parameter for parameter in parameters if self._local_shards.to_local(parameter) not in self.entries]
         for parameter in parameters:
             parameter.grad = None
         for parameter in fresh:

@@ -1,7 +1,7 @@
 """How do Megatron's and Megatron-Bridge's settings make a model and an optimizer here? Set, then checked when used.
 
 `OptimizerConfig.optimizer_for(model)` stands for `get_megatron_optimizer`, and `apply(config.model, model)` for what
-Megatron's layers do by themselves. What differs is in docs/documents/megatron.md. A recipe, and what runs it, is
+Megatron's layers do by themselves. What differs is in docs/coming_from/megatron.md. A recipe, and what runs it, is
 `examples/run_recipe.py`.
 """
 

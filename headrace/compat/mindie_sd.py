@@ -1,6 +1,6 @@
 """How does code written for MindIE-SD's enable_offload run on headrace? With the import changed.
 
-What differs is in docs/documents/mindie_sd.md.
+What differs is in docs/coming_from/mindie_sd.md.
 """
 
 from dataclasses import dataclass

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.optim.matrices import MatrixOptimizer
-from headrace.optim.options import Given, Options
+from headrace.optim.optimizer import HostOptimizer
+from headrace.optim.options import Given, Options, snapshot
+from headrace.optim.rules import MatrixRule
 from headrace.optim.weights import FULL, REMAINDER
 
 __all__ = ["TorchSteps", "our_arguments", "shared_rule"]
@@ -78,12 +79,14 @@ def our_arguments(settings: dict[str, Any], tensors: Iterable[torch.Tensor]) -> 
 _EACH_ITS_OWN = "of_each_class"  # in a param group: settings that it was not given, with another default in each class
 
 
-class TorchSteps(MatrixOptimizer):
+class TorchSteps(HostOptimizer):
     """Runs optimizers of PyTorch: one class for the parameters on the host, and one for those that stay on the device.
 
     The arithmetic is that of the class itself, on whole parameters: float32 (or float64) weights get its bits, and
     low-precision ones have a float32 master that it updates.
     """
+
+    _updates_whole = True
 
     def __init__(self, params: Any, *, on_host: Any, on_device: Any, **settings: Any) -> None:
         settings = {name: value for name, value in settings.items() if name not in ("capturable", "differentiable")}
@@ -108,20 +111,29 @@ class TorchSteps(MatrixOptimizer):
             raise ValueError(f"{kind.func.__name__} cannot run as a share of a hybrid optimizer: {reason}")
         return dict(kind([nn.Parameter(torch.zeros(1, device="cpu"))]).defaults)
 
-    def _apply(
-        self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
-    ) -> None:
-        kind: Any = self._kinds["host" if weight.device.type == "cpu" else "device"]
-        parameter = nn.Parameter(weight)
-        parameter.grad = gradient
+    def _rule(self, group: dict[str, Any], step: float) -> MatrixRule:
         unchanged = [name for name in group.get(_EACH_ITS_OWN, ()) if group[name] == self.defaults[name]]
-        others = ("params", "param_names", _EACH_ITS_OWN, *unchanged)
-        inner = kind([{"params": [parameter], **{name: group[name] for name in group if name not in others}}])
-        inner.state[parameter] = {name: value for name, value in state.items() if name not in (REMAINDER, FULL)}
-        # Without the hooks on any optimizer's step: this one is a part of another, which has called them.
-        step = kind.func.step
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
-        state.update(inner.state[parameter])
+        others = ("param_names", _EACH_ITS_OWN, *unchanged)
+        settings = {name: value for name, value in snapshot(group).items() if name not in others}
+        return MatrixRule(functools.partial(_torch_step, self._kinds, settings))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kinds": self._kinds, "_differ": self._differ}
+
+
+def _torch_step(
+    kinds: dict[str, Any],
+    settings: dict[str, Any],
+    state: dict[str, Any],
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    kind: Any = kinds["host" if weight.device.type == "cpu" else "device"]
+    parameter = nn.Parameter(weight)
+    parameter.grad = gradient
+    inner = kind([{"params": [parameter], **settings}])
+    inner.state[parameter] = {name: value for name, value in state.items() if name not in (REMAINDER, FULL)}
+    # Without the hooks on any optimizer's step: this one is a part of another, which has called them.
+    step = kind.func.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
+    state.update(inner.state[parameter])

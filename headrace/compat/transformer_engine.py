@@ -1,6 +1,6 @@
 """How does code for TransformerEngine's or Megatron's CPU offloading of layers run here? With the import changed.
 
-`with context: x = layer(x)`, then `x = sync(x)`, for each layer in turn. What differs is in docs/documents/megatron.md.
+`with context: x = layer(x)`, then `x = sync(x)`, for each layer in turn. What differs is in docs/coming_from/megatron.md.
 """
 
 import contextlib

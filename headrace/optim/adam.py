@@ -4,33 +4,14 @@ from typing import Any, Unpack
 
 import torch
 
-from headrace.optim.elements import ElementOptimizer
+from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.options import Given, Options
-from headrace.optim.rules import AdamRule
+from headrace.optim.rules import AdamRule, adam_rule
 
 __all__ = ["Adam", "AdamW"]
 
 
-class _AdamSteps(ElementOptimizer):
-    ELEMENTWISE = ("exp_avg", "exp_avg_sq")
-    MAXIMUM = "max_exp_avg_sq"
-    DECOUPLED = False
-
-    def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
-        beta1, beta2 = group["betas"]
-        return AdamRule(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=self.DECOUPLED,
-            maximize=group["maximize"],
-            step=step,
-        )
-
-
-class AdamW(_AdamSteps, torch.optim.AdamW):
+class AdamW(HostOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW with state and update in host memory, in one pass over it on every core.
 
     float32 parameters change bit for bit as with `torch.optim.AdamW(fused=True)` on the CPU. For bfloat16 and float16
@@ -53,8 +34,8 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
       returns tensors that are read from disk when they are accessed. With a `device_fraction`, the rest of the state is
       on disk.
     - `device_fraction`: share of the state that lives and is updated on the accelerator of parameters that live there,
-      in [0, 1], exact to 128 elements (with `tier="disk"` to a parameter); "auto" takes what is free after the first
-      backward, less a tenth; nothing of an offloaded model, and of one on the CPU, where it means 0.
+      in [0, 1], exact to a parameter; "auto" takes what is free after the first backward, less a tenth; nothing of an
+      offloaded model, and of one on the CPU, where it means 0.
     - `pin`: host memory for such parameters is page-locked (or only that for their "weights", or for their
       "gradients"). `overlap_d2h_h2d`: their gradients and weights travel while others are updated. Neither says
       anything of an offloaded model, whose homes `headrace.offload` makes, or of one on the CPU.
@@ -90,8 +71,6 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
     is sharded in the same way and saved with torch.distributed.checkpoint; `max_grad_norm` is the norm over all ranks.
     """
 
-    DECOUPLED = True
-
     def __init__(
         self,
         params: Any,
@@ -116,8 +95,11 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
             foreach=False,
         )
 
+    def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
+        return adam_rule(group, step, decoupled=True)
 
-class Adam(_AdamSteps, torch.optim.Adam):
+
+class Adam(HostOptimizer, torch.optim.Adam):
     """torch.optim.Adam with state and update in host memory; the other settings are those of `headrace.optim.AdamW`."""
 
     def __init__(
@@ -143,3 +125,6 @@ class Adam(_AdamSteps, torch.optim.Adam):
             maximize=maximize,
             foreach=False,
         )
+
+    def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
+        return adam_rule(group, step, decoupled=False)

@@ -15,11 +15,13 @@ import torch
 from headrace.memory.arena import Arena, aligned
 from headrace.memory.ledger import Ledger
 from headrace.optim.options import Pin
-from headrace.optim.weights import Weights, in_memory_order
+from headrace.optim.weights import MasterWeight
+from headrace.runtime.device import free_device_bytes
 from headrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
 
-__all__ = ["Member", "Twins"]
+__all__ = ["DeviceShare", "HostMirror", "Member"]
 
+_RESERVE = 0.1  # of free device memory: what "auto" leaves
 _BATCH_BYTES = 32 * 2**20  # of gradients: long enough for the link, short enough to overlap
 
 
@@ -28,12 +30,10 @@ class Member:
     """One parameter that takes part in a step, and where its update happens."""
 
     index: int
-    group: dict[str, Any]
     parameter: torch.Tensor
-    place: torch.Tensor  # the parameter's data, or the piece of it that this member is
-    offset: int = 0  # of that piece in the parameter, in elements
+    rule: Any  # ElementRule or MatrixRule: of its group, with the settings of now
     step: int  # the number of the step, over all that the optimizer took
-    weights: Weights
+    master: MasterWeight
     state: dict[str, Any]
     gradient: torch.Tensor  # where the weights are once its batch is performed
     shared: bool = False  # whether others have the gradient, and may write it once step() has returned
@@ -44,17 +44,47 @@ class Member:
         """From now on it may be half written."""
         self.begun = True
 
-    def piece(self, part: slice, weights: Weights, state: dict[str, Any]) -> "Member":
-        """Some of its elements, in the order in which they lie in memory, as a member of its own."""
-        place = in_memory_order(self.parameter, self.parameter)[part]
-        gradient = in_memory_order(self.gradient, self.parameter)[part]
-        weights.host = place
-        return dataclasses.replace(
-            self, place=place, offset=part.start, gradient=gradient, weights=weights, state=state
-        )
+
+class DeviceShare:
+    """Which parameters of accelerators keep their state there, and are updated there: the last ones, whole."""
+
+    def __init__(self) -> None:
+        self._stays: dict[torch.Tensor, bool] = {}
+
+    def assign(self, parameters: Sequence[torch.Tensor], device_fraction: float | str, state_bytes: int) -> None:
+        """Decides for parameters, all of one device, for which nothing was decided. `state_bytes` are of one element.
+
+        The fraction "auto" is what fits on the device.
+        """
+        new = [parameter for parameter in parameters if parameter not in self._stays]
+        if not new:
+            return
+        if isinstance(device_fraction, str):
+            device_fraction = _fraction_that_fits(parameters, state_bytes)
+        on_host = round((1 - device_fraction) * sum(parameter.numel() for parameter in new))
+        for parameter in new:
+            self._stays[parameter] = parameter.numel() > 0 and 2 * max(0, on_host) <= parameter.numel()
+            on_host -= parameter.numel()
+
+    def divide(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
+        """What is updated on the host, and what on the device."""
+        on_host = [member for member in members if not self._stays[member.parameter]]
+        return on_host, [member for member in members if self._stays[member.parameter]]
 
 
-class Twins:
+def _fraction_that_fits(parameters: Sequence[torch.Tensor], state_bytes: int) -> float:
+    """The share of the state for which the accelerator has memory to spare.
+
+    What passes took at their peak stays free for the next ones.
+    """
+    device = parameters[0].device
+    passing = torch.accelerator.max_memory_allocated(device) - torch.accelerator.memory_allocated(device)
+    spare = (free_device_bytes(device) - passing) * (1 - _RESERVE)
+    wanted = state_bytes * sum(parameter.numel() for parameter in parameters)
+    return min(1.0, max(0.0, spare / max(1, wanted)))
+
+
+class HostMirror:
     """Host memory for the parameters of one accelerator: twins of their weights, and their gradients.
 
     `pin`: it is page-locked, or that of one of the two is. `overlap`: batches travel while others are updated, instead
@@ -78,9 +108,9 @@ class Twins:
         begin = self._lanes.mark()
         sources = [member.gradient for member in members]
         self._make_room(members)
-        fetched = [member for member in members if member.weights.changed]
+        fetched = [member for member in members if member.master.changed]
         if fetched:
-            copies = [(self._twins[member.parameter], member.place) for member in fetched]
+            copies = [(self._twins[member.parameter], member.parameter.detach()) for member in fetched]
             self._lanes.copy(Lane.OFFLOAD, copies, begin).done.synchronize()
         batches = list(_batches(list(zip(members, sources, strict=True))))
         arriving: Iterator[Transfer] = (
@@ -92,7 +122,7 @@ class Twins:
         for batch, transfer in zip(batches, arriving, strict=True):
             transfer.done.synchronize()
             perform([member for member, _ in batch])
-            copies = [(member.place, member.weights.host) for member, _ in batch]
+            copies = [(member.parameter.detach(), member.master.host) for member, _ in batch]
             self._leaving.append(self._lanes.copy(Lane.ONLOAD, copies, begin))
             if not self._overlap:
                 _wait(self._leaving)
@@ -107,12 +137,12 @@ class Twins:
 
     def _make_room(self, members: Sequence[Member]) -> None:
         """Host memory for weights and gradients of parameters that have none yet, in one arena each."""
-        weights = {member.parameter: member.place for member in members}
+        weights = {member.parameter: member.parameter for member in members}
         gradients = {member.parameter: member.gradient for member in members}
         self._add_like(self._twins, weights, pinned=self._pin in (True, "weights"))
         self._add_like(self._gradients, gradients, pinned=self._pin in (True, "gradients"))
         for member in members:
-            member.weights.host = self._twins[member.parameter]
+            member.master.host = self._twins[member.parameter]
             member.gradient = self._gradients[member.parameter]
 
     def _add_like(

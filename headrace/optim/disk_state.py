@@ -115,12 +115,9 @@ class DiskState:
         for name in names:
             self._written.get(key, {}).pop(name, None)
 
-    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """What is on disk of these is not needed any more."""
-        gone = set(map(id, parameters))
-        for key in list(self._written):
-            if id(key[0] if isinstance(key, tuple) else key) in gone:
-                del self._written[key]
+    def forget(self, key: Any) -> None:
+        """What is on disk of this parameter is not needed any more."""
+        self._written.pop(key, None)
 
     def emptied(self) -> "DiskState":
         """Itself, holding nothing and with room for what comes next; another one where its drive failed."""

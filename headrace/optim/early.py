@@ -7,7 +7,7 @@ early before one whole step has shown that the loop does none of this, and each 
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,26 +20,14 @@ from headrace.runtime.pending import Unit, watch
 __all__ = ["EarlyUpdates"]
 
 
-class Begin(Protocol):
-    """Begins the update of parameters of a unit, given their gradients."""
-
-    def __call__(
-        self,
-        unit: Unit,
-        gradients: Mapping[Any, torch.Tensor],
-        arrived: Callable[[], None],
-        updated: dict[Any, None],
-    ) -> Sequence[Any]: ...
-
-
 class EarlyUpdates:
     """What one optimizer updated since its last step, and whether it may.
 
-    `begin` and `settings` (of all param groups, as they are now) are methods of the optimizer. It is not kept alive by
-    this: one that was dropped updates nothing any more.
+    `begin` (the update of parameters of a unit, given their gradients) and `settings` (of all param groups, as they are
+    now) are methods of the optimizer. It is not kept alive by this: one that was dropped updates nothing any more.
     """
 
-    def __init__(self, begin: Begin, settings: Callable[[], list[dict[str, Any]]]) -> None:
+    def __init__(self, begin: Callable[..., Sequence[Any]], settings: Callable[[], list[dict[str, Any]]]) -> None:
         self._begin = weakref.WeakMethod(begin)
         self._settings_now = weakref.WeakMethod(settings)
         self._proven = False  # one step was watched, and did nothing to gradients

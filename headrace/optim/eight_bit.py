@@ -20,13 +20,13 @@ __all__ = [
     "RECORD_BYTES",
     "RUN_ELEMENTS",
     "SUFFIX",
+    "convert",
     "decode",
     "encode",
     "fits",
     "is_record",
     "nbytes",
     "records",
-    "settle",
     "zeros",
 ]
 
@@ -118,7 +118,7 @@ def encode(values: torch.Tensor, moment: torch.Tensor, random: torch.Tensor | No
     moment[:, RUN_ELEMENTS:] = scales.view(torch.uint8).view(-1, 4)
 
 
-def settle(state: dict[str, Any], names: Iterable[str], parameter: torch.Tensor, *, narrow: bool) -> None:
+def convert(state: dict[str, Any], names: Iterable[str], parameter: torch.Tensor, *, narrow: bool) -> None:
     """Brings the moments `names` of a parameter's state, first moment first, into 8 bits, or out of them.
 
     What is there in the wanted form stays as it is.

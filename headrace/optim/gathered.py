@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from headrace.optim.deal import Deal
-from headrace.optim.dealt import Dealt, Perform
 from headrace.optim.devices import Member
 from headrace.optim.local_shards import LocalShards
+from headrace.optim.ownership import Ownership
 from headrace.runtime.ranks import Ranks
 from headrace.runtime.sharded import Cut, cut_of, local_shard
 
@@ -23,18 +22,18 @@ __all__ = ["Gathered"]
 _ROUND_BYTES = 32 << 20  # of gradients that each rank has whole at once, or of one that is larger
 
 
-class Gathered(Dealt):
+class Gathered(Ownership):
     """Those parameters of one optimizer that are DTensors, cut along one dimension of one mesh."""
 
     def __init__(self, first: Cut, shards: LocalShards, owners: Sequence[int]) -> None:
         ranks = Ranks(first.mesh.get_group(first.mesh_dimension), first.mesh.device_type)
-        super().__init__(ranks, Deal(ranks.count, owners))
+        super().__init__(ranks, owners)
         self._mesh = first.mesh, first.mesh_dimension
         self._shards = shards
         self._cuts: dict[torch.Tensor, Cut] = {}  # by DTensor
 
     def is_elsewhere(self, parameter: torch.Tensor) -> bool:
-        return super().is_elsewhere(self._shards.given(parameter))
+        return super().is_elsewhere(self._shards.dtensor_of(parameter))
 
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
         """Deals out those that are cut. Raises ValueError for one that is so otherwise than the first."""
@@ -53,38 +52,22 @@ class Gathered(Dealt):
                     f" process group has no backend for {device.type!r} to gather them by:"
                     " init_process_group('cpu:gloo,cuda:nccl')"
                 )
-        self._described = None
         self._cuts |= cuts
-        self.deal.take(cuts)
+        super().take(list(cuts))
         for parameter in cuts:
             if not self.is_elsewhere(parameter):
                 self._shards.stand_in(parameter)
 
-    def update(self, members: Sequence[Member], perform: Perform) -> None:
-        cut = [member for member in members if self._shards.given(member.parameter) in self._cuts]
-        whole = [member for member in members if self._shards.given(member.parameter) not in self._cuts]
-        error = self._tried(perform, whole) if whole else None
-        for batch in self._rounds(cut):
-            mine = self._gather(batch)
-            if mine and error is None:
-                error = self._tried(perform, mine)
-            self._scatter(batch)
-        self.tell(error)
-
-    def _tried(self, perform: Perform, members: list[Member]) -> Exception | None:
-        try:
-            perform(members)
-        except Exception as error:  # the other ranks wait for what they get from here
-            return error
-        return None
-
-    def _rounds(self, members: Sequence[Member]) -> list[list[Member]]:
-        """What is gathered at once: of each owner as many as fit, so that all have something to do."""
-        filled: dict[int | None, tuple[int, int]] = {}  # by owner: its last round, and the bytes in that
+    def rounds(self, members: Sequence[Member]) -> list[list[Member]]:
+        """Of each owner as many as fit, so that all have something to do; before these all that are not cut."""
+        filled: dict[int, tuple[int, int]] = {}  # by owner: its last round, and the bytes in that
         rounds: defaultdict[int, list[Member]] = defaultdict(list)
         for member in members:
-            owner = self.deal.owner(self._shards.given(member.parameter))
-            nbytes = self._shards.given(member.parameter).numel() * member.gradient.itemsize
+            owner = self.map.owner(self._shards.dtensor_of(member.parameter))
+            if owner is None:
+                rounds[-1].append(member)
+                continue
+            nbytes = self._shards.dtensor_of(member.parameter).numel() * member.gradient.itemsize
             last, held = filled.get(owner, (0, 0))
             if held and held + nbytes > _ROUND_BYTES:
                 last, held = last + 1, 0
@@ -92,32 +75,39 @@ class Gathered(Dealt):
             rounds[last].append(member)
         return [rounds[number] for number in sorted(rounds)]
 
-    def _gather(self, batch: Sequence[Member]) -> list[Member]:
-        """Weights and gradients of those that this rank owns, whole."""
+    def bring(self, members: Sequence[Member]) -> list[Member]:
+        """Weights and gradients of those that this rank owns come here, whole."""
+        if not self._are_cut(members):
+            return list(members)
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(self.ranks.count)]
         incoming: list[list[torch.Tensor]] = [[] for _ in range(self.ranks.count)]
         mine = []
-        for member in batch:
-            parameter: Any = self._shards.given(member.parameter)
-            outgoing[self.deal.owner(parameter) or 0] += [local_shard(parameter).detach(), member.gradient]
+        for member in members:
+            parameter: Any = self._shards.dtensor_of(member.parameter)
+            outgoing[self.map.owner(parameter) or 0] += [local_shard(parameter).detach(), member.gradient]
             if not self.is_elsewhere(parameter):
                 weight = member.parameter.detach()
                 weight.untyped_storage().resize_(weight.nbytes)
                 gradient = torch.empty_like(weight, dtype=member.gradient.dtype)
                 for rank, pieces in enumerate(incoming):
                     pieces += [self._cuts[parameter].part(tensor, rank) for tensor in (weight, gradient)]
-                member.weights.changed = True  # whether they are the old ones is seen in their values
+                member.master.changed = True  # whether they are the old ones is seen in their values
                 mine.append(replace(member, gradient=gradient))
         self.ranks.exchange(outgoing, incoming)
         return mine
 
-    def _scatter(self, batch: Sequence[Member]) -> None:
+    def _are_cut(self, members: Sequence[Member]) -> bool:
+        return self._shards.dtensor_of(members[0].parameter) in self._cuts
+
+    def spread(self, members: Sequence[Member]) -> None:
+        if not self._are_cut(members):
+            return
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(self.ranks.count)]
         incoming: list[list[torch.Tensor]] = [[] for _ in range(self.ranks.count)]
-        mine = [member.parameter.detach() for member in batch if not self.is_elsewhere(member.parameter)]
-        for member in batch:
-            parameter = self._shards.given(member.parameter)
-            incoming[self.deal.owner(parameter) or 0].append(local_shard(parameter).detach())
+        mine = [member.parameter.detach() for member in members if not self.is_elsewhere(member.parameter)]
+        for member in members:
+            parameter = self._shards.dtensor_of(member.parameter)
+            incoming[self.map.owner(parameter) or 0].append(local_shard(parameter).detach())
             if not self.is_elsewhere(parameter):
                 for rank, pieces in enumerate(outgoing):
                     pieces.append(self._cuts[parameter].part(member.parameter.detach(), rank))

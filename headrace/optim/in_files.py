@@ -5,7 +5,7 @@ while one is updated, and others are written. Through the memory that shows them
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,26 +13,31 @@ import torch
 from headrace.errors import StateError
 from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Origin, Request, disk_pages, origin_of
 from headrace.memory.pages import map_pages
-from headrace.optim import kernel
 from headrace.optim.devices import Member
 from headrace.optim.overlap import by_unit
-from headrace.optim.weights import Weights
+from headrace.optim.weights import MasterWeight, flat
 from headrace.runtime.pending import unit_of
 
-__all__ = ["Grains", "Run", "are_in_files", "in_files"]
+__all__ = ["Grains", "Row", "in_files", "mark_written_in_place"]
 
 _AHEAD = 3  # grains that are read, or written, while one is updated
 
 
 @dataclass
-class Run:
-    """Elements `start` to `stop` of member `index`, in host memory for the moment: flat."""
+class Row:
+    """Elements [start, stop) of member `index`, in memory for the moment: flat; all of them also in their shape."""
 
     index: int
     start: int
     stop: int
     weight: torch.Tensor
     gradient: torch.Tensor
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)  # master and moments
+
+    def part(self, start: int, stop: int, state: Mapping[str, torch.Tensor]) -> "Row":
+        """Elements [start, stop) of the parameter, which are some of these, with their state."""
+        elements = slice(start - self.start, stop - self.start)
+        return Row(self.index, start, stop, flat(self.weight)[elements], flat(self.gradient)[elements], state)
 
 
 @dataclass
@@ -57,16 +62,16 @@ def in_files(members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
     for unit, travelling in units:
         fit = all(_lies_in_file(member) for member in travelling)
         if fit and unit.may_be_updated_in_files([member.parameter for member in travelling]):
-            found += sorted(travelling, key=lambda member: member.weights.exposed().data_ptr())
+            found += sorted(travelling, key=lambda member: member.master.exposed().data_ptr())
         else:
             others += travelling
     return found, others
 
 
-def are_in_files(members: Sequence[Member]) -> None:
+def mark_written_in_place(members: Sequence[Member]) -> None:
     """That was done: as soon as they count as written, one of each unit says so."""
     for member in {id(unit_of(member.parameter)): member for member in members}.values():
-        member.weights.in_files = unit_of(member.parameter)
+        member.master.in_files = unit_of(member.parameter)
 
 
 class Grains:
@@ -81,11 +86,10 @@ class Grains:
         self._coming = _grains(members, self._memory)
         self._reading: deque[_Grain] = deque()
         self._writing: deque[tuple[torch.Tensor, Request]] = deque()
-        self._open: deque[tuple[_Grain, list[Run]]] = deque()
+        self._open: deque[tuple[_Grain, list[Row]]] = deque()
         self._left: deque[int] = deque()  # elements of each open one that nobody has asked for
-        self.checksums = [0] * len(members)  # of bfloat16 weights, as they were written
 
-    def runs(self, index: int, start: int, stop: int) -> Iterator[Run]:
+    def runs(self, index: int, start: int, stop: int) -> Iterator[Row]:
         """The runs that these elements are. To be asked for in order, and updated before `updated` is called."""
         at = start
         while at < stop:
@@ -94,12 +98,12 @@ class Grains:
                 self._open_one()
                 continue
             place, run = found
-            part = slice(at - run.start, min(stop, run.stop) - run.start)
-            yield Run(index, at, run.start + part.stop, run.weight[part], run.gradient[part])
-            self._left[place] -= part.stop - part.start
-            at = run.start + part.stop
+            end = min(stop, run.stop)
+            yield run.part(at, end, {})
+            self._left[place] -= end - at
+            at = end
 
-    def all(self) -> Iterator[list[Run]]:
+    def all(self) -> Iterator[list[Row]]:
         """All runs, those of one grain at a time, each updated before the next is asked for."""
         while self._open_one():
             yield self._open[0][1]
@@ -121,7 +125,7 @@ class Grains:
         for request in [*reads, *(request for _, request in self._writing)]:
             request.settle()
 
-    def _run_at(self, index: int, at: int) -> tuple[int, Run] | None:
+    def _run_at(self, index: int, at: int) -> tuple[int, Row] | None:
         for place, (_, runs) in enumerate(self._open):
             for run in runs:
                 if run.index == index and run.start <= at < run.stop:
@@ -138,20 +142,17 @@ class Grains:
             request.synchronize()
         grain = self._reading.popleft()
         runs = [
-            Run(index, start, stop, grain.memory[at:].view(dtype)[: stop - start], gradient)
+            Row(index, start, stop, grain.memory[at:].view(dtype)[: stop - start], gradient)
             for (index, start, stop, at), (gradient, _) in zip(grain.runs, grain.gradients, strict=True)
-            for dtype in (self._members[index].weights.dtype,)
+            for dtype in (self._members[index].master.dtype,)
         ]
         self._open.append((grain, runs))
         self._left.append(sum(run.stop - run.start for run in runs))
         return True
 
     def _write_one(self) -> None:
-        grain, runs = self._open.popleft()
+        grain, _ = self._open.popleft()
         self._left.popleft()
-        for run in runs:
-            if run.weight.dtype == torch.bfloat16:
-                self.checksums[run.index] = self.checksums[run.index] + _checksum(run) & 0xFFFFFFFF
         request = _asked(grain.origin.write(grain.memory[: disk_pages(grain.end - grain.begin)], grain.begin))
         self._free.extend(one for _, one in grain.gradients if one is not None)
         self._writing.append((grain.memory, request))
@@ -172,12 +173,12 @@ def _grains(members: Sequence[Member], memory: Callable[[int], torch.Tensor]) ->
     """Asks for all of them, one after the other."""
     by_origin: dict[Origin, list[tuple[int, int]]] = {}
     for index, member in enumerate(members):
-        shown = origin_of(member.weights.exposed())
+        shown = origin_of(member.master.exposed())
         if shown is not None:  # as `in_files` has seen to
             by_origin.setdefault(shown[0], []).append((shown[1], index))
     for origin, places in by_origin.items():
         places.sort()
-        at, last = 0, max(offset + _nbytes(members[index].weights) for offset, index in places)
+        at, last = 0, max(offset + _nbytes(members[index].master) for offset, index in places)
         while at < last:
             begin, end = origin.grain(at)
             runs = list(_runs(members, places, begin, end))
@@ -190,8 +191,8 @@ def _runs(
     members: Sequence[Member], places: Sequence[tuple[int, int]], begin: int, end: int
 ) -> Iterator[tuple[int, int, int, int]]:
     for offset, index in places:
-        size = members[index].weights.dtype.itemsize
-        first, last = max(begin, offset), min(end, offset + _nbytes(members[index].weights))
+        size = members[index].master.dtype.itemsize
+        first, last = max(begin, offset), min(end, offset + _nbytes(members[index].master))
         if first < last:
             yield index, (first - offset) // size, (last - offset) // size, first - begin
 
@@ -208,7 +209,7 @@ def _asked_for(
     grain.reads.append(_asked(origin.read(grain.memory[: disk_pages(end - begin)], begin)))
     for index, start, stop, _ in runs:
         member = members[index]
-        gradient = member.weights.flat(member.gradient)[start:stop]
+        gradient = member.master.flat(member.gradient)[start:stop]
         shown = origin_of(gradient)
         chunk = None
         if shown is not None:
@@ -225,10 +226,10 @@ def _asked_for(
 
 
 def _lies_in_file(member: Member) -> bool:
-    weights, flat = member.weights, member.weights.host.detach()
-    if weights.packs or weights.are_to_be_split(member.state):
+    weights = member.master
+    if weights.uses_8bit or weights.are_to_be_split(member.state):
         return False
-    if not torch.ops.aten.is_non_overlapping_and_dense(flat):
+    if not torch.ops.aten.is_non_overlapping_and_dense(weights.host):
         return False
     return weights.lies_alike(member.gradient) and origin_of(weights.exposed()) is not None
 
@@ -239,13 +240,5 @@ def _asked(request: Request | None) -> Request:
     return request
 
 
-def _nbytes(weights: Weights) -> int:
+def _nbytes(weights: MasterWeight) -> int:
     return weights.host.numel() * weights.dtype.itemsize
-
-
-def _checksum(run: Run) -> int:
-    """The part of `kernel.checksum` that these elements of a parameter have: sum of bits * (2 * place + 1)."""
-    first = int(run.weight[:1].view(torch.int16)) & 0xFFFF
-    own = int(kernel.checksum(run.weight))
-    twice_the_sum = own + first - int(kernel.checksum(run.weight[1:]))
-    return own + run.start * twice_the_sum & 0xFFFFFFFF

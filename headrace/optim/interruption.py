@@ -32,8 +32,8 @@ class Interruption:
         self._reason = None
 
     @contextlib.contextmanager
-    def told(self, members: Sequence[Member], settle: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """For the length of an update of these, which says of each when it has `begun`. `settle` waits until what was
+    def guard_partial_step(self, members: Sequence[Member], drain: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """For the length of an update of these, which says of each when it has `begun`. `drain` waits until what was
         given to other threads has ended.
 
         What fails before the first one changed nothing and is raised as it is; later it is raised as a StateError.
@@ -41,11 +41,11 @@ class Interruption:
         try:
             yield
         except BaseException as error:
-            settle()
+            drain()
             # Ctrl-C may have struck after they were written: copies of them are made anew.
             torch.autograd.graph.increment_version([member.parameter for member in members])
             for member in members:
-                member.weights.broken_off()
+                member.master.broken_off()
             begun = sum(member.begun or member.updated for member in members)
             if not begun:
                 raise

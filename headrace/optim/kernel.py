@@ -69,19 +69,10 @@ class Constants(ctypes.Structure):
     """Constants of one update rule at one step; see kernel.h."""
 
     _fields_ = (
-        ("rule", ctypes.c_int32),
-        ("maximize", ctypes.c_int32),
-        ("flags", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("rule", "maximize", "flags")),
         ("seed", ctypes.c_uint32),
-        ("gradient_scale", ctypes.c_float),
-        ("decay", ctypes.c_float),
-        ("keep_first", ctypes.c_float),
-        ("take_first", ctypes.c_float),
-        ("keep_second", ctypes.c_float),
-        ("take_second", ctypes.c_float),
-        ("correction", ctypes.c_float),
-        ("epsilon", ctypes.c_float),
-        ("step_size", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("gradient_scale", "decay", "keep_first", "take_first", "keep_second")),
+        *((name, ctypes.c_float) for name in ("take_second", "correction", "epsilon", "step_size")),
     )
 
 
@@ -89,24 +80,11 @@ class Task(ctypes.Structure):
     """One parameter, or a run of elements of one; see kernel.h."""
 
     _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("master", ctypes.c_void_p),
-        ("gradient", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("second", ctypes.c_void_p),
-        ("maximum", ctypes.c_void_p),
-        ("elements", ctypes.c_int64),
-        ("chunk", ctypes.c_int64),
-        ("constants", ctypes.c_int32),
-        ("master_form", ctypes.c_int32),
-        ("weight_number", ctypes.c_int32),
-        ("gradient_number", ctypes.c_int32),
-        ("state_number", ctypes.c_int32),
-        ("first_step", ctypes.c_int32),
-        ("checksum", ctypes.c_uint32),
-        ("stream", ctypes.c_uint32),
-        ("place", ctypes.c_uint32),
-        ("not_finite", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("weight", "master", "gradient", "first", "second", "maximum")),
+        *((name, ctypes.c_int64) for name in ("elements", "chunk")),
+        *((name, ctypes.c_int32) for name in ("constants", "master_form", "weight_number", "gradient_number")),
+        *((name, ctypes.c_int32) for name in ("state_number", "first_step")),
+        *((name, ctypes.c_uint32) for name in ("checksum", "stream", "place", "not_finite")),
     )
 
 

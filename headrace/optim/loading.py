@@ -1,19 +1,33 @@
 """What does an optimizer take from a state_dict? The values: moments are not cast to their parameter's dtype."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from headrace.optim import eight_bit
 
-__all__ = ["values_from"]
+__all__ = ["by_number", "values_from"]
+
+
+def by_number(state_dict: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
+    """The parameters of `groups` by the numbers that a state_dict has for them."""
+    pairs = zip(state_dict["param_groups"], groups, strict=False)
+    return {
+        number: parameter
+        for saved, group in pairs
+        for number, parameter in zip(saved["params"], group["params"], strict=False)
+    }
 
 
 def values_from(
-    groups: list[dict[str, Any]], state_dict: dict[str, Any], elementwise: tuple[str, ...], state_dtype: torch.dtype
+    groups: list[dict[str, Any]],
+    state_dict: dict[str, Any],
+    elementwise: Sequence[tuple[str, ...]],
+    state_dtype: torch.dtype,
 ) -> dict[Any, Any]:
-    """State for each parameter of `groups`. `elementwise` names what has the parameter's shape and the state dtype.
+    """State for each parameter of `groups`. `elementwise` names, by group, what has the state dtype, and the
+    parameter's shape.
 
     That dtype is torch.uint8 for moments in 8 bits. Those of the loaded state become what is wanted, either way.
 
@@ -34,17 +48,17 @@ def values_from(
             )
         names = group.get("param_names", [None] * len(group["params"]))
         for key, parameter, name in zip(saved["params"], group["params"], names, strict=True):
-            parameters[key] = (parameter, repr(name) if name else str(key))
+            parameters[key] = (parameter, repr(name) if name else str(key), elementwise[number])
     values: dict[Any, Any] = {}
     for key, saved in state_dict["state"].items():
         if key in parameters:
-            parameter, name = parameters[key]
+            parameter, name, moments = parameters[key]
             wide_dtype = torch.float32 if state_dtype == torch.uint8 else state_dtype
             if parameter.dtype == torch.float64:
                 wide_dtype = parameter.dtype
-            values[parameter] = dict(_entries(saved, parameter, name, elementwise, wide_dtype))
+            values[parameter] = dict(_entries(saved, parameter, name, moments, wide_dtype))
             narrow = state_dtype == torch.uint8 and eight_bit.fits(parameter)
-            eight_bit.settle(values[parameter], elementwise, parameter, narrow=narrow)
+            eight_bit.convert(values[parameter], moments, parameter, narrow=narrow)
         else:
             values[key] = saved
     return values

@@ -9,6 +9,7 @@ import torch
 from headrace.errors import LayoutError, StateError
 from headrace.optim import narrow
 from headrace.optim.kernel import Master
+from headrace.optim.loading import by_number
 from headrace.optim.weights import FULL, REMAINDER
 from headrace.runtime.sharded import described, gradient_of_shard, is_sharded, lies_as, local_shard, sharded_like
 
@@ -47,7 +48,7 @@ class LocalShards:
         whole = self._whole.get(updated)
         return whole is not None and self._stand_ins.get(whole) is updated
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def to_local(self, parameter: torch.Tensor) -> torch.Tensor:
         """What is updated of a parameter. Raises StateError where it has another memory since."""
         shard = self._shards.get(parameter)
         if shard is None:
@@ -59,11 +60,11 @@ class LocalShards:
             )
         return self._stand_ins.get(parameter, shard)
 
-    def given(self, shard: torch.Tensor) -> torch.Tensor:
+    def dtensor_of(self, shard: torch.Tensor) -> torch.Tensor:
         """The parameter whose local shard it is, or that it is."""
         return self._whole.get(shard, shard)
 
-    def wholes(self, shards: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def dtensors_of(self, shards: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those DTensors of which some of these are the local shards."""
         return [self._whole[shard] for shard in shards if shard in self._whole] if self._whole else []
 
@@ -72,27 +73,22 @@ class LocalShards:
         whole = self._whole.get(shard)
         return shard.grad if whole is None else gradient_of_shard(whole)
 
-    def inward(self, state: Mapping[Any, Any]) -> "defaultdict[Any, Any]":
+    def localize_state(self, state: Mapping[Any, Any]) -> "defaultdict[Any, Any]":
         """State by parameter, as the optimizer has it inside. Raises ValueError where it is not sharded as that is."""
         found: defaultdict[Any, Any] = defaultdict(dict)
         for parameter, entries in state.items():
-            found[self.of(parameter)] = self._taken(entries, parameter)
+            found[self.to_local(parameter)] = self._taken(entries, parameter)
         return found
 
     def loaded(
         self, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
         """The groups, and the state that a state_dict has for them by number, as the optimizer has both inside."""
-        pairs = zip(state_dict["param_groups"], groups, strict=False)
-        of_numbers = {
-            number: parameter
-            for saved, group in pairs
-            for number, parameter in zip(saved["params"], group["params"], strict=False)
-        }
-        state = {key: self._taken(entries, of_numbers.get(key)) for key, entries in state_dict["state"].items()}
-        return [{**group, "params": list(map(self.of, group["params"]))} for group in groups], state
+        parameters = by_number(state_dict, groups)
+        state = {key: self._taken(entries, parameters.get(key)) for key, entries in state_dict["state"].items()}
+        return [{**group, "params": list(map(self.to_local, group["params"]))} for group in groups], state
 
-    def outward(self, state: Mapping[torch.Tensor, Any]) -> "defaultdict[torch.Tensor, Any]":
+    def globalize_state(self, state: Mapping[torch.Tensor, Any]) -> "defaultdict[torch.Tensor, Any]":
         """The same as torch.optim has it: by DTensor, and what has the shape of a shard is one of such a DTensor.
 
         In the same memory, but for masters in split form: no collective takes int16, so they are shown in full form.
@@ -102,7 +98,7 @@ class LocalShards:
         for shard, entries in state.items():
             whole = self._whole.get(shard)
             if whole is None or self.is_stand_in(shard):
-                shown[self.given(shard)] = entries
+                shown[self.dtensor_of(shard)] = entries
             else:
                 pairs = (_in_full(name, value, shard) for name, value in entries.items())
                 shown[whole] = {name: _shown(name, value, shard, whole) for name, value in pairs}

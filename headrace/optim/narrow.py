@@ -9,7 +9,7 @@ import torch
 
 from headrace.optim.kernel import Master
 
-__all__ = ["join", "part", "random_bits", "stochastic_bfloat16"]
+__all__ = ["join", "random_bits", "split_master", "stochastic_bfloat16"]
 
 _MASK = 0xFFFFFFFF
 
@@ -30,7 +30,7 @@ def join(weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> tor
     return torch.where(counts, master, weight.to(torch.float32))
 
 
-def part(exact: torch.Tensor, weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> None:
+def split_master(exact: torch.Tensor, weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> None:
     """The inverse of `join`: writes `weight` and `master`."""
     if master is None:
         if exact.data_ptr() != weight.data_ptr():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headrace.optim.dealt import Dealt
+from headrace.optim.ownership import Ownership
 from headrace.runtime.grad_scaler import make_grad_scaler_leave_traces
 from headrace.runtime.pending import Unit
 from headrace.runtime.sharded import is_sharded, largest_of_ranks, local_shard, whole_of
@@ -68,17 +68,15 @@ class GradientNorms:
         """Nothing to do: norms count for gradients that are delivered."""
 
     def clipping(
-        self, limit: float, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], dealt: Dealt | None = None
+        self, limit: float, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], owners: Ownership
     ) -> tuple[float | None, float]:
         """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_, and their norm.
 
-        None where that is not finite. With `dealt` each rank takes the norms of its own, and all get one total.
+        None where that is not finite. Each rank of `owners` takes the norms of its own, and all get one total.
         """
-        return _factor(limit, self.total(gradients, shared, dealt))
+        return _factor(limit, self.total(gradients, shared, owners))
 
-    def total(
-        self, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], dealt: Dealt | None = None
-    ) -> torch.Tensor:
+    def total(self, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], owners: Ownership) -> torch.Tensor:
         """The norm of all of them, with the arithmetic of `torch.nn.utils.get_total_norm`.
 
         `shared`: parameters whose gradients others have, too, and may have written without a trace.
@@ -91,9 +89,9 @@ class GradientNorms:
         for job in jobs:
             job.result()
         tensors = list(gradients.values())
-        if dealt is None and any(tensor.device.type != "cpu" for tensor in tensors):
+        if not owners.shares and any(tensor.device.type != "cpu" for tensor in tensors):
             return torch.nn.utils.get_total_norm(tensors)
-        own = [one for one in gradients if dealt is None or not dealt.is_elsewhere(one)]
+        own = [one for one in gradients if not owners.is_elsewhere(one)]
         norms = {
             id(gradients[parameter]): norm
             for parameter in own
@@ -104,8 +102,8 @@ class GradientNorms:
         missing = [gradients[parameter] for parameter in own if id(gradients[parameter]) not in norms]
         if missing:
             norms |= zip(map(id, missing), foreach_norm(missing), strict=True)
-        if dealt is not None:
-            norms = _of_all_ranks(tensors, norms, dealt)
+        if owners.shares:
+            norms = _of_all_ranks(tensors, norms, owners)
         groups = group_tensors([tensors])  # type: ignore[list-item]  # gives the order of the sum
         ordered = [norms[id(tensor)] for (alike,), _ in groups.values() for tensor in alike]
         self._norms.clear()
@@ -119,14 +117,14 @@ class GradientNorms:
 
 
 def _of_all_ranks(
-    gradients: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor], dealt: Dealt
+    gradients: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor], owners: Ownership
 ) -> dict[int, torch.Tensor]:
     """The norms of all gradients by their id, where each rank has those of its own. A collective."""
     values = torch.zeros(len(gradients), dtype=torch.float64, device="cpu")  # holds all dtypes exactly
     for place, gradient in enumerate(gradients):
         if id(gradient) in own:
             values[place] = own[id(gradient)]
-    every = zip(gradients, dealt.ranks.added(values), strict=True)
+    every = zip(gradients, owners.ranks.added(values), strict=True)
     return {id(gradient): norm.to(gradients[0].device, gradient.dtype) for gradient, norm in every}
 
 

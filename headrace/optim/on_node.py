@@ -1,16 +1,15 @@
 """How do the ranks of a node update the one copy that they have of a model? Each its own parameters, for all."""
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from headrace.errors import StateError
-from headrace.optim.deal import Deal
-from headrace.optim.dealt import Dealt, Perform
 from headrace.optim.devices import Member
-from headrace.runtime.pending import OWNER, unit_of
+from headrace.optim.ownership import Ownership, Perform
+from headrace.runtime.pending import OWNER, OtherRanks, Unit, unit_of
 from headrace.runtime.ranks import Ranks
 
 __all__ = ["OnNode", "node_of"]
@@ -18,21 +17,20 @@ __all__ = ["OnNode", "node_of"]
 _SEEN = 64  # elements of each gradient at most, of which the ranks tell each other
 
 
-class OnNode(Dealt):
+class OnNode(Ownership):
     """Parameters of a model that was offloaded with `mesh`: all ranks of the node see homes and averages."""
 
     def __init__(self, common: Any) -> None:
         """`common`: as in `runtime.pending.Unit`."""
         ranks = Ranks(common.node.group, "cpu", common.node.look)
-        super().__init__(ranks, Deal(ranks.count))
+        super().__init__(ranks)
         self.common = common
 
-    def take(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._described = None
-        self.deal.take(parameters)
-
     def agree(
-        self, look: Callable[[], list[Member]], groups: Sequence[dict[str, Any]], settings: Mapping[str, object]
+        self,
+        look: Callable[[], list[Member]],
+        groups: Sequence[dict[str, Any]],
+        settings: Callable[[], Mapping[str, object]],
     ) -> list[Member]:
         for group in groups:
             for parameter in group["params"]:
@@ -41,7 +39,14 @@ class OnNode(Dealt):
                         f"a parameter of shape {tuple(parameter.shape)} is not, or no more, one of the model that this"
                         " optimizer's other ones belong to, which is offloaded on several ranks; make a new optimizer"
                     )
-        return super().agree(look, groups, settings)
+
+        def look_at_places() -> list[Member]:
+            found = look()
+            for member in found:  # the weights as all ranks see them, which may have moved to disk
+                member.master.host = self.common.place_of(member.parameter.__dict__[OWNER])
+            return found
+
+        return super().agree(look_at_places, groups, settings)
 
     def _seen(self, member: Member) -> int:
         """All have the same average, of which each may have written its own view: clipping and scaling write all."""
@@ -51,35 +56,35 @@ class OnNode(Dealt):
     def _agreed(self, alike: Sequence[int]) -> None:
         self.common.note_step(alike)
 
-    def update(self, members: Sequence[Member], perform: Perform) -> None:
-        error = None
-        try:
-            self.perform(perform, members)
-        except Exception as failure:  # the others wait
-            error = failure
-        self.common.node.meet("the end of its update")
-        self.tell(error)
-
-    def mine(self, members: Iterable[Member]) -> list[Member]:
-        """Those that this rank updates; the others count as updated."""
-        mine = []
+    def bring(self, members: Sequence[Member]) -> list[Member]:
+        """The others count as updated."""
         for member in members:
-            if self.is_elsewhere(member.parameter):
-                member.updated = True
-            else:
-                mine.append(member)
-        return mine
+            member.updated = member.updated or self.is_elsewhere(member.parameter)
+        return super().bring(members)
 
-    def perform(self, perform: Callable[..., None], members: Iterable[Member], *settings: Any) -> None:
-        """Calls `perform`, with these settings, for what this rank updates of `members`."""
-        if mine := self.mine(members):
-            perform(mine, *settings)
+    def perform_own(self, perform: Perform, members: Sequence[Member]) -> None:
+        if mine := self.bring(members):
+            perform(mine)
             self.common.updated(member.parameter.__dict__[OWNER] for member in mine)
 
-    def place_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The weights as all ranks see them."""
-        place: torch.Tensor = self.common.place_of(parameter.__dict__[OWNER])
-        return place
+    def update(self, members: Sequence[Member], perform: Perform) -> None:
+        super().update(members, lambda mine: self.perform_own(perform, mine))
+
+    def spread(self, members: Sequence[Member]) -> None:
+        self.common.node.meet("the end of its update")
+
+    def begin_update(self, unit: Unit) -> OtherRanks | None:
+        others: OtherRanks | None = self.common.begin_update(unit)
+        return others
+
+    def end_closure(self) -> None:
+        self.common.agree("what its closure wrote")
+
+    def end_step(self) -> None:
+        self.common.accept()
+
+    def discard_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.common.discard(parameters)
 
 
 def node_of(parameter: torch.Tensor) -> Any:

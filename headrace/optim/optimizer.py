@@ -1,68 +1,88 @@
 """What do all optimizers of headrace share? State and update in host memory, and the conventions of torch.optim."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from headrace.errors import LayoutError
-from headrace.optim import refusals
-from headrace.optim.at_rest import StateAtRest
-from headrace.optim.dealt import Dealt
-from headrace.optim.devices import Member, Twins
-from headrace.optim.disk_state import DiskState
+from headrace.errors import DiskError, LayoutError, StateError
+from headrace.memory.disk import TensorAtRest
+from headrace.optim import kernel, refusals
+from headrace.optim.consolidation import OnAnotherRank
+from headrace.optim.devices import Member
 from headrace.optim.early import EarlyUpdates
-from headrace.optim.interruption import Interruption
+from headrace.optim.gathered import Gathered
 from headrace.optim.kernel import Master
+from headrace.optim.loading import values_from
 from headrace.optim.local_shards import LocalShards
 from headrace.optim.norms import GradientNorms, clipping_of_shards
 from headrace.optim.not_finite import NotFiniteSteps
 from headrace.optim.on_node import OnNode, node_of
-from headrace.optim.options import Options, comparable, snapshot
-from headrace.optim.overlap import Updater, by_unit
-from headrace.optim.reduced import dealt_over
-from headrace.optim.shares import Shares
-from headrace.optim.weights import FULL, REMAINDER, Weights
+from headrace.optim.options import Options, comparable
+from headrace.optim.reduced import owners_over
+from headrace.optim.rules import ElementRule, MatrixRule
+from headrace.optim.states import ParamStates
+from headrace.optim.updates import Updates
+from headrace.optim.weights import MasterWeight
 from headrace.runtime.autograd import without_overrides
-from headrace.runtime.capture import before_write, will_write
+from headrace.runtime.capture import before_write
 from headrace.runtime.holders import gradient_is_shared
-from headrace.runtime.pending import Pending, Unit, watch
-from headrace.runtime.sharded import local_shard
+from headrace.runtime.pending import Unit, watch
+from headrace.runtime.sharded import cut_of, local_shard
+from headrace.runtime.tensors import parameters_of
 
 __all__ = ["HostOptimizer"]
 
+# Kept by copies and pickles, beside what the stock one keeps.
+_OWN = ("_options", "_not_finite", "skipped_steps", "last_step_skipped", "last_grad_norm")
 
-class HostOptimizer(StateAtRest):
+
+class HostOptimizer(Optimizer):
     """An optimizer whose state and update live in host memory, for parameters on the host or on an accelerator.
 
-    It stands before a stock optimizer of torch.optim among the bases of a class: param groups, defaults, validation and
-    the format of `state_dict` are the stock one's; the state and the step are ours.
+    It stands before a stock optimizer of torch.optim among the bases of a class, which adds the rule: param groups,
+    defaults, validation and the format of `state_dict` are the stock one's; the state and the step are ours.
 
     `skipped_steps` counts steps that were skipped because the norm of the gradients was not finite (with
     `max_grad_norm`); `last_step_skipped` says whether the last one was, and `last_grad_norm` is its norm before
     clipping. `not_finite_steps` counts steps that were not skipped although some gradient was not finite.
     """
 
-    # Names of the state that has its parameter's shape, in the state dtype.
-    ELEMENTWISE: tuple[str, ...] = ()
-    SPLITS = True  # whether a tensor may be updated in two pieces
     asks_before_write = True  # as runtime.capture wants it: for each parameter, when its update begins
+    _updates_whole = False  # whether a DTensor that is cut is updated on one rank, for all
 
     def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
-        self._options = options
-        self._local_shards = LocalShards()
-        self._dealt: Dealt | None = dealt_over(options)
+        if not self._updates_whole:
+            kernel.warn_if_missing()
         self._not_finite = NotFiniteSteps()
         self.skipped_steps = 0
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
-        self._forget_weights()
         self._begin_anew(options)
         super().__init__(params, **stock)
         refusals.check_one_model(self._places())
         refusals.check_device_fraction(self._places(), options.device_fraction)
         self._join_node()
+
+    def _begin_anew(self, options: Options, owners: Sequence[int] = ()) -> None:
+        """Nothing is under way, and there are no parameters yet. `owners`: of those that come."""
+        self._options = options
+        self._local_shards = LocalShards()
+        self._owners = owners_over(options, owners)
+        self._owners_before = owners
+        self._states = ParamStates(options)
+        self._updates = Updates(options, self._states, self._local_shards, self._not_finite)
+        if options.overlap == "backward":
+            self._updates.early = EarlyUpdates(self._begin_early, self._settings)
+        run = self._updates.updater.run
+        self._norms = None if options.max_grad_norm is None else GradientNorms(run)
+
+    def _rule(self, group: dict[str, Any], step: float) -> ElementRule | MatrixRule:
+        """The rule of a group, with its settings of now, for parameters that take their step of this number."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch.optim does. Raises ValueError for a parameter that is in it twice, or in another.
@@ -75,20 +95,35 @@ class HostOptimizer(StateAtRest):
         try:
             for parameter in added:
                 refusals.check_parameter(self.param_groups, parameter, local_shard(parameter))
-            self._deal_out(added, ())
+            self._take(added)
         except (LayoutError, ValueError):
             self.param_groups.pop()
             raise
+
+    def _take(self, added: Sequence[torch.Tensor]) -> None:
+        """These are the optimizer's from now on."""
+        cuts = (cut for parameter in added if (cut := cut_of(parameter)) is not None)
+        first = next(cuts, None) if self._updates_whole and not self._owners.shares else None
+        if first is not None:
+            self._owners = Gathered(first, self._local_shards, self._owners_before)
+        self._owners.take(added)
         self._local_shards.take(added)
 
-    def _deal_out(self, added: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
-        if self._dealt is not None:
-            self._dealt.take(added)
+    def _join_node(self) -> None:
+        """Where the parameters are of a model that ranks of a node have in common, these share the work."""
+        if isinstance(self._owners, OnNode):
+            return
+        common = next((found for one in self._places() if (found := node_of(one)) is not None), None)
+        if common is None:
+            return
+        refusals.check_on_node(self._options)
+        self.synchronize()
+        self._owners = OnNode(common)
+        self._owners.take(list(self._places()))
+        for parameter in filter(self._owners.is_elsewhere, self._places()):
+            self._states.drop(parameter)
 
-    def _perform(self, members: Sequence[Member], scale: float) -> None:
-        """Updates the weights of `members`, in host memory. `scale` multiplies their gradients."""
-        raise NotImplementedError
-
+    # the step ---------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. `closure`, when given, is called once before it; its result is returned.
@@ -99,68 +134,141 @@ class HostOptimizer(StateAtRest):
         when it did so later: then nothing goes on before a state was loaded.
         """
         self._join_node()
-        if self._dealt is None:
+        if not self._owners.shares:
             self._check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            if isinstance(self._dealt, OnNode):
-                self._dealt.common.agree("what its closure wrote")
-        if self._dealt is None:
-            members = self._begin()
-        else:
-            members = self._dealt.agree(self._begin, self.param_groups, self._deciding())
+            self._owners.end_closure()
+        members = self._owners.agree(self._begin, self.param_groups, self._deciding)
         scale = self._clipping_factor(members)
         self.last_step_skipped = scale is None
         if scale is None:
             self.skipped_steps += 1
         elif members:
-            self._update(members, scale)
-        if isinstance(self._dealt, OnNode):
-            self._dealt.common.accept()
-        if self._early is not None:
-            self._early.end_step(self._places())
+            self._updates.perform(members, scale, self._owners, self._places())
+        self._owners.end_step()
+        if self._updates.early is not None:
+            self._updates.early.end_step(self._places())
         if self._norms is not None:
             watch(self._norms, self._places())
         self._not_finite.number += 1
         return loss
-
-    def _join_node(self) -> None:
-        if isinstance(self._dealt, OnNode):
-            return
-        common = next((found for one in self._places() if (found := node_of(one)) is not None), None)
-        if common is None:
-            return
-        refusals.check_on_node(self._options)
-        self.synchronize()
-        self._shares.join(self.entries)
-        self._weights.clear()
-        self._dealt = OnNode(common)
-        self._deal_out(list(self._places()), ())
-        for parameter in filter(self._dealt.is_elsewhere, self._places()):
-            self._lent.pop(parameter, None)
-            self._begin_state(parameter)
-            if parameter in self.entries:
-                self.entries[parameter] = {}
 
     def _check(self) -> None:
         places = self._places()
         refusals.check_one_model(places)
         if self.overlaps:
             refusals.check_overlap(places, self._options.overlap)
-        if self._interruption.has_struck:
-            self._updater.synchronize()  # which tells of it, if an update beside another pass was cut short, once
-        self._interruption.check()
+        if self._updates.interruption.has_struck:
+            self._updates.updater.synchronize()  # which tells of an update beside another pass that was cut short, once
+        self._updates.interruption.check()
 
     def _begin(self) -> list[Member]:
-        if self._dealt is not None:  # here, where the other ranks are told what it raises
+        """The parameters that have a gradient."""
+        if self._owners.shares:  # here, where the other ranks are told what it raises
             self._check()
-        if self._early is None or not self._early.updated:
+        early = self._updates.early
+        if early is None or not early.updated:
             self.synchronize()
-        if self._early is not None:
-            self._early.check()
-        return self._members()
+        if early is not None:
+            early.check()
+        updated = {} if early is None else early.updated
+        with without_overrides():  # another optimizer may be updating others beside it
+            present = [one for one in self._places() if self._local_shards.dtensor_of(one).grad is not None]
+        return self._members({parameter: None for parameter in present if parameter not in updated})
+
+    def _begin_early(
+        self,
+        unit: Unit,
+        gradients: Mapping[Any, torch.Tensor],
+        arrived: Callable[[], None],
+        updated: dict[Any, None],
+    ) -> Sequence[Any]:
+        """`updated` is given those whose update has begun, or Ctrl-C is told of by the next step."""
+        places = self._places()
+        begun = {parameter: gradient for parameter, gradient in gradients.items() if parameter in places}
+        if not begun:  # all are another optimizer's
+            return ()
+        members = self._members(begun)
+        with self._updates.interruption.guard_partial_step(members, self._updates.updater.drain):
+            self._updates.submit(unit, members, 1.0, self._owners, arrived)
+            updated |= dict.fromkeys(begun)
+        return list(begun)
+
+    def _members(self, gradients: Mapping[Any, Any]) -> list[Member]:
+        """These parameters and the gradients to update them with; None: their own."""
+        self._updates.updater.drain_writers(gradients)  # which count their steps
+        self._states.take_apart(self._states.entries)
+        places = self._places()
+        rules: dict[tuple[int, float], ElementRule | MatrixRule] = {}
+        members = []
+        for parameter, given in gradients.items():
+            index, group = places[parameter]
+            master = self._master_of(parameter)
+            state = self._states.begin(parameter)
+            asks = given is None and not self._local_shards and (self.overlaps or self._norms is not None)
+            shared = asks and gradient_is_shared(parameter)  # before this has it, too
+            gradient: Any = self._local_shards.gradient(parameter) if given is None else given
+            refusals.check_gradient(type(self).__name__, index, parameter, gradient)
+            step = float(state["step"]) + 1 if "step" in state else 1.0
+            key = id(group), step
+            if key not in rules:
+                rules[key] = self._rule(group, step)
+            members.append(
+                Member(
+                    index=index,
+                    parameter=parameter,
+                    rule=rules[key],
+                    step=self._not_finite.number,
+                    master=master,
+                    state=state,
+                    gradient=gradient,
+                    shared=shared,
+                )
+            )
+        return members
+
+    def _places(self) -> dict[torch.Tensor, tuple[int, dict[str, Any]]]:
+        """The number and the group of each parameter; of a DTensor, under its local shard."""
+        pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        if self._local_shards:
+            pairs = ((group, self._local_shards.to_local(parameter)) for group, parameter in pairs)
+        return {parameter: (index, group) for index, (group, parameter) in enumerate(pairs)}
+
+    def _master_of(self, parameter: torch.Tensor) -> MasterWeight:
+        given = self._local_shards.dtensor_of(parameter)
+        if not self._local_shards.is_stand_in(parameter):
+            refusals.check_parameter(self.param_groups, given, parameter)
+        return self._states.master_of(parameter, given)
+
+    def _clipping_factor(self, members: Sequence[Member]) -> float | None:
+        """The factor for all gradients; None: skip this step."""
+        limit = self._options.max_grad_norm
+        if limit is None or self._norms is None or not members:
+            return 1.0
+        if self._local_shards:
+            of_all_ranks = [self._local_shards.dtensor_of(member.parameter).grad for member in members]
+            factor, self.last_grad_norm = clipping_of_shards(limit, of_all_ranks)
+            return factor
+        gradients = {member.parameter: member.gradient for member in members}
+        shared = {member.parameter for member in members if member.shared}
+        factor, self.last_grad_norm = self._norms.clipping(limit, gradients, shared, self._owners)
+        return factor
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """The settings of all groups, to be compared."""
+        return [comparable(group) for group in self.param_groups]
+
+    def _deciding(self) -> dict[str, object]:
+        """What decides about results and is not in gradients: on all ranks the same."""
+        found: dict[str, object] = {"the class of optimizer": type(self).__name__}
+        found |= {name: getattr(self._options, name) for name in ("max_grad_norm", "state_dtype", "overlap")}
+        for number, group in enumerate(self._settings()):
+            plain = (name for name in self.defaults if isinstance(group.get(name), float | int | str | tuple | list))
+            found |= {f"param_groups[{number}][{name!r}]": group[name] for name in plain}
+        return found
 
     @property
     def not_finite_steps(self) -> int:
@@ -180,270 +288,166 @@ class HostOptimizer(StateAtRest):
     @property
     def overlaps(self) -> bool:
         """Whether updates of an offloaded model's parameters run beside passes over it."""
-        return self._options.overlap != "none"
+        return self._updates.overlaps
 
     def synchronize(self) -> None:
         """The host waits for updates that are under way (with `overlap`). Raises what failed in one."""
-        self._updater.synchronize()
+        self._updates.updater.synchronize()
 
     def refresh(self) -> None:
         """The next step reads all weights anew: after writes that leave no trace in them (`p.data.copy_`)."""
         self.synchronize()
-        for weights in self._weights.values():
-            weights.suspect()
+        for master in self._states.masters.values():
+            master.suspect()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim has it. Without `set_to_none` it waits for updates that are under way and read gradients."""
         self._join_node()
         if set_to_none:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            for parameter in parameters_of(self):
+                parameter.grad = None
         else:
             self.synchronize()
             super().zero_grad(set_to_none=False)
-        if isinstance(self._dealt, OnNode):
-            self._dealt.common.discard([one for group in self.param_groups for one in group["params"]])
+        self._owners.discard_gradients(parameters_of(self))
 
-    def _update(self, members: list[Member], scale: float) -> None:
-        if self._dealt is not None and not self.overlaps:
-            before_write([member.parameter for member in members])
-            self._dealt.update(members, lambda mine: self._update_now(mine, scale))
-            self._written(members)
-            return
-        if not self.overlaps:
-            self._update_now(members, scale)
-            return
-        with self._interruption.told(members, self._updater.settle):
-            units, alone = by_unit(members)
-            under_way = [(self._submit(unit, travelling, scale), travelling) for unit, travelling in units]
-            for pending, travelling in under_way:
-                if any(member.shared for member in travelling):
-                    pending.settle()
-            self._update_now(alone, scale)
+    # the state --------------------------------------------------------------------------------------------------------
+    @property
+    def entries(self) -> defaultdict[torch.Tensor, Any]:
+        """`state`, without what is on disk, and without waiting for updates that are under way."""
+        return self._states.entries
 
-    def _submit(
-        self, unit: Unit, members: Sequence[Member], scale: float, arrived: Callable[[], None] | None = None
-    ) -> Pending:
-        """Begins the update of parameters of a unit, with the settings that their groups have now."""
-        groups = {id(member.group): member.group for member in members}
-        snapshots = {key: snapshot(group) for key, group in groups.items()}
-        for member in members:
-            member.group = snapshots[id(member.group)]
-        will_write([member.parameter for member in members])
-        self._written(members)
-        node = self._dealt if isinstance(self._dealt, OnNode) else None
-        perform_own = self._perform if node is None else partial(node.perform, self._perform)
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """State by parameter, as torch.optim has it. Waits for updates that are under way.
 
-        def perform(batch: Sequence[Member]) -> None:
-            before_write([member.parameter for member in batch])
-            with self._interruption.told(batch):
-                perform_own(batch, scale)
-            if self._early is not None:
-                self._early.performed(member.parameter for member in batch)
+        With DTensor parameters a mapping made anew, over the same tensors: what is put into it is seen by nobody.
+        """
+        self._join_node()
+        self.synchronize()
+        self._states.show()
+        return self._local_shards.globalize_state(self.entries) if self._local_shards else self.entries
 
-        others = None if node is None else node.common.begin_update(unit)
-        return self._updater.submit(unit, members, perform, arrived, others)
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self.synchronize()
+        self._states.show()  # what rests elsewhere is needed if `value` has it
+        self._states.entries = self._local_shards.localize_state(value) if self._local_shards else value
 
-    def _begin_early(
-        self,
-        unit: Unit,
-        gradients: Mapping[Any, torch.Tensor],
-        arrived: Callable[[], None],
-        updated: dict[Any, None],
-    ) -> Sequence[Any]:
-        """`updated` is given those whose update has begun, or Ctrl-C is told of by the next step."""
-        places = self._places()
-        begun = [parameter for parameter in gradients if parameter in places]
-        if not begun:  # all are another optimizer's
-            return begun
-        self._take_apart(self.entries)
-        members = [self._member(*places[parameter], parameter, gradients[parameter]) for parameter in begun]
-        with self._interruption.told(members, self._updater.settle):
-            self._submit(unit, members, 1.0, arrived)
-            updated |= dict.fromkeys(begun)
-        return begun
+    @property
+    def state_on_disk(self) -> bool:
+        """Whether state rests on disk."""
+        return self._states.disk is not None
 
-    def _update_now(self, members: list[Member], scale: float) -> None:
-        before_write([member.parameter for member in members])
-        with self._interruption.told(members):
-            for device in dict.fromkeys(member.parameter.device for member in members):
-                present = [member for member in members if member.parameter.device == device]
-                if device.type == "cpu":
-                    self._perform(present, scale)
-                    self._written(present)
-                else:
-                    self._update_beside(device, present, scale)
-
-    def _update_beside(self, device: torch.device, members: list[Member], scale: float) -> None:
-        """Parameters on an accelerator: what is updated there runs beside the transfers of what is updated here."""
-        on_host, on_device = self._divided(device, members)
-        if on_device:
-            self._perform(on_device, scale)
-            for member in on_device:
-                member.weights.host = member.parameter  # no piece of its memory, which it may leave
-        if on_host:
-            if device not in self._twins:
-                self._twins[device] = Twins(device, pin=self._options.pin, overlap=self._options.overlap_d2h_h2d)
-            self._twins[device].update(on_host, lambda batch: self._perform(batch, scale))
-        self._written([*on_host, *on_device])
-
-    def _divided(self, device: torch.device, members: list[Member]) -> tuple[list[Member], list[Member]]:
-        fraction = self._options.device_fraction
-        if fraction == 0:
-            return members, []
-        shares = self._shares
-        shares.assign(
-            [parameter for parameter in self._mine() if parameter.device == device],
-            fraction,
-            len(self.ELEMENTWISE) * self._options.moment_dtype.itemsize + torch.float32.itemsize,
-            splits=self.SPLITS and self._disk is None,  # state on disk is that of whole parameters
-        )
-        return shares.divide(members, self._weights_of)
-
-    def _written(self, members: Sequence[Member]) -> None:
-        written = [member.parameter for member in members]
-        torch.autograd.graph.increment_version([*written, *self._local_shards.wholes(written)])
-        for member in members:
-            member.weights.written()
-
-    def _members(self) -> list[Member]:
-        """The parameters that have a gradient."""
-        updated = {} if self._early is None else self._early.updated
-        self._take_apart(self.entries)
-        members = []
-        for parameter, (index, group) in self._places().items():
-            with without_overrides():  # another optimizer may be updating others beside it
-                if self._local_shards.given(parameter).grad is not None and parameter not in updated:
-                    members.append(self._member(index, group, parameter))
-        return members
-
-    def _mine(self) -> Iterable[torch.Tensor]:
-        """What is updated on this rank."""
-        return (one for one in self._places() if self._dealt is None or not self._dealt.is_elsewhere(one))
-
-    def _places(self) -> dict[torch.Tensor, tuple[int, dict[str, Any]]]:
-        """The number and the group of each parameter; of a DTensor, under its local shard."""
-        pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
-        if self._local_shards:
-            pairs = ((group, self._local_shards.of(parameter)) for group, parameter in pairs)
-        return {parameter: (index, group) for index, (group, parameter) in enumerate(pairs)}
-
-    def _member(self, index: int, group: dict[str, Any], parameter: Any, gradient: Any = None) -> Member:
-        """A parameter and the gradient to update it with; None: its own."""
-        weights = self._weights_of(parameter)
-        if parameter not in self.entries:
-            self._begin_state(parameter)
-        asks = gradient is None and not self._local_shards and (self.overlaps or self._norms is not None)
-        shared = asks and gradient_is_shared(parameter)  # before this has it, too
-        gradient = self._local_shards.gradient(parameter) if gradient is None else gradient
-        if isinstance(self._dealt, OnNode):
-            weights.host = self._dealt.place_of(parameter)  # which may have moved to disk
-        refusals.check_gradient(type(self).__name__, index, parameter, gradient)
-        return Member(
-            index=index,
-            group=group,
-            parameter=parameter,
-            place=parameter.detach(),
-            step=self._not_finite.number,
-            weights=weights,
-            state=self.entries[parameter],
-            gradient=gradient,
-            shared=shared,
-        )
-
-    def _begin_state(self, parameter: torch.Tensor) -> None:
-        """It has no state, or none any more: somebody removed it."""
-        self._shares.pieces.pop(parameter, None)
-        if self._disk is not None and parameter not in self._lent:
-            self._disk.forget([parameter])
-
-    def _take_apart(self, state: Mapping[Any, Any]) -> None:
-        owners = {_memory(value): parameter for parameter, lent in list(self._lent.items()) for value in lent.values()}
-        for parameter, entries in list(state.items()) if owners else ():
-            for name, value in list(entries.items()):
-                if isinstance(value, torch.Tensor) and owners.get(_memory(value), parameter) is not parameter:
-                    entries[name] = value.clone()
-
-    def _weights_of(self, parameter: torch.Tensor, side: int = 0) -> Weights:
-        given = self._local_shards.given(parameter)
-        if not self._local_shards.is_stand_in(parameter):
-            refusals.check_parameter(self.param_groups, given, parameter)
-        weights = self._weights.get((parameter, side))
-        if weights is not None and not weights.fit:
-            self._follow(parameter, weights)
-            weights = None
-        if weights is None:
-            weights = self._weights[parameter, side] = Weights(
-                parameter, given, self._options.master_form, eight_bits=self._options.state_dtype == "8bit"
-            )
-        weights.look()
-        return weights
+    def state_at_rest(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
+        """As `state`; what is on disk is read when it is wanted. Waits for updates that are under way."""
+        self._join_node()
+        self.synchronize()
+        if self._owners.shares:
+            state = self.state_dict()["state"]
+            for entries in state.values():
+                if isinstance(entries, OnAnotherRank):
+                    raise StateError(repr(entries))
+            return {one: state[number] for number, one in enumerate(parameters_of(self)) if number in state}
+        if self._states.disk is None:
+            return self.entries
+        self._states.disk.synchronize()
+        return {one: {**self._states.at_rest(one), **self.entries.get(one, {})} for one in parameters_of(self)}
 
     def master_form_of(self, parameter: torch.Tensor) -> Master:
         """How the exact value of a parameter is kept."""
-        return self._weights_of(parameter).form
+        return self._master_of(parameter).form
 
-    def _follow(self, parameter: torch.Tensor, before: Weights) -> None:
-        """A parameter was given another dtype, device or layout, as `model.to()` does: its state follows."""
-        before.check_layout(keeps_order=self._disk is not None or parameter in self._shares.pieces)
-        for key in [key for key in self._weights if key[0] is parameter]:
-            del self._weights[key]
-        self._show_state()
-        state = self.entries[parameter]
-        if before.dtype != parameter.dtype:
-            for name in (REMAINDER, FULL):
-                state.pop(name, None)
-        # Copies: what is only shown here rests in the form that the parameter had.
-        state.update({name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)})
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim has it. Where parameters are dealt out to ranks, with the state of this rank's alone.
 
-    def _clipping_factor(self, members: Sequence[Member]) -> float | None:
-        """The factor for all gradients; None: skip this step."""
-        limit = self._options.max_grad_norm
-        if limit is None or self._norms is None or not members:
-            return 1.0
-        if self._local_shards:
-            of_all_ranks = [self._local_shards.given(member.parameter).grad for member in members]
-            factor, self.last_grad_norm = clipping_of_shards(limit, of_all_ranks)
-            return factor
-        gradients = {member.parameter: member.gradient for member in members}
-        shared = {member.parameter for member in members if member.shared}
-        factor, self.last_grad_norm = self._norms.clipping(limit, gradients, shared, self._dealt)
-        return factor
-
-    def _take_loaded(self) -> None:
-        """`entries` were loaded: what was kept of the state before is void."""
-        self._interruption.forget()
-        if self._early is not None:
-            self._early.load()
-
-    def _begin_anew(self, options: Options) -> None:
-        self._updater = Updater()
-        self._interruption = Interruption()
-        self._disk = DiskState(options.disk) if options.tier == "disk" else None
-        early = options.overlap == "backward"
-        self._early = EarlyUpdates(self._begin_early, self._settings) if early else None
-        self._norms = None if options.max_grad_norm is None else GradientNorms(self._updater.run)
-
-    def _settings(self) -> list[dict[str, Any]]:
-        """The settings of all groups, to be compared."""
-        return [comparable(group) for group in self.param_groups]
-
-    def _deciding(self) -> dict[str, object]:
-        """What decides about results and is not in gradients: on all ranks the same."""
-        found: dict[str, object] = {"the class of optimizer": type(self).__name__}
-        found |= {name: getattr(self._options, name) for name in ("max_grad_norm", "state_dtype", "overlap")}
-        for number, group in enumerate(self._settings()):
-            plain = (name for name in self.defaults if isinstance(group.get(name), float | int | str | tuple | list))
-            found |= {f"param_groups[{number}][{name!r}]": group[name] for name in plain}
+        That of the others is something empty which cannot be pickled; `consolidate_state_dict` gets it.
+        """
+        found = super().state_dict()
+        self._owners.with_others(found["state"], parameters_of(self))
         return found
 
-    def _forget_weights(self) -> None:
-        self._weights: dict[tuple[torch.Tensor, int], Weights] = {}
-        self._shares = Shares()
-        self._lent: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # state on disk that `state` shows
-        self._twins: dict[torch.device, Twins] = {}
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """One rank of the mesh gets the state of all, in host memory; until the next step its `state_dict()` has it.
 
+        All ranks call this. Where no parameters are dealt out to ranks it does nothing.
+        """
+        self._join_node()
+        self._owners.consolidate(self.state, parameters_of(self), to)
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict()` of this or of the stock optimizer returned. Moments keep their values.
+
+        Raises ValueError when groups or shapes do not match; nothing has changed then. Updates that a drive cut short
+        are no error any more: loading is what makes up for them. Where parameters are dealt out to ranks, each rank
+        takes the state of its own.
+        """
+        before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+        self._join_node()
+        with contextlib.suppress(DiskError, StateError):
+            self.synchronize()
+        state_dict = state_dict.copy()
+        for hook in before.values():
+            state_dict = hook(self, state_dict) or state_dict
+        groups = self.param_groups
+        state_dict["state"] = self._owners.own_part(state_dict, groups)
+        elementwise = [self._rule(group, 1.0).elementwise for group in groups]
+        if self._local_shards:
+            groups, state_dict["state"] = self._local_shards.loaded(groups, state_dict)
+        values = values_from(groups, state_dict, elementwise, self._options.moment_dtype)
+        self._states.take_apart(values)
+        before_write(parameters_of(self))
+        self._states.reset()
+        self._updates.reset()
+        try:  # The stock method casts moments to the dtype of their parameter, so it gets the groups alone.
+            self._optimizer_load_state_dict_pre_hooks = type(before)()
+            self._optimizer_load_state_dict_post_hooks = type(after)()
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = before
+            self._optimizer_load_state_dict_post_hooks = after
+        self.__setstate__({"state": defaultdict(dict, values), "param_groups": self.param_groups})
+        self._updates.interruption.forget()
+        if self._updates.early is not None:
+            self._updates.early.load()
+        for parameter, (_, group) in self._places().items() if self._states.disk is not None else ():
+            if parameter in self.entries:
+                self._states.to_rest(self._rule(group, 1.0), self._master_of(parameter))
+        for post_hook in after.values():
+            post_hook(self)
+
+    def fill(self, state: Mapping[torch.Tensor, Mapping[str, TensorAtRest]]) -> None:
+        """These tensors are the parameters' state from now on, beside what `load_state_dict` loaded of it.
+
+        Waits until all that rests on disk is there. Raises DiskError where a drive did not take it.
+        """
+        places = self._places()
+        for parameter, tensors in state.items():
+            self._states.fill(self._rule(places[parameter][1], 1.0), self._master_of(parameter), tensors)
+        if self._states.disk is not None:
+            self._states.disk.synchronize()
+
+    def kept_elsewhere(self) -> set[torch.Tensor]:
+        """The parameters whose state another rank keeps."""
+        self._join_node()
+        return set(filter(self._owners.is_elsewhere, parameters_of(self)))
+
+    def held_bytes(self) -> int:
+        """Bytes of host memory that state, masters and copies take; the user's own tensors do not count."""
+        self.synchronize()
+        return self._states.held_bytes() + self._updates.held_bytes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in _OWN}
+        return {**super().__getstate__(), **own, "_owned_by": self._owners.map.owners}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = state.copy()
+        entries = state.pop("state")
+        if "_states" not in self.__dict__:  # of a copy or an unpickled optimizer
+            self._not_finite = state["_not_finite"]
+            self._begin_anew(state["_options"], state.pop("_owned_by"))
+            self._take([one for group in state["param_groups"] for one in group["params"]])
+            entries = self._local_shards.localize_state(entries) if self._local_shards else entries
+        self._states.entries = entries
+        super().__setstate__(state)

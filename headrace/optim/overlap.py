@@ -70,9 +70,14 @@ class Updater:
         self._look_for_fork()
         return self._thread.submit(quietly)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """The host waits until all that was submitted has ended; what failed in it is for whoever waits."""
         self.run(lambda: None).exception()
+
+    def drain_writers(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The host waits until updates of any of these have ended; what failed in one is for whoever waits."""
+        for pending in [pending for pending in self._under_way if pending.writes(parameters)]:
+            pending.settle()
 
     def synchronize(self) -> None:
         """The host waits for every update; raises what failed in those that nobody was told of, once for all."""

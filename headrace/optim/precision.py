@@ -35,5 +35,5 @@ def adopt_exact(optimizer: HostOptimizer, parameter: torch.Tensor, exact: torch.
     rounded = torch.empty(exact.shape, dtype=parameter.dtype, device="cpu")
     name, dtype = (REMAINDER, torch.int16) if form is Master.SPLIT else (FULL, torch.float32)
     state[name] = torch.empty(exact.shape, dtype=dtype, device="cpu")
-    narrow.part(exact, rounded, state[name], form)
+    narrow.split_master(exact, rounded, state[name], form)
     parameter.copy_(rounded)

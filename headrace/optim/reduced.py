@@ -19,15 +19,15 @@ import torch
 from torch import nn
 
 from headrace.errors import StateError
-from headrace.optim.deal import Deal
 from headrace.optim.devices import Member
 from headrace.optim.options import Options
+from headrace.optim.ownership import Ownership
 from headrace.optim.replicas import Replicas, replicas_over
 from headrace.runtime.autograd import EndOfBackward
 from headrace.runtime.pending import unit_of
 from headrace.runtime.ranks import Ranks
 
-__all__ = ["Reduced", "dealt_over"]
+__all__ = ["Reduced", "owners_over"]
 
 TOGETHER_BYTES = 25 << 20  # of neighbours, whose gradients leave in one bucket for each owner
 IN_FLIGHT_BYTES = 64 << 20  # of gradients on their way, or one bucket that is larger
@@ -41,8 +41,8 @@ class Reduced(Replicas):
     Elsewhere `.grad` is one NaN, shown in the parameter's shape, after a backward.
     """
 
-    def __init__(self, ranks: Ranks, deal: Deal) -> None:
-        super().__init__(ranks, deal)
+    def __init__(self, ranks: Ranks, owners: Sequence[int] = ()) -> None:
+        super().__init__(ranks, owners)
         self._apart = ranks.apart()
         self._order: list[torch.Tensor] = []  # parameters to be trained, the last one first
         self._kinds: list[tuple[torch.dtype, torch.device, bool]] = []  # of these
@@ -84,7 +84,10 @@ class Reduced(Replicas):
         torch.autograd.graph.increment_version(list(parameters))
 
     def agree(
-        self, look: Callable[[], list[Member]], groups: Sequence[dict[str, Any]], settings: Mapping[str, object]
+        self,
+        look: Callable[[], list[Member]],
+        groups: Sequence[dict[str, Any]],
+        settings: Callable[[], Mapping[str, object]],
     ) -> list[Member]:
         self._check()  # alone: the others may still be in the backward, and its collectives
 
@@ -121,7 +124,7 @@ class Reduced(Replicas):
             if neighbours and nbytes + parameter.nbytes > TOGETHER_BYTES:
                 self._buckets += neighbours.values()
                 neighbours, nbytes = {}, 0
-            key = self.deal.owner(parameter), *kind
+            key = self.map.owner(parameter), *kind
             neighbours[key] = [*neighbours.pop(key, ()), parameter]  # in the order in which they are complete
             nbytes += parameter.nbytes
         self._buckets += neighbours.values()
@@ -232,7 +235,7 @@ class Reduced(Replicas):
                 gradient = torch.empty_like(parameter).copy_(gradient)
             gradients.append(gradient.as_strided((gradient.numel(),), (1,)))
         flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
-        owner = self.deal.owner(parameters[0]) or 0
+        owner = self.map.owner(parameters[0]) or 0
         work = self._apart.reduce(flat.div_(self.ranks.count), owner)
         self._in_flight.append(_Bucket(work, flat, parameters, gradients if owner == self.ranks.own else []))
         self._in_flight_bytes += flat.nbytes
@@ -328,10 +331,10 @@ class _Backward:
             self._those.pop(0).ended(completed=completed)
 
 
-def dealt_over(options: Options, owners: Sequence[int] = ()) -> Replicas | None:
-    """Who has what of parameters that all ranks of the options' mesh have; see `replicas_over`. None without mesh."""
+def owners_over(options: Options, owners: Sequence[int] = ()) -> Ownership:
+    """Who has what of parameters that all ranks of the options' mesh have; see `replicas_over`."""
     kind = Reduced if options.zero_stage == 2 else Replicas
-    return None if options.mesh is None else replicas_over(options.mesh, owners, kind)
+    return Ownership() if options.mesh is None else replicas_over(options.mesh, owners, kind)
 
 
 def _call(method: "weakref.WeakMethod[Any]", which: "weakref.ref[torch.Tensor]", *_: Any) -> None:

@@ -5,20 +5,19 @@ from typing import Any
 
 import torch
 
-from headrace.optim.deal import Deal
-from headrace.optim.dealt import Dealt, Perform
 from headrace.optim.devices import Member
+from headrace.optim.ownership import Ownership
 from headrace.runtime.ranks import Ranks
 from headrace.runtime.sharded import is_sharded
 
 __all__ = ["Replicas", "replicas_over"]
 
 
-class Replicas(Dealt):
+class Replicas(Ownership):
     """Parameters that every rank has, with gradients that were averaged."""
 
     def take(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Deals these out, too. Raises ValueError for what cannot be sent over the mesh."""
+        """Raises ValueError for what cannot be sent over the mesh."""
         for parameter in parameters:
             what = f"a parameter of shape {tuple(parameter.shape)}"
             if is_sharded(parameter):
@@ -31,22 +30,15 @@ class Replicas(Dealt):
                     f"{what} is on {parameter.device}, and the mesh's process group has no backend for"
                     f" {parameter.device.type!r}: init_process_group('cpu:gloo,cuda:nccl')"
                 )
-        self._described = None
-        self.deal.take(parameters)
+        super().take(parameters)
 
-    def update(self, members: Sequence[Member], perform: Perform) -> None:
-        error = None
-        try:
-            perform([member for member in members if not self.is_elsewhere(member.parameter)])
-        except Exception as failure:  # the others wait for the weights
-            error = failure
-        owners = ((self.deal.owner(member.parameter) or 0, member) for member in members)
+    def spread(self, members: Sequence[Member]) -> None:
+        owners = ((self.map.owner(member.parameter) or 0, member) for member in members)
         self.ranks.spread((owner, member.parameter.detach()) for owner, member in owners)
-        self.tell(error)
 
 
 def replicas_over(mesh: Any, owners: Sequence[int], kind: type[Replicas]) -> Replicas:
-    """The ranks of a mesh, of one dimension. `owners`: see Deal. Raises TypeError and ValueError for other meshes."""
+    """The ranks of a mesh, of one dimension. `owners`: see OwnerMap. Raises TypeError or ValueError for others."""
     from torch.distributed.device_mesh import DeviceMesh  # here: not every build of PyTorch has it
 
     if not isinstance(mesh, DeviceMesh):
@@ -66,4 +58,4 @@ def replicas_over(mesh: Any, owners: Sequence[int], kind: type[Replicas]) -> Rep
             " optimizer on these ranks alone, or give a mesh that has all"
         )
     ranks = Ranks(mesh.get_group(0), mesh.device_type)
-    return kind(ranks, Deal(ranks.count, owners))
+    return kind(ranks, owners)

@@ -1,42 +1,64 @@
-"""What does one update do? The rules that work element by element, for the kernel and in PyTorch.
+"""What does one update do? A rule works element by element, for the kernel and in PyTorch, or on a whole parameter.
 
-Both forms give the same bits: the kernel follows PyTorch's fused CPU optimizers, and the PyTorch operations are those.
+Both forms of the first kind give the same bits: the kernel follows PyTorch's fused CPU optimizers, and the PyTorch
+operations are those.
 """
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from headrace.optim.kernel import Constants, Rule
 from headrace.runtime.torch_rules import fused_adam, fused_adamw, fused_sgd
 
-__all__ = ["AdamRule", "ElementRule", "LionRule", "SgdRule"]
+__all__ = ["AdamRule", "ElementRule", "LionRule", "MatrixRule", "SgdRule", "adam_rule"]
 
 
-class ElementRule(Protocol):
-    """One rule at one step. `first`, `second` and `maximum` are the rule's state; a rule without one ignores it."""
+@dataclass(frozen=True)
+class MatrixRule:
+    """One rule at one step that needs a whole parameter: `apply(state, weight, gradient)` updates it in place.
 
+    The weight is in float32 (or float64), in the shape and layout of the parameter, and so are `elementwise` states.
+    """
+
+    apply: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], None]
+    elementwise: tuple[str, ...] = ()
+
+
+class ElementRule(ABC):
+    """One rule at one step."""
+
+    elementwise: ClassVar[tuple[str, ...]]  # the names of its moments, at most two, which have the state dtype
+    counts_steps: ClassVar[bool] = True  # whether the stock optimizer keeps "step" in its state
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Those of `elementwise` that are needed with these settings."""
+        return self.elementwise
+
+    @property
+    def maximum(self) -> str | None:
+        """The name of the running maximum, in float32."""
+        return None
+
+    @abstractmethod
     def constants(self, gradient_scale: float) -> Constants:
         """For the native kernel."""
 
-    def apply(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        first: torch.Tensor | None,
-        second: torch.Tensor | None,
-        maximum: torch.Tensor | None,
-        *,
-        first_step: bool,
-    ) -> None:
-        """In place, on flat tensors of one dtype, with PyTorch's own kernels."""
+    @abstractmethod
+    def apply(self, weight: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor, first_step: bool) -> None:
+        """In place, on flat tensors of one dtype, with PyTorch's own kernels. `states`: moments and maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamRule:
+class AdamRule(ElementRule):
     """Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019)."""
+
+    elementwise = ("exp_avg", "exp_avg_sq")
 
     lr: float
     beta1: float
@@ -46,7 +68,12 @@ class AdamRule:
     decoupled: bool
     maximize: bool
     step: float
+    amsgrad: bool = False
     bias_correction: bool = True
+
+    @property
+    def maximum(self) -> str | None:
+        return "max_exp_avg_sq" if self.amsgrad else None
 
     @property
     def _corrected_step(self) -> float:
@@ -71,25 +98,17 @@ class AdamRule:
             step_size=-(self.lr / (1 - self.beta1**self._corrected_step)),
         )
 
-    def apply(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        first: torch.Tensor | None,
-        second: torch.Tensor | None,
-        maximum: torch.Tensor | None,
-        *,
-        first_step: bool,
-    ) -> None:
+    def apply(self, weight: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor, first_step: bool) -> None:
+        first, second, *maximum = states
         fused = fused_adamw if self.decoupled else fused_adam
         fused(
             [weight],
             [gradient],
-            _given(first),
-            _given(second),
-            _given(maximum),
+            [first],
+            [second],
+            maximum,
             [torch.full((), self._corrected_step, dtype=torch.float32, device=weight.device)],
-            amsgrad=maximum is not None,
+            amsgrad=bool(maximum),
             lr=self.lr,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -99,9 +118,28 @@ class AdamRule:
         )
 
 
+def adam_rule(group: dict[str, Any], step: float, *, decoupled: bool) -> AdamRule:
+    """The rule of a param group of Adam, or of AdamW, at one step."""
+    beta1, beta2 = group["betas"]
+    return AdamRule(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=decoupled,
+        maximize=group.get("maximize", False),
+        amsgrad=bool(group.get("amsgrad")),
+        step=step,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class SgdRule:
+class SgdRule(ElementRule):
     """Stochastic gradient descent, with momentum and Nesterov's form of it as PyTorch has them."""
+
+    elementwise = ("momentum_buffer",)
+    counts_steps = False
 
     lr: float
     momentum: float
@@ -110,6 +148,10 @@ class SgdRule:
     weight_decay: float
     maximize: bool
     step: float
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return self.elementwise if self.momentum != 0 else ()
 
     def constants(self, gradient_scale: float) -> Constants:
         return Constants(
@@ -124,20 +166,11 @@ class SgdRule:
             step_size=-self.lr,
         )
 
-    def apply(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        first: torch.Tensor | None,
-        second: torch.Tensor | None,
-        maximum: torch.Tensor | None,
-        *,
-        first_step: bool,
-    ) -> None:
+    def apply(self, weight: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor, first_step: bool) -> None:
         fused_sgd(
             [weight],
             [gradient],
-            _given(first),
+            list(states),
             weight_decay=self.weight_decay,
             momentum=self.momentum,
             lr=self.lr,
@@ -149,8 +182,10 @@ class SgdRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LionRule:
+class LionRule(ElementRule):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
+
+    elementwise = ("exp_avg",)
 
     lr: float
     beta1: float
@@ -173,22 +208,9 @@ class LionRule:
             step_size=-self.lr,
         )
 
-    def apply(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        first: torch.Tensor | None,
-        second: torch.Tensor | None,
-        maximum: torch.Tensor | None,
-        *,
-        first_step: bool,
-    ) -> None:
-        (momentum,) = _given(first)
+    def apply(self, weight: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor, first_step: bool) -> None:
+        (momentum,) = states
         signed = -gradient if self.maximize else gradient
         direction = momentum.mul(self.beta1).add_(signed, alpha=1 - self.beta1).sign_()
         weight.mul_(1 - self.lr * self.weight_decay).add_(direction, alpha=-self.lr)
         momentum.mul_(self.beta2).add_(signed, alpha=1 - self.beta2)
-
-
-def _given(tensor: torch.Tensor | None) -> list[torch.Tensor]:
-    return [] if tensor is None else [tensor]

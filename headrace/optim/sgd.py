@@ -5,21 +5,18 @@ from typing import Any, Unpack
 import torch
 from torch.optim import Optimizer
 
-from headrace.optim.elements import ElementOptimizer
+from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.options import Given, Options
 from headrace.optim.rules import LionRule, SgdRule
 
 __all__ = ["SGD", "Lion"]
 
 
-class SGD(ElementOptimizer, torch.optim.SGD):
+class SGD(HostOptimizer, torch.optim.SGD):
     """torch.optim.SGD with state and update in host memory; the other settings are those of `headrace.optim.AdamW`.
 
     float32 parameters change bit for bit as with `torch.optim.SGD(fused=True)` on the CPU.
     """
-
-    ELEMENTWISE = ("momentum_buffer",)
-    COUNTS_STEPS = False
 
     def __init__(
         self,
@@ -44,9 +41,6 @@ class SGD(ElementOptimizer, torch.optim.SGD):
             maximize=maximize,
             foreach=False,
         )
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self.ELEMENTWISE if group["momentum"] != 0 else ()
 
     def _rule(self, group: dict[str, Any], step: float) -> SgdRule:
         return SgdRule(
@@ -77,13 +71,11 @@ class _LionGroups(Optimizer):
         super().__init__(params, defaults)
 
 
-class Lion(ElementOptimizer, _LionGroups):
+class Lion(HostOptimizer, _LionGroups):
     """Lion (Chen et al., 2023): the sign of an interpolated momentum, with decoupled weight decay.
 
     The other settings are those of `headrace.optim.AdamW`. State: "exp_avg", 4 bytes per parameter.
     """
-
-    ELEMENTWISE = ("exp_avg",)
 
     def __init__(
         self,

@@ -64,11 +64,11 @@ def on_each(work: Callable[[], None], *, at_most: int) -> None:
         for job in pending:
             job.result()
     except BaseException:
-        _settle(chosen)
+        _drain(chosen)
         raise
 
 
-def _settle(helpers: Sequence[OneThread]) -> None:
+def _drain(helpers: Sequence[OneThread]) -> None:
     """Waits until they have done whatever they were given, which Ctrl-C may have kept from being known.
 
     Not even Ctrl-C ends that: they write to memory that the caller lets go of.

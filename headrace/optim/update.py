@@ -180,8 +180,9 @@ def _chunk_in_torch(update: Update, part: slice, gradient_scale: float) -> None:
         update.not_finite = True
     first, second = _widened(update, update.first, part, exact), _widened(update, update.second, part, exact)
     maximum = None if update.maximum is None else update.maximum[part]
-    update.rule.apply(exact, gradient, first, second, maximum, first_step=update.first_step)
-    narrow.part(exact, weight, master, update.form)
+    states = [state for state in (first, second, maximum) if state is not None]
+    update.rule.apply(exact, gradient, *states, first_step=update.first_step)
+    narrow.split_master(exact, weight, master, update.form)
     _narrowed(update, update.first, part, first)
     _narrowed(update, update.second, part, second)
 

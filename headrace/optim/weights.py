@@ -15,17 +15,17 @@ from headrace.optim.kernel import Master
 from headrace.optim.refusals import check_bytes
 from headrace.runtime.pending import Unit
 
-__all__ = ["FULL", "REMAINDER", "Weights", "in_memory_order"]
+__all__ = ["FULL", "REMAINDER", "MasterWeight", "flat"]
 
 REMAINDER = "master_remainder"  # keys in the state of a parameter
 FULL = "master"
 _MASTER_DTYPES = {REMAINDER: torch.int16, FULL: torch.float32}
 
 
-class Weights:
-    """The weights of one parameter, or of a piece of it, where they are updated: `host`.
+class MasterWeight:
+    """The weights of one parameter, where they are updated, and their exact value.
 
-    That is the parameter itself; for one on an accelerator its twin in host memory, or a piece of either.
+    `host` is the parameter itself; for one on an accelerator that is updated in host memory, its twin there.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Weights:
         self._written_as = (parameter, given)
         self.dtype, self._shape, self._strides = parameter.dtype, parameter.shape, parameter.stride()
         self._device = parameter.device
-        self.packs = eight_bits and eight_bit.fits(parameter)  # whether its moments are kept in 8 bits
+        self.uses_8bit = eight_bits and eight_bit.fits(parameter)  # whether its moments are kept in 8 bits
         self.host = parameter
         if parameter.dtype == torch.bfloat16 and master_form == "split":
             self.form = Master.SPLIT
@@ -56,12 +56,12 @@ class Weights:
         """Somebody may have written the parameter without a trace."""
         self._mark = None
 
-    def look(self) -> None:
+    def check_version(self) -> None:
         """A step begins: has somebody written the parameter since our last one?"""
         self.changed = self._mark != self._now()
 
     @property
-    def fit(self) -> bool:
+    def layout_unchanged(self) -> bool:
         """Whether the parameter still is what it was when this was made."""
         now, before = self.parameter, (self.dtype, self._device, self._shape, self._strides)
         return (now.dtype, now.device, now.shape, now.stride()) == before
@@ -128,9 +128,9 @@ class Weights:
 
     def _split(self, full: torch.Tensor, kept: torch.Tensor) -> None:
         """Weights become the upper part of the masters `full`, `kept` the remainders: they round ties otherwise."""
-        runs = (tensor.split(kernel.CHUNK_ELEMENTS) for tensor in (self.exposed(), self.flat(full), _flat(kept)))
+        runs = (tensor.split(kernel.CHUNK_ELEMENTS) for tensor in (self.exposed(), self.flat(full), flat(kept)))
         for stored, master, remainder in zip(*runs, strict=True):
-            narrow.part(narrow.join(stored, master, Master.FULL), stored, remainder, Master.SPLIT)
+            narrow.split_master(narrow.join(stored, master, Master.FULL), stored, remainder, Master.SPLIT)
 
     def performed(self, checksum: int | torch.Tensor | None) -> None:
         """An update has been written to `exposed()`; in split form with the checksum of what was written."""
@@ -158,7 +158,7 @@ class Weights:
     # layout: elements in the order in which they lie in memory --------------------------------------------------------
     def exposed(self) -> torch.Tensor:
         """The weights as a flat tensor that the update writes."""
-        return _flat(self.exposed_dense())
+        return flat(self.exposed_dense())
 
     def exposed_dense(self) -> torch.Tensor:
         """The same memory in the shape of the weights."""
@@ -173,7 +173,7 @@ class Weights:
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """A gradient or a state, flat, its elements in the order of `exposed()`: a copy where they lie otherwise."""
-        return _flat(self.dense(tensor.detach()))
+        return flat(self.dense(tensor.detach()))
 
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same in the shape of the weights, and not detached."""
@@ -187,13 +187,20 @@ class Weights:
             return True
         return _strides(tensor) == self._layout()
 
-    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """The inverse of `flat`: the same memory in the shape of the weights, of 8-bit moments in theirs."""
+    def shaped(self, flat: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+        """The inverse of `flat`: the same memory in the shape of the weights, or another; 8-bit moments in theirs."""
+        if shape is not None:
+            return flat.view(shape)
         if flat.dtype == torch.uint8:
             return flat.view(-1, eight_bit.RECORD_BYTES)
         if torch.ops.aten.is_non_overlapping_and_dense(self.host):
             return flat.as_strided(self.host.shape, self.host.stride())
         return flat.view(self.host.shape)
+
+    def is_shaped(self, tensor: torch.Tensor) -> bool:
+        """Whether a state lies as `shaped` would have it."""
+        flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
+        return tensor.stride() == self.shaped(flat).stride()
 
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """A new state of the weights' shape, in their layout; of dtype uint8 an 8-bit moment."""
@@ -226,16 +233,8 @@ class Weights:
         return _strides(torch.empty(self.host.shape, device="meta"))
 
 
-def in_memory_order(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`tensor` flat, its elements in the order in which those of the dense `parameter` lie in memory."""
-    tensor = tensor.detach()
-    if _strides(tensor) != _strides(parameter):
-        like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device)
-        tensor = like.copy_(tensor)
-    return _flat(tensor)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order in which they lie in memory."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 

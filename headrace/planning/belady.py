@@ -99,8 +99,3 @@ class _Walk:
             victim = max(going or self.held, key=self.held.__getitem__)
             del self.held[victim]
             self.bytes -= gaps[victim].size
-
-
-def joined(rounds: list[list[bool]]) -> list[bool]:
-    """The choices for a tape of several cycles, from those of each of its cycles."""
-    return [keep for one in rounds for keep in one]

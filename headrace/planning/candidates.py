@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.planning.belady import Room, joined, sweep
+from headrace.planning.belady import Room, sweep
 from headrace.planning.tape import Tape, make_tape
 
 _SLOTS = 3200  # the longest tape on which taking turns over several cycles is tried: n - 1 cycles of n equal blocks
@@ -18,7 +18,7 @@ def candidates(tape: Tape) -> Iterator[tuple[Tape, list[bool]]]:
     rounds = max(3, _SLOTS // tape.slots) if tape.ring else 1
     for room in _rooms(tape):
         cycles = sweep(tape, room, rounds=rounds)
-        key = tuple(joined(cycles))
+        key = tuple(keep for cycle in cycles for keep in cycle)
         if key not in seen:
             seen.add(key)
             if len(cycles) == 1:

@@ -106,7 +106,7 @@ def libnuma() -> Any:
 @functools.cache
 def nodes_of_process() -> tuple[int, ...]:
     """The nodes whose cores this process may use, as libnuma has it. Asked once: memory that is there does not move."""
-    library = libnuma()
+    library = libnuma() if hasattr(os, "sched_getaffinity") else None
     if library is None:
         return ()
     nodes = {library.numa_node_of_cpu(core) for core in os.sched_getaffinity(0)}

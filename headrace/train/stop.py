@@ -7,22 +7,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class StopRequest:
-    """Whether someone asked the run to stop."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-
 @contextmanager
-def stop_on_signals(note: Callable[[str], None]) -> Iterator[StopRequest]:
-    """While open, SIGINT and SIGTERM set the request; a second one acts as it did before.
+def stop_on_signals(note: Callable[[str], None]) -> Iterator[threading.Event]:
+    """While open, SIGINT and SIGTERM set the event; a second one acts as it did before.
 
     Python delivers signals to the main thread only: elsewhere nothing is installed.
     """
-    request = StopRequest()
+    asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield asked
         return
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -32,12 +25,12 @@ def stop_on_signals(note: Callable[[str], None]) -> Iterator[StopRequest]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         restore()
-        request.requested = True
+        asked.set()
         note("stopping after this step, then saving; once more stops at once")
 
     for number in previous:
         signal.signal(number, ask)
     try:
-        yield request
+        yield asked
     finally:
         restore()

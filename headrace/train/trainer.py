@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from headrace.train.progress import Progress, StepRecord
 from headrace.train.ranks import World, joined
 from headrace.train.resume import Past
 from headrace.train.run import PlainRun, Run, set_seed
-from headrace.train.stop import StopRequest, stop_on_signals
+from headrace.train.stop import stop_on_signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def train(config: TrainConfig, progress: Progress) -> TrainResult:
             past = Past()
             if job.begins_at is None:
                 past.plain_losses.extend(world.told(_plain_losses(job, progress, stop)))
-            if world.any(stop.requested):
+            if world.any(stop.is_set()):
                 raise TrainingFailedError("stopped before the first step; nothing was saved")
             result = _train(job, past, progress, stop)
             if result.checkpoint is None and world.is_first:
@@ -132,7 +133,7 @@ def _read(config: TrainConfig, world: World, progress: Progress) -> Job:
     )
 
 
-def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float]:
+def _plain_losses(job: Job, progress: Progress, stop: threading.Event) -> list[float]:
     """The losses of the first `config.compare_plain` steps of plain PyTorch, on a copy of the model."""
     if job.config.compare_plain == 0 or not job.world.is_first:
         return []
@@ -141,13 +142,13 @@ def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float
     run = PlainRun(copy.deepcopy(job.loaded.model), job.config, World(job.world.device), steps=job.steps)
     losses: list[float] = []
     for batches in itertools.islice(_batches(job.sequences, job.config), job.config.compare_plain):
-        if stop.requested:
+        if stop.is_set():
             break
         losses.append(run.step(batches))
     return losses
 
 
-def _train(job: Job, past: Past, progress: Progress, stop: StopRequest) -> TrainResult:
+def _train(job: Job, past: Past, progress: Progress, stop: threading.Event) -> TrainResult:
     handle = place(job.loaded, job.config, job.world)
     try:
         return _train_placed(job, handle, past, progress, stop)
@@ -159,7 +160,7 @@ def _train(job: Job, past: Past, progress: Progress, stop: StopRequest) -> Train
 
 
 def _train_placed(
-    job: Job, handle: headrace.Offloaded | None, past: Past, progress: Progress, stop: StopRequest
+    job: Job, handle: headrace.Offloaded | None, past: Past, progress: Progress, stop: threading.Event
 ) -> TrainResult:
     config, world = job.config, job.world
     set_seed(config.seed)
@@ -175,7 +176,7 @@ def _train_placed(
     meter = _Meter(job, handle)
     steps = iter(batches)
     with resume.Saver(config, job.terms, job.loaded.model, run, batches, world) as saver:
-        while len(past.losses) < job.steps and not world.any(stop.requested):
+        while len(past.losses) < job.steps and not world.any(stop.is_set()):
             micro_batches, started = next(steps), time.monotonic()
             past.losses.append(run.step(micro_batches))
             progress.step(meter.record(past, micro_batches, time.monotonic() - started))

@@ -107,14 +107,15 @@ def test_b2_both_shares_wait_for_their_gradients(emu_device: ModuleType) -> None
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.9])
 def test_b3_the_fraction_is_kept_to(emu_device: ModuleType, fraction: float) -> None:
-    weights = [nn.Parameter(torch.zeros(size, device="emu")) for size in (100_000, 10, 10, 10)]
+    """Exact to a tensor, as there."""
+    weights = [nn.Parameter(torch.zeros(1024, device="emu")) for _ in range(100)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer = hybrid(weights, fraction)
     before = torch.accelerator.memory_allocated()
     optimizer.step()
     torch.accelerator.synchronize()
-    on_it = (torch.accelerator.memory_allocated() - before) / (8 * 100_030)
+    on_it = (torch.accelerator.memory_allocated() - before) / (8 * 102_400)
     assert 1 - on_it == pytest.approx(fraction, abs=0.01)
 
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headrace.compat import HybridDeviceOptimizer
 from headrace.compat.sub_optimizers import TorchSteps
-from headrace.optim.shares import Shares
+from headrace.optim.devices import DeviceShare
 from tests.compat.test_megatron import SHAPES, FusedAdam, HostMemory, on_device
 from tests.optim.references import copies, give_gradients, parameters
 from tests.support.compare import assert_same
@@ -43,14 +43,14 @@ def test_any_class_of_pytorch_has_its_own_bits(
     on_cpu = parameters(shapes=SHAPES)
     ours, there = on_device(on_cpu), on_device(on_cpu)
     optimizer, of_cpu, of_device = HybridDeviceOptimizer(ours, fraction, kind), kind(on_cpu), kind(there)
-    on_host, divide = set(), Shares.divide
+    on_host, divide = set(), DeviceShare.divide
 
-    def divided(shares: Shares, *among: Any) -> Any:
-        found = divide(shares, *among)
+    def divided(share: DeviceShare, *among: Any) -> Any:
+        found = divide(share, *among)
         on_host.update(id(member.parameter) for member in found[0])
         return found
 
-    monkeypatch.setattr(Shares, "divide", divided)
+    monkeypatch.setattr(DeviceShare, "divide", divided)
     for step in range(4):
         give_gradients(ours, on_cpu, step)
         for weight, other in zip(ours, there, strict=True):

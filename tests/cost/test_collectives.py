@@ -33,8 +33,7 @@ def step(*, closing: float = 0.0, streamed: bool = False, **traffic: Any) -> Ste
             residents=frozenset() if streamed else frozenset(range(BLOCKS)),
         )
     )
-    shares = [BlockTraffic(**traffic)] * BLOCKS
-    return forecast_step(plan, shares, FAST, closing_seconds=closing)
+    return forecast_step(plan, [BlockTraffic(device_update_seconds=closing / BLOCKS, **traffic)] * BLOCKS, FAST)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_frozen_weights_are_read_packed_from_a_slow_drive(
     assert loads[0] == pytest.approx(block_bytes / drive)
     assert loads[1:] == pytest.approx([share * block_bytes / drive] * 5)
     fetched = {
-        task.block: task.nbytes
+        int(task.name.split()[1]): task.nbytes
         for task in run.step.tasks
         if task.lane is CostLane.FETCH and task.name.startswith("weights")
     }

@@ -85,6 +85,18 @@ def test_counts_equal_transformers(kind: str) -> None:
     assert described.layers == counted.layers == 3
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
+def test_adapters_go_on_the_linear_layers_that_transformers_has(kind: str) -> None:
+    """Of attention, and of MLPs without experts; one of rank 1 has a parameter for each input and output."""
+    config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    for block, layer in zip(shape_of_config(config.to_dict()).blocks[1:-1], model.model.layers, strict=True):
+        parts = [layer.self_attn] if hasattr(layer.mlp, "experts") else [layer.self_attn, layer.mlp]
+        linears = [m for part in parts for m in part.modules() if isinstance(m, torch.nn.Linear)]
+        assert block.adapter_sizes == sum(linear.in_features + linear.out_features for linear in linears)
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", sorted(_COUNTED - {""}))
 def test_types_counted_by_their_config_are_within_1_percent(kind: str) -> None:

@@ -977,18 +977,18 @@ def a_rank_fails() -> None:
         optimizer.step()
     assert same(model, before)
     gradients(model)
-    perform = optimizer._perform
+    perform = optimizer._updates._apply
 
     def fail(members: Any, scale: float) -> None:
         raise OSError("the drive is gone")
 
     if rank == 1:
-        optimizer._perform = fail  # type: ignore[method-assign]
+        optimizer._updates._apply = fail  # type: ignore[method-assign]
     expected = (OSError, "gone") if rank else (StateError, r"rank 1 failed to update .*OSError: the drive is gone")
     with pytest.raises(expected[0], match=expected[1]):
         optimizer.step()
     assert alike(model)
     assert not same(model, before)
-    optimizer._perform = perform  # type: ignore[method-assign]
+    optimizer._updates._apply = perform  # type: ignore[method-assign]
     optimizer.step()
     assert alike(model)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import os
 import signal
 import time
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import headrace
 from headrace import Offloaded, RankError, StateError, optim
 from headrace.checkpoint.writing import Piece
+from headrace.runtime.counters import mapped
+from headrace.runtime.node import Node
 from tests.support.compare import assert_same, assert_same_weights
 
 WIDTH, LAYERS = 64, 6
@@ -577,6 +580,26 @@ def one_copy_for_a_node() -> None:
         distributed.all_reduce(shared)
         weights = 8 * 4 * 512 * 513
         assert 2 * weights <= int(shared) <= 1.02 * (2 * weights + staging) + world * 2**16, (int(shared), weights)
+
+
+def what_the_first_rank_hands_out() -> None:
+    """What fails there fails on all, and the next one comes as it should; all that is handed out is opened in time."""
+    node, rank = Node(cpu_mesh()), distributed.get_rank()
+
+    def fails() -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        for _ in range(2):
+            with pytest.raises(OSError, match="rank 0 could not get a thing: No space left" if rank else "no room"):
+                node.hand_out(1, "a thing", fails)
+        memory = mapped(node.share(8), 8)
+        memory[rank] = 7 + number
+        node.meet("what is written")
+        assert memory[: node.size].tolist() == [7 + number] * node.size
+        assert node.hand_out(2, "another", lambda: None) == -1
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def few_descriptors() -> None:

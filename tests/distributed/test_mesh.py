@@ -115,6 +115,7 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
         "nodes_that_differ",
         "ranks_that_differ",
         "refusals",
+        "what_the_first_rank_hands_out",
         "few_descriptors",
         "groups_have_one_user",
         "what_hooks_and_closures_write_counts",

@@ -98,9 +98,9 @@ def banks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
 
     class Watched(slices.Bank):
-        def __init__(self, buffer: torch.Tensor, slots: int, blocks: int) -> None:
-            super().__init__(buffer, slots, blocks)
-            made.append(slots)
+        def __init__(self, buffer: torch.Tensor, slot_bytes: int, layers: int) -> None:
+            super().__init__(buffer, slot_bytes, layers)
+            made.append(self.slots)
 
     monkeypatch.setattr(slices, "Bank", Watched)
     return made

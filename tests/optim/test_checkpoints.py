@@ -11,6 +11,7 @@ from torch import nn
 
 import headrace.optim
 from headrace.optim import AdamW, kernel
+from headrace.optim.consolidation import OnAnotherRank
 from tests.optim.references import RULES, copies, give_gradients, parameters, ties_up
 from tests.support.compare import assert_same
 
@@ -207,3 +208,16 @@ def test_accelerate_prepares_it() -> None:
 
 def test_every_rule_is_covered_by_the_reference_table() -> None:
     assert {own for own, _, _ in RULES.values()} == set(headrace.optim.__all__)
+
+
+def test_a_state_dict_that_lacks_what_other_ranks_keep_is_refused() -> None:
+    """A single process would go on without that state."""
+    ours = parameters(shapes=SMALL)
+    optimizer = AdamW(ours)
+    give_gradients(ours, copies(ours), 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1] = OnAnotherRank(1, "rank 1")
+    with pytest.raises(ValueError, match=r"this process is to keep what this state_dict lacks: .* is on rank 1"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state[ours[1]]["step"] == 1

@@ -19,7 +19,7 @@ from headrace.errors import DiskError
 from headrace.memory.disk import Access, DirectFile, DiskStore
 from headrace.memory.disk.log import DiskLog
 from headrace.memory.ledger import Ledger
-from headrace.optim import AdamW, disk_state, matrices
+from headrace.optim import AdamW, disk_state, states
 from headrace.runtime.system import host_name
 from tests.optim.references import MATRICES, RULES, copies, give_gradients, parameters, ties_up
 from tests.optim.test_overlap import SETTINGS, batch, decoder, offloaded, train
@@ -34,7 +34,7 @@ SHAPES = ((37, 13), (1,), (65536 + 5,), (3, 4, 5), (), (0,), (60, 1031))
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of several chunks, and more loads than the ring has slots."""
     monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 13)
-    monkeypatch.setattr(matrices, "LEAST_BYTES", 1)
+    monkeypatch.setattr(states, "LEAST_BYTES", 1)
 
 
 @pytest.mark.core(dtype=torch.bfloat16)

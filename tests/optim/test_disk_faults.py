@@ -18,7 +18,7 @@ import headrace
 import headrace.optim
 from headrace.errors import DiskError, StateError
 from headrace.memory.disk import DirectFile
-from headrace.optim import AdamW, disk_state, matrices
+from headrace.optim import AdamW, disk_state, states
 from tests.disk.test_faults import spill_file
 from tests.optim.references import copies, give_gradients, parameters
 from tests.optim.test_disk import opened
@@ -33,7 +33,7 @@ SHAPES = ((64, 64), (130, 70), (64, 64), (37, 13), (96, 64))
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 12)
     monkeypatch.setattr(disk_state, "SLOTS", 3)
-    monkeypatch.setattr(matrices, "LEAST_BYTES", 1)
+    monkeypatch.setattr(states, "LEAST_BYTES", 1)
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, kind: str, pieces: int, number: int) -> None:

@@ -17,7 +17,7 @@ for _ in range(3):
     optimizer.zero_grad()
 gate = threading.Event()
 if sys.argv[1] == "under_way":
-    optimizer._updater.run(gate.wait)  # the updates of the next step stay behind it
+    optimizer._updates.updater.run(gate.wait)  # the updates of the next step stay behind it
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
 else:

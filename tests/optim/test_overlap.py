@@ -19,6 +19,7 @@ from headrace import StateError
 from headrace.optim import AdamW, norms
 from headrace.optim.devices import Member
 from headrace.optim.overlap import Updater
+from headrace.optim.updates import Updates
 from headrace.runtime.autograd import without_overrides
 from tests.support.compare import assert_same, same
 from tests.support.held import weight_bytes
@@ -60,15 +61,15 @@ def train(model: nn.Module, optimizer: Any, steps: int, *, clip: float | None = 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> list[int]:
     """Updates take longer: by `seconds` of how many came before."""
     begun: list[int] = []
-    perform = AdamW._perform
+    perform = Updates._apply
 
-    def slowly(self: AdamW, members: Sequence[Member], scale: float) -> None:
+    def slowly(self: Updates, members: Sequence[Member], scale: float) -> None:
         if threading.current_thread() is not threading.main_thread():
             begun.append(len(begun))
             time.sleep(seconds(len(begun)))
         perform(self, members, scale)
 
-    monkeypatch.setattr(AdamW, "_perform", slowly)
+    monkeypatch.setattr(Updates, "_apply", slowly)
     return begun
 
 
@@ -109,15 +110,15 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()
         self.waited = 0
-        perform = AdamW._perform
+        perform = Updates._apply
 
-        def held(optimizer: AdamW, members: Sequence[Member], scale: float) -> None:
+        def held(optimizer: Updates, members: Sequence[Member], scale: float) -> None:
             if not self.gate.is_set():
                 self.waited += 1
                 assert self.gate.wait(60)
             perform(optimizer, members, scale)
 
-        monkeypatch.setattr(AdamW, "_perform", held)
+        monkeypatch.setattr(Updates, "_apply", held)
 
     def release_soon(self) -> None:
         threading.Timer(0.05, self.gate.set).start()
@@ -229,15 +230,15 @@ class BrokenError(RuntimeError):
 
 
 def break_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
-    perform = AdamW._perform
+    perform = Updates._apply
     count = iter(range(100))
 
-    def failing(self: AdamW, members: Sequence[Member], scale: float) -> None:
+    def failing(self: Updates, members: Sequence[Member], scale: float) -> None:
         if next(count) == 2:
             raise BrokenError("the third block")
         perform(self, members, scale)
 
-    monkeypatch.setattr(AdamW, "_perform", failing)
+    monkeypatch.setattr(Updates, "_apply", failing)
 
 
 @pytest.mark.emu("random:0")
@@ -389,7 +390,7 @@ def test_settings_in_tensors_are_those_of_their_step(emu_device: ModuleType) -> 
             for step in range(3):
                 loss_of(model, batch(step)).backward()
                 gate = threading.Event()
-                optimizer._updater.run(lambda gate=gate: gate.wait() and None)
+                optimizer._updates.updater.run(lambda gate=gate: gate.wait() and None)
                 if overlap == "none":
                     gate.set()
                 optimizer.step()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from headrace.optim import AdamW
+from headrace.optim.updates import Updates
 from tests.support.models import linears
 
 WIDTH, TOKENS, LAYERS = 256, 1024, 8
@@ -28,19 +29,19 @@ def stack() -> nn.Module:
 @pytest.fixture
 def measured(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Virtual seconds of a step with this share on the host, and the device's peak bytes."""
-    perform = AdamW._perform
+    perform = Updates._apply
     nbytes = LAYERS * WIDTH * WIDTH * 4
     rate = 2 * nbytes / (COPIES * STEP_SECONDS)
 
-    def timed(self: AdamW, members: Sequence[Any], scale: float) -> None:
+    def timed(self: Updates, members: Sequence[Any], scale: float) -> None:
         for member in members:
-            if member.weights.host.device.type == "cpu":
-                emu_device.host_works(member.place.numel() * 4 / nbytes * UPDATE * STEP_SECONDS, "update")
+            if member.master.host.device.type == "cpu":
+                emu_device.host_works(member.parameter.numel() * 4 / nbytes * UPDATE * STEP_SECONDS, "update")
                 member.updated = True
             else:
                 perform(self, [member], scale)
 
-    monkeypatch.setattr(AdamW, "_perform", timed)
+    monkeypatch.setattr(Updates, "_apply", timed)
 
     def measure(share: float) -> tuple[float, int]:
         emu_device.configure(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import headrace.optim
-from headrace.optim import AdamW, matrices
+from headrace.optim import AdamW, states
 from tests.optim.references import RULES, give_gradients, parameters
 from tests.optim.test_disk import opened
 from tests.support.compare import assert_same
@@ -55,16 +55,16 @@ def test_any_share_gives_the_same_bits(emu_device: ModuleType, name: str, dtype:
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_own_steps_are_not_taken_for_writes(emu_device: ModuleType, fraction: float) -> None:
-    """Of either piece of a split parameter: after a write a step has to wait for the device to compare weights."""
+    """On either side: after a write a step has to wait for the device to compare weights."""
     here = parameters(torch.bfloat16, SHAPES)
     there = on_device(here)
     optimizer = AdamW(there, device_fraction=fraction)
     give_gradients(there, here, 0)
     optimizer.step()
-    assert len(optimizer._weights) == len(SHAPES) + (fraction == 0.5)
-    for weights in optimizer._weights.values():
-        weights.look()
-        assert not weights.changed
+    assert len(optimizer._states.masters) == len(SHAPES)
+    for master in optimizer._states.masters.values():
+        master.check_version()
+        assert not master.changed
 
 
 @pytest.mark.emu("random:0")
@@ -73,7 +73,7 @@ def test_own_steps_are_not_taken_for_writes(emu_device: ModuleType, fraction: fl
 def test_the_rest_of_the_state_may_be_on_disk(
     emu_device: ModuleType, name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrices, "LEAST_BYTES", 1)
+    monkeypatch.setattr(states, "LEAST_BYTES", 1)
     own, _, settings = RULES[name]
     settings = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
     kind = getattr(headrace.optim, own)
@@ -97,8 +97,8 @@ def test_the_rest_of_the_state_may_be_on_disk(
 @pytest.mark.emu("random:0")
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.37, 0.5, 0.99, 1.0])
 def test_the_share_is_what_was_asked_for(emu_device: ModuleType, fraction: float) -> None:
-    """Within 1%, with one tensor that is most of the model."""
-    sizes = (1000, 50_000, 10, 10, 3000)
+    """Exact to half of the tensor in which the border falls."""
+    sizes = (1024, 5120, 3072, *[1024] * 20)
     weights = [nn.Parameter(torch.zeros(size, device="emu")) for size in sizes]
     optimizer = AdamW(weights, device_fraction=fraction)
     for weight in weights:
@@ -107,18 +107,20 @@ def test_the_share_is_what_was_asked_for(emu_device: ModuleType, fraction: float
     optimizer.step()
     torch.accelerator.synchronize()
     taken = torch.accelerator.memory_allocated() - before
-    assert taken / (8 * sum(sizes)) == pytest.approx(fraction, abs=0.01)
+    assert taken / 8 == pytest.approx(fraction * sum(sizes), abs=64 + 512 * (0 < fraction < 1))  # 64: a flag
 
 
 @pytest.mark.emu("random:0", device_memory=4 << 20)
 def test_auto_takes_what_is_free(emu_device: ModuleType) -> None:
-    weight = nn.Parameter(torch.zeros(1 << 18, device="emu"))  # 1 MiB, and as much of gradient; 2 MiB of state
-    weight.grad = torch.ones_like(weight)
-    optimizer = AdamW([weight], device_fraction="auto")
+    weights = [nn.Parameter(torch.zeros(1 << 13, device="emu")) for _ in range(32)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = AdamW(weights, device_fraction="auto")
     optimizer.step()
     torch.accelerator.synchronize()
-    held = torch.accelerator.memory_allocated() - 2 * weight.nbytes
-    assert 0.5 * 2 * weight.nbytes < held < 0.95 * 2 * weight.nbytes
+    nbytes = sum(weight.nbytes for weight in weights)  # 1 MiB, and as much of gradients; 2 MiB of state
+    held = torch.accelerator.memory_allocated() - 2 * nbytes
+    assert 0.5 * 2 * nbytes < held < 0.95 * 2 * nbytes
 
 
 @pytest.mark.emu("random:0")

@@ -9,7 +9,7 @@ import torch
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
 import headrace.optim
-from headrace.optim import eight_bit, matrices
+from headrace.optim import eight_bit, states
 from tests.support.compare import assert_same
 
 INFOS = {info.optim_cls.__name__: info for info in optim_db}
@@ -29,7 +29,7 @@ def inputs() -> list[Any]:
 def options(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Where state is, and as what. Overlap and shares of a device say nothing about plain parameters on the CPU."""
     if request.param == "disk":
-        monkeypatch.setattr(matrices, "LEAST_BYTES", 1)
+        monkeypatch.setattr(states, "LEAST_BYTES", 1)
         return {"tier": "disk", "disk": tmp_path}
     if request.param == "8bit" and "test_values" not in request.node.name:
         monkeypatch.setattr(eight_bit, "LEAST_ELEMENTS", 1)

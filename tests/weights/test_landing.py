@@ -15,7 +15,7 @@ from headrace.memory.arena import Arena
 from headrace.memory.disk import DISK_ALIGNMENT_BYTES
 from headrace.memory.ledger import Ledger
 from headrace.runtime.lanes import Copy
-from headrace.weights.rest.pieces import Piece
+from headrace.weights.rest.reads import DiskRead
 from headrace.weights.rest.tiers import _scattered
 from tests.support.compare import assert_same
 from tests.support.models import Stack
@@ -86,13 +86,13 @@ def test_weights_of_a_checkpoint_and_of_the_disk_tier_are_not_copied(
     with torch.device("meta"):
         model = layers()
     copied: Counter[str] = Counter()
-    copies = Piece.copies
+    copies = DiskRead.copies
 
-    def note(self: Piece, chunk: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:
+    def note(self: DiskRead, chunk: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:
         copied["bytes"] += self.nbytes
         return copies(self, chunk, buffer)
 
-    monkeypatch.setattr(Piece, "copies", note)
+    monkeypatch.setattr(DiskRead, "copies", note)
     batch = torch.randn(4, 600)
     layer_bytes = 600 * 600 * 4 + 600 * 4
     settings: dict[str, Any] = {"host_memory": "8MiB", "device_memory": 4 * layer_bytes, "disk": tmp_path / "spill"}

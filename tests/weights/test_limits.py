@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import headrace
+from headrace.weights.passes import engine
 from tests.support.held import weight_bytes
 from tests.support.loops import loss_of
 
@@ -57,3 +58,12 @@ def test_a_write_through_a_kept_tensor_needs_refresh(compute_device, decoder, to
             assert decoder(tokens).any()
             handle.refresh()
             assert not decoder(tokens).any()
+
+
+def test_a_cuda_graph_of_an_offloaded_model_is_refused(handle, decoder, tokens, monkeypatch):
+    expected = loss_of(decoder, tokens).detach()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "is_capturing", lambda device: True)
+        with pytest.raises(headrace.StateError, match=r"CUDA graph.*handle\.remove"):
+            decoder(tokens)
+    assert torch.equal(loss_of(decoder, tokens), expected)

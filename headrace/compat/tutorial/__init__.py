@@ -1,16 +1,7 @@
 """How does code of the tutorial on offloading run here? Its classes, thin over headrace's memory, lanes and optimizers.
 
-| the tutorial | here |
-|---|---|
-| `CPUOffloadOptimizer` | `headrace.optim.AdamW` over the model's parameters |
-| `NVMeOffloadManager`, `UnifiedOffloadManager` | `TieredTensors` of `tensors.py`: limits hold, values are kept |
-| `LayerPrefetcher` | asks a manager, which loads in the background |
-| `DoubleBufferedLoader`, `TripleBufferedLoader`, `OverlappedOffloader` | lanes and events; the host waits for nothing |
-| `pack_layers_sequentially` | a safetensors file in the model's order |
-| `compress_parameter`, `decompress_parameter` | lossless, any dtype, checked |
-| `compute_optimal_prefetch` | the least depths that hide all loads, by simulation |
-
 To train or run a model that is larger than a tier, `headrace.offload()` needs none of this: it moves blocks by itself.
+What differs from the tutorial is in docs/coming_from/tutorial.md, row by row.
 """
 
 from headrace.compat.tutorial.compression import compress_parameter, decompress_parameter

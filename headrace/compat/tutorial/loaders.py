@@ -42,13 +42,13 @@ class DoubleBufferedLoader:
         shape = tuple(cpu_tensor.shape if shape is None else shape)
         if torch.Size(shape).numel() != cpu_tensor.numel():
             raise ValueError(f"a tensor of shape {tuple(cpu_tensor.shape)} has not the elements of shape {shape}")
-        after, following = self._lanes.mark(), 1 - self.current_buffer
+        following = 1 - self.current_buffer
         buffer = self.buffers[following]
         if buffer is None or buffer.shape != shape or buffer.dtype != cpu_tensor.dtype:
-            self.buffers[following] = None  # its memory first
+            buffer = self.buffers[following] = None  # its memory first
             buffer = self.buffers[following] = torch.empty(shape, dtype=cpu_tensor.dtype, device=self.device)
-            after = self._lanes.mark()
-        self.pending_load = self._lanes.copy(Lane.ONLOAD, [(buffer, cpu_tensor.detach().view(shape))], after)
+        copies = [(buffer, cpu_tensor.detach().view(shape))]
+        self.pending_load = self._lanes.copy(Lane.ONLOAD, copies, self._lanes.mark())
 
     def swap_buffers(self) -> None:
         """The buffer that was loaded is the current one, and compute waits for its load. StateError without one."""

@@ -48,11 +48,6 @@ class _ManagedModel:
         """Waits until nothing is under way. Raises DiskError for a write that failed."""
         self.tiers.synchronize()
 
-    @property
-    def locations(self) -> dict[str, TensorLocation]:
-        """Where each tensor rests."""
-        return {name: self.tiers.location(name) for name in self.tiers.names}
-
     def close(self, *, restore: bool = True) -> None:
         """The model is an ordinary one again, with its present values (without `restore` those on disk are lost)."""
         for name, parameter in self._parameters.items() if restore else ():
@@ -91,7 +86,7 @@ class NVMeOffloadManager(_ManagedModel):
             pin=config.pin_memory,
             disk=DiskSettings(config.nvme_path, config.aio_queue_depth, config.block_size, config.aio_queue_depth),
         )
-        self.param_info = {name: (*shapes[name], location.offset) for name, location in self.locations.items()}
+        self.param_info = {name: (*shapes[name], location.offset) for name, location in self.tiers.locations().items()}
 
     def prefetch(self, layer_names: Sequence[str]) -> list[str]:
         """Begins to load these parameters, and returns at once: the names for which the GPU has no room now."""
@@ -118,7 +113,7 @@ class NVMeOffloadManager(_ManagedModel):
     def get_memory_stats(self) -> dict[str, Any]:
         """Bytes on the GPU (held, at most since the beginning), the CPU (pinned blocks) and the drive; the share of the
         parameters that is not on the GPU; how many there are, and the tier in which each rests."""
-        locations = self.locations
+        locations = self.tiers.locations()
         total = sum(location.size for location in locations.values())
         on_gpu = sum(locations[name].size for name in self.gpu_resident)
         return {
@@ -170,6 +165,11 @@ class UnifiedOffloadManager(_ManagedModel):
     def offload(self, name: str, data: torch.Tensor) -> None:
         """`data` is the tensor's value from now on, in the tier where it rests; its visiting copy goes."""
         self.tiers.put(name, data)
+
+    @property
+    def locations(self) -> dict[str, TensorLocation]:
+        """Where each tensor rests."""
+        return self.tiers.locations()
 
     @property
     def gpu_used(self) -> int:

@@ -4,22 +4,15 @@ import itertools
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
 
-from headrace.compat.tutorial.tensors import TieredTensors
+from headrace.compat.tutorial.managers import NVMeOffloadManager, UnifiedOffloadManager
 from headrace.errors import StateError
 from headrace.formulas import prefetch_depth
 from headrace.runtime.threads import OneThread
 
 __all__ = ["LayerPrefetcher", "compute_optimal_prefetch"]
-
-
-class Manager(Protocol):
-    """An `NVMeOffloadManager` or `UnifiedOffloadManager`."""
-
-    tiers: TieredTensors
 
 
 class LayerPrefetcher:
@@ -29,7 +22,13 @@ class LayerPrefetcher:
     `manager` loads them. Or a subclass has `_load_layer(name)`, which is then called on a thread of its own.
     """
 
-    def __init__(self, layer_order: list[str], prefetch_depth: int = 2, *, manager: Manager | None = None) -> None:
+    def __init__(
+        self,
+        layer_order: list[str],
+        prefetch_depth: int = 2,
+        *,
+        manager: NVMeOffloadManager | UnifiedOffloadManager | None = None,
+    ) -> None:
         if prefetch_depth < 0 or len(set(layer_order)) != len(layer_order):
             raise ValueError(
                 f"prefetch_depth={prefetch_depth} and {len(layer_order)} layers ({len(set(layer_order))} names); give 0"

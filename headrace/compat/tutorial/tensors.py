@@ -116,6 +116,10 @@ class TieredTensors:
             is_saving=entry.saved is not None and not entry.saved.query(),
         )
 
+    def locations(self) -> dict[str, TensorLocation]:
+        """Where each is, by name."""
+        return {name: self.location(name) for name in self._entries}
+
     @property
     def on_device(self) -> list[str]:
         """Names of those that are there, or on their way."""

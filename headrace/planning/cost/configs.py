@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,9 @@ _NAMES = {
     "active_experts": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k"),
     "expert_intermediate": ("moe_intermediate_size", "expert_dim"),
 }
-_UNGATED = {
-    "gpt2",
-    "gpt_neo",
-    "gpt_neox",
-    "gptj",
-    "opt",
-    "bloom",
-    "falcon",
-    "codegen",
-    "phi",
-    "bert",
-    "mpt",
-    "gpt_bigcode",
-}
 _LEARNED_POSITIONS = {"gpt2": 0, "opt": 2, "gpt_bigcode": 0}  # rows beyond max_position_embeddings
 _BIASED = {"gpt2", "gpt_neox", "opt", "bloom", "phi", "gpt_bigcode"}  # every linear layer and norm has a bias
+_UNGATED = _BIASED | {"gpt_neo", "gptj", "falcon", "codegen", "bert", "mpt"}
 _QKV_BIASED = {"qwen2", "qwen2_moe"}
 _HEAD_NORMS = {"qwen3", "qwen3_moe"}  # a norm over each query's and key's head
 _WIDE_NORMS = {"olmo2"}  # a norm over all queries and all keys
@@ -108,7 +96,8 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
     numbers = _Numbers(config)
     hidden, vocabulary = numbers.need("hidden_size"), numbers.need("vocabulary")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    bits = stored_bits(config, 32.0 if dtype == "float32" else 16.0)
+    wide = 32.0 if dtype == "float32" else 16.0
+    bits = stored_bits(config, wide)
     embedding = vocabulary * hidden
     tied = bool(config.get("tie_word_embeddings", numbers.kind in _TIED))
     positions = 0
@@ -117,7 +106,6 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
         positions = (rows + _LEARNED_POSITIONS[numbers.kind]) * hidden
     if numbers.kind == "bloom":
         positions = 2 * hidden  # none are learned, but the embedding has a norm
-    wide = 32.0 if dtype == "float32" else 16.0
     blocks = [
         BlockShape(
             name="embedding",
@@ -181,121 +169,108 @@ class _Numbers:
         return value
 
 
+Matrix = tuple[int, int]  # inputs and outputs of a linear layer
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """`extra`: parameters besides its matrices; `saved` and `cached` elements; operations per token and position."""
+
+    matrices: list[Matrix]
+    extra: int
+    saved: int
+    context_flops: float
+    cached: int
+
+
 def _layer(numbers: _Numbers, index: int, bits: float) -> BlockShape:
-    hidden = numbers.need("hidden_size")
-    attention, width, adapters, context, cached = _attention(numbers)
+    hidden, kind = numbers.need("hidden_size"), numbers.kind
+    attention = _latent_attention(numbers) if numbers.find("kv_lora_rank") else _attention(numbers)
     experts = numbers.find("experts") or 0
     dense_first = numbers.find("first_k_dense_replace") or 0
     every = numbers.find("decoder_sparse_step") or 1
-    sparse = experts > 1 and index >= dense_first and (index + 1) % every == 0
-    mlp, active, active_width = _experts(numbers, experts) if sparse else _dense(numbers)
-    norms = 2 * hidden * (2 if numbers.kind in _BIASED else 1)
-    total = attention + mlp + norms
+    if experts <= 1 or index < dense_first or (index + 1) % every:
+        experts = 0
+    norms = 2 * hidden * (2 if kind in _BIASED else 1)
+    always = _count(attention.matrices) + attention.extra + norms
+    plain = numbers.find("intermediate") or 4 * hidden
+    wide = (experts and numbers.find("expert_intermediate")) or plain
+    mlp = [(hidden, wide)] * (2 if _gated(numbers) else 1) + [(wide, hidden)]
+    adapted, routed = attention.matrices, 0
+    if experts:  # adapters go on attention alone
+        routed = numbers.find("active_experts") or 1
+        one = 3 * hidden * wide + (hidden + 2 * wide if kind == "gpt_oss" else 0)
+        shared = numbers.find("shared_expert_intermediate_size") or (numbers.find("n_shared_experts") or 0) * wide
+        # The router, and the gate of shared experts, or biases.
+        always += hidden * experts + {"qwen2_moe": hidden, "gpt_oss": experts}.get(kind, 0) + 3 * hidden * shared
+        active_width = routed * wide + shared
+    else:
+        one, active_width = 0, wide
+        always += _count(mlp) + (_outputs(mlp) if kind in _BIASED else 0)
+        adapted = adapted + mlp
+    total = always + experts * one
     mlp_saved = (4 if _gated(numbers) else 2) * active_width
     return BlockShape(
         name=f"layer {index}",
         parameters=total,
-        active_parameters=attention + active + norms,
+        active_parameters=always + routed * one,
         trainable=total,
         weight_bits=bits,
-        context_flops=context,
-        saved_elements=4.0 * hidden + width + mlp_saved,  # both norms' inputs and outputs; queries to outputs; MLP
+        context_flops=attention.context_flops,
+        saved_elements=4.0 * hidden + attention.saved + mlp_saved,  # both norms' inputs and outputs; queries to outputs
         input_elements=hidden,
-        adapter_sizes=adapters + (_dense_adapters(numbers) if not sparse else 0),
-        last_parameters=0 if sparse else hidden * active_width,
-        expert_parameters=experts * _expert_parameters(numbers) if sparse else 0,
-        experts_per_token=(numbers.find("active_experts") or 1) if sparse else 1,
-        experts=experts if sparse else 0,
-        cache_elements=cached,
+        adapter_sizes=sum(inputs + outputs for inputs, outputs in adapted),
+        last_parameters=0 if experts else hidden * wide,
+        expert_parameters=experts * one,
+        experts_per_token=routed or 1,
+        experts=experts,
+        cache_elements=attention.cached,
     )
 
 
-def _attention(numbers: _Numbers) -> tuple[int, int, int, float, int]:
-    """Parameters, saved elements per token, adapter sizes, operations per token and position, keys and values."""
+def _attention(numbers: _Numbers) -> _Attention:
+    """Dense, or with queries in groups."""
     hidden, heads, kind = numbers.need("hidden_size"), numbers.need("heads"), numbers.kind
-    latent = numbers.find("kv_lora_rank")
-    if latent:
-        return _latent_attention(numbers, hidden, heads, latent)
     size = numbers.find("head_dim") or hidden // heads
-    groups = numbers.find("num_key_value_heads") or heads
-    if numbers.config.get("multi_query"):
-        groups = 1
+    groups = 1 if numbers.config.get("multi_query") else numbers.find("num_key_value_heads") or heads
     queries, keys = heads * size, groups * size
-    parameters = hidden * (queries + 2 * keys) + queries * hidden
-    if kind in _BIASED:
-        parameters += queries + 2 * keys + hidden
+    matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    extra = {"gpt_oss": heads}.get(kind, 0)  # sinks
+    if kind in _BIASED or numbers.config.get("attention_bias", kind == "gpt_oss"):
+        extra += _outputs(matrices)
     elif kind in _QKV_BIASED:
-        parameters += queries + 2 * keys
-    elif numbers.config.get("attention_bias"):
-        parameters += queries + 2 * keys + hidden
+        extra += _outputs(matrices[:3])
     if kind in _HEAD_NORMS:
-        parameters += 2 * size
+        extra += 2 * size
     elif kind in _WIDE_NORMS:
-        parameters += queries + keys
-    if kind == "gpt_oss":
-        parameters += (0 if "attention_bias" in numbers.config else queries + 2 * keys + hidden) + heads  # sinks
-    adapters = 4 * hidden + 2 * queries + 2 * keys
-    return parameters, 2 * queries + 2 * keys, adapters, 4.0 * queries, 2 * keys
+        extra += queries + keys
+    return _Attention(matrices, extra, 2 * queries + 2 * keys, 4.0 * queries, 2 * keys)
 
 
-def _latent_attention(numbers: _Numbers, hidden: int, heads: int, latent: int) -> tuple[int, int, int, float, int]:
+def _latent_attention(numbers: _Numbers) -> _Attention:
+    hidden, heads = numbers.need("hidden_size"), numbers.need("heads")
+    latent, low = numbers.need("kv_lora_rank"), numbers.find("q_lora_rank") or 0
     rope = numbers.find("qk_rope_head_dim") or 0
     plain = numbers.find("qk_nope_head_dim") or 0
     value = numbers.find("v_head_dim") or plain
-    low = numbers.find("q_lora_rank")
     queries = heads * (plain + rope)
-    parameters = hidden * (latent + rope) + latent + latent * heads * (plain + value) + heads * value * hidden
-    parameters += hidden * low + low + low * queries if low else hidden * queries
-    adapters = 2 * hidden + queries + latent + rope + heads * (plain + 2 * value) + latent + hidden
-    saved = 2 * queries + heads * (plain + 2 * value)
-    return parameters, saved, adapters, 2.0 * (queries + heads * value), queries + heads * value
+    matrices = [(hidden, low), (low, queries)] if low else [(hidden, queries)]
+    matrices += [(hidden, latent + rope), (latent, heads * (plain + value)), (heads * value, hidden)]
+    flops, cached = 2.0 * (queries + heads * value), queries + heads * value
+    return _Attention(matrices, latent + low, 2 * queries + heads * (plain + 2 * value), flops, cached)
+
+
+def _count(matrices: list[Matrix]) -> int:
+    return sum(inputs * outputs for inputs, outputs in matrices)
+
+
+def _outputs(matrices: list[Matrix]) -> int:
+    """As many as they have biases, where they have any."""
+    return sum(outputs for _, outputs in matrices)
 
 
 def _gated(numbers: _Numbers) -> bool:
     return numbers.kind not in _UNGATED
-
-
-def _intermediate(numbers: _Numbers) -> int:
-    return numbers.find("intermediate") or 4 * numbers.need("hidden_size")
-
-
-def _dense(numbers: _Numbers) -> tuple[int, int, int]:
-    """Parameters, active parameters, width of a plain MLP."""
-    hidden, wide = numbers.need("hidden_size"), _intermediate(numbers)
-    parameters = (3 if _gated(numbers) else 2) * hidden * wide
-    if numbers.kind in _BIASED:
-        parameters += hidden + wide
-    return parameters, parameters, wide
-
-
-def _dense_adapters(numbers: _Numbers) -> int:
-    return (3 if _gated(numbers) else 2) * (numbers.need("hidden_size") + _intermediate(numbers))
-
-
-def _experts(numbers: _Numbers, experts: int) -> tuple[int, int, int]:
-    """Parameters, active parameters, active width of a mixture of experts. Adapters go on attention alone."""
-    hidden = numbers.need("hidden_size")
-    wide = _expert_width(numbers)
-    active = numbers.find("active_experts") or 1
-    shared = numbers.find("shared_expert_intermediate_size") or (numbers.find("n_shared_experts") or 0) * wide
-    router = hidden * experts
-    if numbers.kind == "qwen2_moe":
-        router += hidden  # the gate of the shared expert
-    if numbers.kind == "gpt_oss":
-        router += experts
-    one = _expert_parameters(numbers)
-    always = router + 3 * hidden * shared
-    return experts * one + always, active * one + always, active * wide + shared
-
-
-def _expert_parameters(numbers: _Numbers) -> int:
-    """Of one expert."""
-    hidden, wide = numbers.need("hidden_size"), _expert_width(numbers)
-    return 3 * hidden * wide + (hidden + 2 * wide if numbers.kind == "gpt_oss" else 0)
-
-
-def _expert_width(numbers: _Numbers) -> int:
-    return numbers.find("expert_intermediate") or _intermediate(numbers)
 
 
 def stored_bits(config: Mapping[str, Any], default: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.planning.cost.experts import ExpertCut, cut_of, loads_of
+from headrace.planning.cost.experts import ExpertCut, ExpertLoads, cut_of, loads_of
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import mean_read_share
 from headrace.planning.cost.shape import BlockKind, BlockShape
@@ -91,21 +91,15 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
     if method.weights is Place.DISK:
         room = tiers.capacity[Place.HOST] - tiers.total(Place.HOST)
         disk_share = min(1.0, max(0.0, 1.0 - room / shape.weight_bytes))
-    one = _Token(
-        blocks=shape.blocks,
-        tokens=token.tokens,
-        hardware=hardware,
-        compute_seconds=sum(_compute_seconds(block, token, work.sequence_length, hardware) for block in shape.blocks),
-        disk_share=disk_share,
-        read_share=mean_read_share(case),
-    )
+    compute = sum(_compute_seconds(block, token, work.sequence_length, hardware) for block in shape.blocks)
+    one = _Token(token.tokens, hardware, compute, len(shape.blocks), disk_share * mean_read_share(case))
     found = Decoding(
         sequences=work.batch_size,
         context=work.sequence_length,
         cache_bytes=cache_bytes,
-        compute_seconds=one.compute_seconds,
+        compute_seconds=compute,
         disk_share=disk_share,
-        whole=one.rate(1.0, max(0, shape.weight_bytes - budget)),
+        whole=one.rate(1.0, max(0, shape.weight_bytes - budget), []),
     )
     cut = cut_of(replace(case, work=token), budget)
     if cut is None:
@@ -116,7 +110,8 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
     from_disk = cut.read_share(on_host) if disk_share else 0.0
 
     def rate(there: float) -> DecodingRate:
-        return one.rate(there, cut.other_bytes - cut.other_room_bytes, one_by_one=True, from_disk=from_disk)
+        loads = [loads_of(block, token.tokens, there, hardware, from_disk=from_disk) for block in shape.blocks]
+        return one.rate(there, cut.other_bytes - cut.other_room_bytes, loads, from_disk)
 
     return replace(
         found,
@@ -138,36 +133,31 @@ def _compute_seconds(block: BlockShape, token: Work, context: int, hardware: Har
     return max(block.forward_flops(token.tokens, context) / hardware.flops_per_second, read)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Token:
     """What all rates of a token of each sequence have in common."""
 
-    blocks: Sequence[BlockShape]
     tokens: int
     hardware: Hardware
     compute_seconds: float
-    disk_share: float
-    read_share: float
+    blocks: int
+    read_share: float  # of weights that visit, what is read from disk
 
     def rate(
-        self, there: float, visiting_bytes: float, *, one_by_one: bool = False, from_disk: float = 0.0
+        self, there: float, visiting_bytes: float, experts: Sequence[ExpertLoads], from_disk: float = 0.0
     ) -> DecodingRate:
         """Missing experts come while nothing computes; weights that visit come beside compute, behind them."""
-        hardware = self.hardware
-        with_experts = [block for block in self.blocks if block.experts and one_by_one]
-        loads = [loads_of(block, self.tokens, there, hardware, from_disk=from_disk) for block in with_experts]
-        experts = sum(load.nbytes for load in loads)
-        read_bytes = self.disk_share * self.read_share * visiting_bytes
-        visits = 0.0
+        hardware, visits = self.hardware, 0.0
+        expert_bytes, read_bytes = sum(load.nbytes for load in experts), self.read_share * visiting_bytes
         if visiting_bytes:
-            latency = hardware.link_latency_seconds * len(self.blocks)
+            latency = hardware.link_latency_seconds * self.blocks
             visits = latency + visiting_bytes / hardware.onload_bytes_per_second
         if read_bytes:
             visits = max(visits, read_bytes / hardware.disk_read_bytes_per_second)
-        seconds = sum(load.seconds for load in loads) + max(self.compute_seconds, visits)
+        seconds = sum(load.seconds for load in experts) + max(self.compute_seconds, visits)
         return DecodingRate(
             hit_rate=there,
-            onload_bytes=round((experts + visiting_bytes) / self.tokens),
-            fetch_bytes=round((from_disk * experts + read_bytes) / self.tokens),
+            onload_bytes=round((expert_bytes + visiting_bytes) / self.tokens),
+            fetch_bytes=round((from_disk * expert_bytes + read_bytes) / self.tokens),
             tokens_per_second=self.tokens / seconds,
         )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.formulas import tokens_to_hide
 from headrace.planning.cost.traffic import BlockTraffic
 from headrace.planning.cost.work import Activations, Case, Place, Training
 
@@ -88,7 +89,7 @@ def floors_of(traffic: Sequence[BlockTraffic], case: Case, room_bytes: int) -> F
 def hiding_tokens(traffic: Sequence[BlockTraffic], case: Case) -> dict[str, float]:
     """Tokens of a device per micro-batch, or per step, from which each lane hides behind compute; only lanes in use.
 
-    `headrace.formulas.tokens_to_hide`, of all blocks together.
+    By the formula of one block, of all together.
     """
     shape, method, share = case.shape, case.method, case.share
     passes, flops = 1, 2.0
@@ -100,7 +101,12 @@ def hiding_tokens(traffic: Sequence[BlockTraffic], case: Case) -> dict[str, floa
     context = case.work.sequence_length / width if width else 0.0
 
     def tokens(nbytes: float, rate: float) -> float:
-        return nbytes * share.flops_per_second / (flops * active * rate * (1 + context / 6)) if active else math.inf
+        if not active:
+            return math.inf
+        of_all = flops * active
+        return tokens_to_hide(
+            nbytes, share.flops_per_second, rate, flops_per_parameter=of_all, context_over_hidden=context
+        )
 
     moved = {
         name: sum(getattr(own, name) or 0 for own in traffic)

@@ -114,11 +114,10 @@ def forecast_of(option: Option) -> Run:
     """The forecast of one method, which must fit."""
     case, traffic = option.case.grouped(), option.traffic
     batches = case.work.micro_batches
-    closing = sum(own.device_update_seconds for own in traffic)
     steps = []
     for count in range(1, min(batches, SIMULATED_MICRO_BATCHES) + 1):
         plan = make_plan(_problem(option, count))
-        steps.append(forecast_step(plan, traffic, case.share, overlap=option.method.overlap, closing_seconds=closing))
+        steps.append(forecast_step(plan, traffic, case.share, option.method.overlap))
     alone = _by_lane([step.alone_seconds for step in steps], batches)
     used = {lane.value: seconds for lane, seconds in alone.items()}
     used["host memory"] = _of_all([step.dram_seconds for step in steps], batches)

@@ -25,65 +25,38 @@ _PLANNED_PARTS = 256  # of a whole step, about
 class StepGraph:
     """The tasks of some steps, one behind the other."""
 
-    def __init__(
-        self, plan: Plan, traffic: Sequence[BlockTraffic], hardware: Hardware, overlap: Overlap, closing_seconds: float
-    ) -> None:
+    def __init__(self, plan: Plan, traffic: Sequence[BlockTraffic], hardware: Hardware, overlap: Overlap) -> None:
         self.plan = plan
         self.traffic = traffic
         self.hardware = hardware
         self.overlap = overlap
-        self.closing_seconds = closing_seconds
         self.tasks: list[Task] = []
-        self.arrival: dict[int, int] = {}  # present block -> its load (-1: before all this)
-        for block in plan.start | plan.problem.residents:
-            self.arrival[block] = -1
+        # Present block -> its load (-1: before all this).
+        self.arrival: dict[int, int] = dict.fromkeys(plan.start | plan.problem.residents, -1)
         self.ready: dict[int, int] = {}  # block -> the task behind which its home is as it should be
-        self.compute: list[int] = []  # compute tasks so far
+        self.last_compute = -1
         self.fetched: list[int] = []  # loads of fetched blocks, for the ring of staging buffers
         self.spilled: list[int] = []
         self.sent: list[int] = []  # for each layer of forward, the end of its activations' way out
         self.leaving: list[int] = []  # for each block of backward, the last offload of its gradients
         self.sums: list[int] = []  # for each block of backward, the sum of its gradients on the host
         self.last_gradient = -1
-        self.gradients: dict[
-            int, int
-        ] = {}  # of this step: block -> the task behind which all of its gradients are here
+        # Of this step: block -> the task behind which all of its gradients are here.
+        self.gradients: dict[int, int] = {}
         self.kept: dict[int, int] = {}  # block -> the offload of its activations
         self.back: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for index, visit in enumerate(plan.problem.visits):
-            for block in visit.blocks:
-                if visit.phase is Phase.BACKWARD:
-                    last[block] = index
-        self.last_backward = last
+        self.last_backward = {
+            block: index
+            for index, visit in enumerate(plan.problem.visits)
+            for block in visit.blocks
+            if visit.phase is Phase.BACKWARD
+        }
 
     def step(self, cycle: int) -> int:
         """Lays out one step; returns the index of its last task on the compute lane."""
-        problem = self.plan.problem
         self.gradients, self.kept, self.back = {}, {}, {}
-        for index, visit in enumerate(problem.visits):
-            plan_step = self.plan.step(cycle, index)
-            waits: list[int] = []
-            for block in plan_step.evictions:
-                gone = -1 if block in problem.residents else self.arrival.pop(block, -1)
-                if gone >= 0:
-                    waits.append(gone)
-            for block in visit.blocks:
-                if block not in self.arrival:
-                    self._load(block)
-            experts = [task for block in visit.blocks for task in self._experts(block)]
-            for block in plan_step.loads:
-                if block not in self.arrival:
-                    self._load(block)
-            if visit.phase is Phase.BACKWARD:
-                self._bring_back(index)
-            waits += [self.arrival[block] for block in visit.blocks if self.arrival[block] >= 0]
-            waits += experts
-            waits += [self.back[b] for b in visit.blocks if b in self.back and visit.phase is Phase.BACKWARD]
-            if len(self.leaving) >= GRADIENT_BLOCKS and visit.phase is Phase.BACKWARD:
-                waits.append(self.leaving[-GRADIENT_BLOCKS])
-            if len(self.sent) >= ACTIVATION_LAYERS and visit.phase is Phase.FORWARD:
-                waits.append(self.sent[-ACTIVATION_LAYERS])
+        for index, visit in enumerate(self.plan.problem.visits):
+            waits = self._moved_before(cycle, index, visit)
             name = f"{visit.phase.value} {' '.join(map(str, visit.blocks))}"
             parts = self._parts(visit)
             for part in range(parts):
@@ -91,10 +64,35 @@ class StepGraph:
                 waits = []
                 for block in visit.blocks:
                     self._leave(index, block, visit.phase, done, part, parts)
-            self.compute.append(done)
+            self.last_compute = done
             if visit.phase is Phase.BACKWARD and any(self.traffic[block].gradient_bytes for block in visit.blocks):
                 self.leaving.append(self.last_gradient)
         return self._boundary(cycle)
+
+    def _moved_before(self, cycle: int, index: int, visit: Visit) -> list[int]:
+        """Gives all that a visit loads to the lanes; returns what its compute waits for."""
+        plan_step, backward = self.plan.step(cycle, index), visit.phase is Phase.BACKWARD
+        waits = self._evict(plan_step.evictions)
+        self._load_missing(visit.blocks)
+        experts = [task for block in visit.blocks for task in self._experts(block)]
+        self._load_missing(plan_step.loads)
+        if backward:
+            self._bring_back(index)
+            waits += [self.back[block] for block in visit.blocks if block in self.back]
+        waits += [self.arrival[block] for block in visit.blocks if self.arrival[block] >= 0]
+        waits += experts
+        leaving = _back(self.leaving, GRADIENT_BLOCKS) if backward else _back(self.sent, ACTIVATION_LAYERS)
+        return waits + leaving
+
+    def _evict(self, blocks: Sequence[int]) -> list[int]:
+        """The loads of those that go, where these are not over."""
+        gone = (self.arrival.pop(block, -1) for block in blocks if block not in self.plan.problem.residents)
+        return [task for task in gone if task >= 0]
+
+    def _load_missing(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if block not in self.arrival:
+                self._load(block)
 
     def _parts(self, visit: Visit) -> int:
         """In how many parts the gradients of a visit leave."""
@@ -123,8 +121,7 @@ class StepGraph:
         if phase is Phase.BACKWARD and own.gradient_bytes:
             nbytes = own.gradient_bytes * (part + 1) // parts - own.gradient_bytes * part // parts
             ready = [self._reduced(block, done, parts) if last or own.reduces_always else done]
-            if own.sum_bytes and len(self.sums) >= GRADIENT_BLOCKS:
-                ready.append(self.sums[-GRADIENT_BLOCKS])  # memory for each device's own, of two blocks
+            ready += _back(self.sums, GRADIENT_BLOCKS) if own.sum_bytes else []  # memory for each device's own
             self.last_gradient = self._copy(CostLane.OFFLOAD, "gradients", block, nbytes, ready)
         if part + 1 < parts:
             return
@@ -151,11 +148,7 @@ class StepGraph:
         own = self.traffic[block]
         if not own.sum_bytes:
             return self.last_gradient
-        seconds = own.sum_bytes / self.hardware.update_rate
-        waits = [self.last_gradient]
-        self.sums.append(
-            self._add(CostLane.UPDATE, f"sum {block}", seconds, waits, dram_bytes=own.sum_bytes, block=block)
-        )
+        self.sums.append(self._pass_over(f"sum {block}", own.sum_bytes, [self.last_gradient]))
         return self.sums[-1]
 
     def _across_nodes(self, block: int, arrived: int) -> int:
@@ -163,113 +156,90 @@ class StepGraph:
         own = self.traffic[block]
         if not own.network_seconds:
             return arrived
-        return self._add(
-            CostLane.NETWORK,
-            f"sum over nodes {block}",
-            own.network_seconds,
-            [arrived],
-            dram_bytes=own.network_dram_bytes,
-            nbytes=own.network_bytes,
-            block=block,
-        )
+        dram, nbytes, name = own.network_dram_bytes, own.network_bytes, f"sum over nodes {block}"
+        return self._add(CostLane.NETWORK, name, own.network_seconds, [arrived], dram_bytes=dram, nbytes=nbytes)
 
     def _among_devices(self, what: str, block: int, seconds: float, after: list[int]) -> int:
         """Over links among devices, or both ways over each one's link to the host."""
         name = f"{what} {block}"
         if not self.traffic[block].over_link:
-            return self._add(CostLane.COLLECTIVE, name, seconds, after, block=block)
-        both = [self._add(lane, name, seconds, after, block=block) for lane in (CostLane.ONLOAD, CostLane.OFFLOAD)]
-        return self._add(CostLane.COLLECTIVE, name, 0.0, both, block=block)
-
-    def _gathered(self, block: int, after: list[int]) -> int:
-        """The ranges of the other devices have come; -1: the whole block was loaded."""
-        seconds = self.traffic[block].gather_seconds
-        return self._among_devices("gather", block, seconds, after) if seconds else -1
+            return self._add(CostLane.COLLECTIVE, name, seconds, after)
+        both = [self._add(lane, name, seconds, after) for lane in (CostLane.ONLOAD, CostLane.OFFLOAD)]
+        return self._add(CostLane.COLLECTIVE, name, 0.0, both)
 
     def _boundary(self, cycle: int) -> int:
         """The update, and the end of the step."""
         problem, gradients = self.plan.problem, self.gradients
-        end = self.compute[-1]
         everything = list(gradients.values())
-        if self.closing_seconds:
-            end = self._add(CostLane.COMPUTE, "update on the device", self.closing_seconds, everything)
-            self.compute.append(end)
+        closing = sum(own.device_update_seconds for own in self.traffic)
+        if closing:
+            self.last_compute = self._add(CostLane.COMPUTE, "update on the device", closing, everything)
+        last = end = self.last_compute
         order = sorted(gradients) if self.overlap is not Overlap.BACKWARD else list(gradients)
-        last = end
         for block in order:
             own_part = [gradients[block]] if self.overlap is Overlap.BACKWARD else everything
             # The host's part of an update does not wait for the device's; what has no part on the host does.
-            after = own_part if self.traffic[block].update_bytes or not self.closing_seconds else [end]
+            after = own_part if self.traffic[block].update_bytes or not closing else [end]
             last = self._update(block, after)
             self.ready[block] = last
-        if self.overlap is Overlap.NONE and order:
+        waits = self.overlap is Overlap.NONE and bool(order)
+        if waits:
             # The host steps before it goes on: nothing of the next step is given to any lane until then.
-            end = self._add(CostLane.COMPUTE, "wait for the update", 0.0, [last])
-            self.compute.append(end)
-            self.ready.update(dict.fromkeys(order, end))
-        for block in sorted(problem.changing):
+            self.last_compute = self._add(CostLane.COMPUTE, "wait for the update", 0.0, [last])
+            self.ready.update(dict.fromkeys(order, self.last_compute))
+        for block in problem.changing:
             self.arrival.pop(block, None)
         step = self.plan.step(cycle, len(problem.visits))
-        for block in step.evictions:
-            if block not in problem.residents:
-                self.arrival.pop(block, None)
-        for block in step.loads:
-            if block not in self.arrival:
-                self._load(block)
-        if self.overlap is not Overlap.NONE or not order:
-            end = self._add(CostLane.COMPUTE, "end of step", 0.0, [])
-            self.compute.append(end)
-        return end
+        self._evict(step.evictions)
+        self._load_missing(step.loads)
+        if not waits:
+            self.last_compute = self._add(CostLane.COMPUTE, "end of step", 0.0, [])
+        return self.last_compute
 
     def _norm(self, block: int, arrived: int) -> int:
         """The gradient's part of the norm, as it arrives."""
         nbytes = self.traffic[block].norm_bytes
-        if not nbytes:
-            return arrived
-        seconds = nbytes / self.hardware.update_rate
-        return self._add(CostLane.UPDATE, f"norm {block}", seconds, [arrived], dram_bytes=nbytes, block=block)
+        return self._pass_over(f"norm {block}", nbytes, [arrived]) if nbytes else arrived
+
+    def _pass_over(self, name: str, nbytes: float, after: list[int], latency: float = 0.0) -> int:
+        """The host's cores read and write so many bytes of its memory."""
+        seconds = latency + nbytes / self.hardware.update_rate
+        return self._add(CostLane.UPDATE, name, seconds, after, dram_bytes=nbytes)
 
     def _update(self, block: int, after: list[int]) -> int:
-        own, hardware = self.traffic[block], self.hardware
+        own = self.traffic[block]
         waits = list(after)
-        moved = own.update_bytes
-        moved_on_disk = own.state_bytes + own.spill_bytes
-        if moved_on_disk:
-            ring = [self.spilled[-STAGED_BLOCKS]] if len(self.spilled) >= STAGED_BLOCKS else []
-            waits.append(self._copy(CostLane.FETCH, "state", block, moved_on_disk, ring))
+        on_disk = own.state_bytes + own.spill_bytes
+        if on_disk:
+            waits.append(self._copy(CostLane.FETCH, "state", block, on_disk, _back(self.spilled, STAGED_BLOCKS)))
         done = max(waits)
-        if moved:
-            seconds = hardware.dram_latency_seconds + moved / hardware.update_rate
-            done = self._add(CostLane.UPDATE, f"update {block}", seconds, waits, dram_bytes=moved, block=block)
+        if own.update_bytes:
+            done = self._pass_over(f"update {block}", own.update_bytes, waits, self.hardware.dram_latency_seconds)
         passed = done
         if own.pass_on_seconds:
-            passed = self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done], block=block)
-        if moved_on_disk:  # weights that rest there: also those that others have updated
-            spill = self._copy(CostLane.SPILL, "state", block, moved_on_disk, [passed if own.spill_bytes else done])
-            self.spilled.append(spill)
-            return spill if own.spill_bytes else passed
-        return passed
+            passed = self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done])
+        if on_disk:  # weights that rest there: also those that others have updated
+            after = [passed if own.spill_bytes else done]
+            self.spilled.append(self._copy(CostLane.SPILL, "state", block, on_disk, after))
+        return self.spilled[-1] if own.spill_bytes else passed
 
     def _load(self, block: int) -> None:
         problem, own = self.plan.problem, self.traffic[block]
-        waits = self._now()
-        if block in self.ready:
-            waits.append(self.ready[block])
+        home = [self.ready[block]] if block in self.ready else []
+        waits = self._now() + home
         if own.fetch_bytes:
-            ring = [self.fetched[-STAGED_BLOCKS]] if len(self.fetched) >= STAGED_BLOCKS else []
-            home = [self.ready[block]] if block in self.ready else []
-            waits.append(self._copy(CostLane.FETCH, "weights", block, own.fetch_bytes, [*ring, *home]))
+            ring = _back(self.fetched, STAGED_BLOCKS)
+            waits.append(self._copy(CostLane.FETCH, "weights", block, own.fetch_bytes, ring + home))
         nbytes = problem.block_bytes[block] if own.load_bytes is None else own.load_bytes
         # The plan's time is that of the slowest hop; the link's own is what its lane is busy for.
         own_link = self.hardware.link_latency_seconds + nbytes / self.hardware.onload_bytes_per_second
         seconds = problem.load_seconds[block]
         if own.fetch_bytes or own.load_bytes is not None:
             seconds = min(seconds, own_link)
-        loaded = self._add(
-            CostLane.ONLOAD, f"weights {block}", seconds, waits, dram_bytes=nbytes, nbytes=nbytes, block=block
-        )
-        gathered = self._gathered(block, [loaded])
-        self.arrival[block] = loaded if gathered < 0 else gathered
+        loaded = self._add(CostLane.ONLOAD, f"weights {block}", seconds, waits, dram_bytes=nbytes, nbytes=nbytes)
+        if own.gather_seconds:  # the ranges of the other devices
+            loaded = self._among_devices("gather", block, own.gather_seconds, [loaded])
+        self.arrival[block] = loaded
         if own.fetch_bytes:
             self.fetched.append(self.arrival[block])
 
@@ -285,15 +255,13 @@ class StepGraph:
         name = f"experts {block}"
         tasks = []
         if own.disk_seconds:
-            tasks.append(self._add(CostLane.FETCH, name, own.disk_seconds, waits, nbytes=nbytes, block=block))
-        tasks.append(
-            self._add(CostLane.ONLOAD, name, own.link_seconds, waits, dram_bytes=nbytes, nbytes=nbytes, block=block)
-        )
+            tasks.append(self._add(CostLane.FETCH, name, own.disk_seconds, waits, nbytes=nbytes))
+        tasks.append(self._add(CostLane.ONLOAD, name, own.link_seconds, waits, dram_bytes=nbytes, nbytes=nbytes))
         return tasks
 
     def _now(self) -> list[int]:
         """What the host has given to compute so far: loads issued now start behind it."""
-        return self.compute[-1:]
+        return [self.last_compute] if self.last_compute >= 0 else []
 
     def _copy(self, lane: CostLane, what: str, block: int, nbytes: int, after: list[int]) -> int:
         hardware = self.hardware
@@ -304,7 +272,7 @@ class StepGraph:
             CostLane.SPILL: (hardware.disk_latency_seconds, hardware.disk_write_bytes_per_second),
         }[lane]
         seconds = latency + nbytes / rate
-        return self._add(lane, f"{what} {block}", seconds, after, dram_bytes=nbytes, nbytes=nbytes, block=block)
+        return self._add(lane, f"{what} {block}", seconds, after, dram_bytes=nbytes, nbytes=nbytes)
 
     def _add(
         self,
@@ -315,7 +283,11 @@ class StepGraph:
         *,
         dram_bytes: float = 0.0,
         nbytes: int = 0,
-        block: int = -1,
     ) -> int:
-        self.tasks.append(Task(lane, name, seconds, tuple(sorted(set(after))), dram_bytes, nbytes, block))
+        self.tasks.append(Task(lane, name, seconds, tuple(sorted(set(after))), dram_bytes, nbytes))
         return len(self.tasks) - 1
+
+
+def _back(tasks: Sequence[int], count: int) -> list[int]:
+    """The task so many back, if there are so many: at its end its place is free."""
+    return [tasks[-count]] if len(tasks) >= count else []

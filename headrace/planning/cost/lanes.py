@@ -33,7 +33,7 @@ class CostLane(Enum):
 class Task:
     """One thing to do: alone it takes `seconds` and moves `dram_bytes` through host memory.
 
-    `after`: indices of tasks that must have ended; all smaller than its own. `block`, -1 for none; `nbytes` moved.
+    `after`: indices of tasks that must have ended; all smaller than its own. `nbytes` moved.
     """
 
     lane: CostLane
@@ -42,7 +42,6 @@ class Task:
     after: tuple[int, ...] = ()
     dram_bytes: float = 0.0
     nbytes: int = 0
-    block: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -57,23 +58,23 @@ def shape_of_module(model: Module) -> ModelShape:
 
 
 def _block(name: str, parameters: list[_Counted], experts: int, routed: int) -> BlockShape:
-    total = sum(_count(size) for size, _, _, _ in parameters)
+    total = sum(math.prod(size) for size, _, _, _ in parameters)
     matrices = [size for size, _, _, _ in parameters if len(size) >= 2]
     own = [size for size, _, _, share in parameters if share < 1]
     is_stacked = bool(own) and all(size[:1] == (experts,) for size in own)
-    ends = [(_count(size[1:]), size[0]) for size in matrices]
+    ends = [(math.prod(size[1:]), size[0]) for size in matrices]
     return BlockShape(
         name=name,
         kind=BlockKind.LAYER,
         parameters=total,
-        active_parameters=round(sum(_count(size) * share for size, _, _, share in parameters)),
-        trainable=sum(_count(size) for size, _, trained, _ in parameters if trained),
+        active_parameters=round(sum(math.prod(size) * share for size, _, _, share in parameters)),
+        trainable=sum(math.prod(size) for size, _, trained, _ in parameters if trained),
         weight_bits=8.0 * sum(nbytes for _, nbytes, _, _ in parameters) / total if total else 16.0,
         saved_elements=float(sum(wide for wide, _ in ends)),
         input_elements=ends[0][0] if ends else 0,
         adapter_sizes=sum(wide + high for wide, high in ends),
-        last_parameters=_count(matrices[-1]) if matrices else 0,
-        expert_parameters=sum(map(_count, own)),
+        last_parameters=math.prod(matrices[-1]) if matrices else 0,
+        expert_parameters=sum(map(math.prod, own)),
         experts=experts if is_stacked else 0,
         experts_per_token=routed if is_stacked else 1,
     )
@@ -118,10 +119,3 @@ def _alike(
         return any(abs(number - expected) <= _DESCRIBED * found for number in (found, found - added))
 
     return near(counted, described) and all(near([own], [told]) for own, told in zip(layers, plain, strict=True))
-
-
-def _count(size: tuple[int, ...]) -> int:
-    total = 1
-    for length in size:
-        total *= length
-    return total

@@ -18,12 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from headrace.errors import LayoutError, StateError
 from headrace.runtime.autograd import data_of, make_subclass, without_overrides
 from headrace.weights.model.anatomy import OWN_DATA, Attributes, parts_of, rebuilt
-from headrace.weights.model.home import GONE, AwayLeaf, Home, Leaf, Part, owner_of, raw_data
+from headrace.weights.model.home import GONE, AliasParam, AwayLeaf, Home, Leaf, owner_of, raw_data
 
 __all__ = ["AwayCompound", "Compound", "compound_of", "is_compound", "shown_for"]
 
 _VIEWS = frozenset(("t", "view", "detach"))
-_PLAIN = frozenset((torch.Tensor, nn.Parameter, Home, Leaf, AwayLeaf, Part))
+_PLAIN = frozenset((torch.Tensor, nn.Parameter, Home, Leaf, AwayLeaf, AliasParam))
 _known: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the compound of each weight, weakly, and of each leaf
 
 
@@ -33,7 +33,9 @@ class Compound:
     def __init__(self, name: str, shown: torch.Tensor) -> None:
         self.name = name
         self.shown = shown
-        self.parts: dict[str, Any] = {path: Part.of(part) for path, part in parts_of(shown)}  # homes, once it travels
+        self.parts: dict[str, Any] = {
+            path: AliasParam.of(part) for path, part in parts_of(shown)
+        }  # homes, once it travels
         self.leaf: Any = None
         self._leaves: dict[str, Leaf] = {}
         self._kind = type(shown)
@@ -116,7 +118,7 @@ class Compound:
         """These are its parts from now on, and what it has beside them may be another, too."""
         for path, part in parts.items():
             owner = owner_of(self.parts[path])
-            owner.adopt(Part.of(part))
+            owner.adopt(AliasParam.of(part))
             self.parts[path] = owner.home
         self.make_leaf(self._leaves)
 

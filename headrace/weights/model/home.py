@@ -28,11 +28,11 @@ from headrace.runtime.pending import OWNER, name_of
 
 __all__ = [
     "GONE",
+    "AliasHome",
+    "AliasParam",
     "AwayLeaf",
     "Home",
     "Leaf",
-    "Part",
-    "PartHome",
     "PlainCopies",
     "WatchedBuffer",
     "as_home",
@@ -111,16 +111,6 @@ class Home(PlainCopies, nn.Parameter):
         """`self.data = value`, unnoticed."""
         data_of.__set__(self, value)
 
-    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
-        """As a tensor's. That is how Horovod, Apex and Megatron find the node that accumulates the gradient."""
-        owner_of(self).watch_node()
-        return super().expand_as(other)
-
-    def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """As a tensor's, and as in `expand_as`: `torch.autograd.graph` finds the node by it."""
-        owner_of(self).watch_node()
-        return super().view_as(other)
-
     def plain(self) -> nn.Parameter:
         """As in PlainCopies. The host waits until no optimizer writes the home any more."""
         owner_of(self).wait_for_updates()
@@ -133,35 +123,41 @@ _NO_WRITES = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_",
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 
 
-def _announced(name: str) -> Callable[..., Any]:
-    """The method of tensors that writes in place, of which the home's owner knows before."""
-    write = getattr(torch.Tensor, name)
+# That is how Horovod, Apex and Megatron, and `torch.autograd.graph`, find the node that accumulates the gradient.
+_FIND_NODES = ("expand_as", "view_as")
 
-    @functools.wraps(write)
+
+def _announced(name: str, notice: Callable[[Any], None]) -> Callable[..., Any]:
+    """The method of tensors, of which the home's owner has notice before."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
     def announced(home: Home, *args: Any, **kwargs: Any) -> Any:
-        owner_of(home).before_write()
-        return write(home, *args, **kwargs)
+        notice(owner_of(home))
+        return method(home, *args, **kwargs)
 
     return announced
 
 
 _METHODS = {name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")} - _NO_WRITES
 for _name in (*_METHODS, "__setitem__", *(f"__i{name}__" for name in _OPERATORS)):
-    setattr(Home, _name, _announced(_name))
+    setattr(Home, _name, _announced(_name, lambda owner: owner.before_write()))
+for _name in _FIND_NODES:
+    setattr(Home, _name, _announced(_name, lambda owner: owner.watch_node()))
 
 
-class Part(nn.Parameter):
-    """A tensor inside of a weight (weights/model/compound.py), as a parameter of ours: the same memory and versions."""
+class AliasParam(nn.Parameter):
+    """A tensor inside of a weight (compound.py), or a buffer that travels, as a parameter: same memory and versions."""
 
     tensor: torch.Tensor  # that is inside of the weight
     is_buffer: bool  # it is a buffer of a module, all of the weight
     leads: bool  # the tensor goes where this goes: another weight's part, which has it too, does not lead it
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *, is_buffer: bool = False) -> "Part":
+    def of(cls, tensor: torch.Tensor, *, is_buffer: bool = False) -> "AliasParam":
         """The part that `tensor` is."""
         with without_overrides():
-            part: Part = make_subclass(cls, tensor.detach(), False)
+            part: AliasParam = make_subclass(cls, tensor.detach(), False)
         part.tensor, part.is_buffer = tensor, is_buffer
         leader = _leaders.get(tensor)
         part.leads = leader is None or leader() is None
@@ -170,7 +166,7 @@ class Part(nn.Parameter):
         return part
 
 
-class PartHome(Home):
+class AliasHome(Home):
     """A managed part. What it is pointed to, the tensor inside of the weight is as well."""
 
     tensor: torch.Tensor
@@ -299,7 +295,7 @@ class AwayLeaf(Leaf):
 def as_home(parameter: nn.Parameter, owner: Any) -> Home:
     """Makes the object itself a home, which `owner` (a `Slot`) manages."""
     home: Any = parameter
-    home.__class__ = PartHome if isinstance(parameter, Part) else Home
+    home.__class__ = AliasHome if isinstance(parameter, AliasParam) else Home
     home.__dict__[OWNER] = owner
     if home.shown is not home:
         home.shown.__class__ = WatchedBuffer
@@ -309,7 +305,7 @@ def as_home(parameter: nn.Parameter, owner: Any) -> Home:
 
 def as_parameter(home: nn.Parameter) -> nn.Parameter:
     """The inverse of `as_home`."""
-    if isinstance(home, PartHome) and home.is_buffer:
+    if isinstance(home, AliasHome) and home.is_buffer:
         home.tensor.__dict__.pop(OWNER, None)
         home.tensor.__class__ = torch.Tensor
     home.__dict__.pop(OWNER, None)

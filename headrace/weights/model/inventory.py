@@ -13,7 +13,7 @@ from torch import nn
 from headrace.errors import LayoutError
 from headrace.memory.arena import aligned
 from headrace.weights.model.compound import Compound, compound_of, is_compound
-from headrace.weights.model.home import Part, WatchedBuffer, owner_of
+from headrace.weights.model.home import AliasParam, WatchedBuffer, owner_of
 from headrace.weights.model.layout import by_storage, check_can_travel, lay_out, overlap, travel_dtype
 from headrace.weights.model.module_buffers import may_rest_on_host, overlapping_buffers
 from headrace.weights.model.places import Member, Place
@@ -54,7 +54,7 @@ class Inventory:
         """As `add`, of a buffer that travels."""
         if id(buffer) not in self.buffers:
             home = owner_of(buffer).home if isinstance(buffer, WatchedBuffer) else None
-            self.buffers[id(buffer)] = Part.of(buffer, is_buffer=True) if home is None else home
+            self.buffers[id(buffer)] = AliasParam.of(buffer, is_buffer=True) if home is None else home
         self.add(name, self.buffers[id(buffer)], module, place, check=check)
 
     def add_compound(self, name: str, weight: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
@@ -106,7 +106,7 @@ class Inventory:
         parameter = member.parameter
         return (
             len(member.places) == 1  # tied to no other
-            and not isinstance(parameter, Part)
+            and not isinstance(parameter, AliasParam)
             and key not in self._sharing
             and not parameter._backward_hooks
             and parameter.is_contiguous()

@@ -9,7 +9,7 @@ from torch import nn
 from headrace.errors import LayoutError
 from headrace.memory.arena import KERNEL_ALIGNMENT_BYTES, aligned, is_large
 from headrace.runtime.autograd import address_of
-from headrace.weights.model.home import Home, Part, PartHome
+from headrace.weights.model.home import AliasHome, AliasParam, Home
 from headrace.weights.model.slot import Layout
 
 __all__ = ["by_storage", "check_can_travel", "lay_out", "overlap", "travel_dtype"]
@@ -18,7 +18,7 @@ __all__ = ["by_storage", "check_can_travel", "lay_out", "overlap", "travel_dtype
 def travel_dtype(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which a parameter travels and computes: `param_dtype` for floating-point ones, else its own."""
     wide = parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1  # float8 weights are left as they are
-    if isinstance(parameter, Part | PartHome):
+    if isinstance(parameter, AliasParam | AliasHome):
         return parameter.dtype
     return param_dtype if param_dtype is not None and wide else parameter.dtype
 
@@ -45,7 +45,7 @@ def check_can_travel(name: str, parameter: nn.Parameter) -> None:
             "another offloaded model has it, too; offload both as one, such as nn.ModuleList([a, b]), or call remove()"
             " on the other one's handle first"
         )
-    elif parameter.device.type != "cpu" and isinstance(parameter, Part):
+    elif parameter.device.type != "cpu" and isinstance(parameter, AliasParam):
         reason = f"a part of it is on {parameter.device}; bring the model to the CPU first (model.cpu())"
     if reason is not None:
         raise LayoutError(f"parameter {name!r} cannot be offloaded: {reason}")

@@ -15,7 +15,7 @@ from headrace.runtime.autograd import without_overrides
 from headrace.runtime.pending import Unit
 from headrace.weights.model.accumulation import node_is_kept
 from headrace.weights.model.data_parallel import ADVICE
-from headrace.weights.model.home import AwayLeaf, Home, Leaf, Part, as_home, as_parameter, raw_data
+from headrace.weights.model.home import AliasParam, AwayLeaf, Home, Leaf, as_home, as_parameter, raw_data
 
 __all__ = ["REMOVED", "Layout", "Slot", "Token"]
 
@@ -190,7 +190,7 @@ class Slot:
             return False
         self._leaf_version = self.leaf._version
         written = raw_data(self.leaf)
-        self._check_shape(written)
+        self.check_shape(written)
         self.keep(self.data, written)  # leaves no trace in the version: the device copy is what it should be
         self._cast = -1
         place = self.layout.view(buffer)
@@ -244,7 +244,7 @@ class Slot:
     def adopt(self, parameter: nn.Parameter) -> None:
         """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
         kind = type(parameter if type(parameter) is not nn.Parameter else raw_data(parameter))
-        if kind not in (nn.Parameter, torch.Tensor, Part):
+        if kind not in (nn.Parameter, torch.Tensor, AliasParam):
             advice = f": {ADVICE}" if kind.__name__ == "DTensor" else ""
             raise LayoutError(
                 f"parameter {self.name!r} was offloaded as a plain one and is a {kind.__name__} now, whose bytes lie"
@@ -265,22 +265,19 @@ class Slot:
         self.changed_untraced()  # its version may count as the other one's did
         self._move_in()
 
-    def check_shape(self) -> None:
-        """Raises LayoutError when the home's shape or dtype is no longer the one it was laid out with."""
-        self._check_shape(self.home)
-        if self.home.dtype != self.dtype:
-            raise LayoutError(
-                f"parameter {self.name!r} was offloaded as {self.dtype} and is {self.home.dtype} now; call remove() on"
-                " the handle before such a change, and offload again after it"
-            )
-
-    def _check_shape(self, data: torch.Tensor) -> None:
+    def check_shape(self, data: torch.Tensor | None = None) -> None:
+        """Raises LayoutError when the home, or `data` that it is to have, is not as it was laid out."""
+        data = self.home if data is None else data
         if data.shape != self.layout.shape:
-            raise LayoutError(
-                f"parameter {self.name!r} was offloaded with shape {tuple(self.layout.shape)} and now has shape"
-                f" {tuple(data.shape)}; call remove() on the handle before such a change, and offload"
-                " again after it"
-            )
+            was, now = f"with shape {tuple(self.layout.shape)}", f"has shape {tuple(data.shape)}"
+        elif data is self.home and data.dtype != self.dtype:
+            was, now = f"as {self.dtype}", f"is {data.dtype}"
+        else:
+            return
+        raise LayoutError(
+            f"parameter {self.name!r} was offloaded {was} and now {now}; call remove() on the handle before such a"
+            " change, and offload again after it"
+        )
 
     def move_to(self, rest: torch.Tensor, *, keeps: bool = True) -> None:
         """`rest` is the slot's place from now on; `keeps`: with what the home or the cast of it holds."""

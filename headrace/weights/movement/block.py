@@ -2,9 +2,11 @@
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from operator import attrgetter
+from typing import ClassVar
 
 import torch
 
@@ -21,10 +23,10 @@ from headrace.weights.model.places import Member, Places
 from headrace.weights.model.slot import Layout, Slot
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
 from headrace.weights.rest.fetching import Fetch, Fetching
-from headrace.weights.rest.pieces import Range
 from headrace.weights.rest.placement import HostTiers
+from headrace.weights.rest.reads import Range
 
-__all__ = ["Block", "Presence"]
+__all__ = ["Block", "BlockPart", "Presence"]
 
 _KINDS: dict[tuple[Layout, ...], int] = {}  # of blocks that lie in their buffers alike
 _VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -495,3 +497,30 @@ def _flush(block: "weakref.ref[Block]", generation: int, ranges: Sequence[Range]
     present = block()
     if present is not None:
         present._flush(generation, ranges)
+
+
+@dataclass(frozen=True)
+class BlockPart:
+    """Ranges of a block that rests on disk, which are fetched alone: as Fetching takes them."""
+
+    block: Block
+    ranges: tuple[Range, ...]
+    always: ClassVar[bool] = False  # whether the same ones are fetched each time
+
+    @property
+    def own_bytes(self) -> int:
+        """Of the ranges."""
+        return sum(nbytes for _, nbytes, _ in self.ranges)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on the device."""
+        return self.own_bytes
+
+    def look(self) -> int:
+        """As the block's."""
+        return self.block.look()
+
+    def fetch(self, by: Fetching) -> Fetch:
+        """As the block's."""
+        return self.block.fetch(by, self.ranges, always=self.always)

@@ -14,7 +14,7 @@ import torch
 from headrace.planning import Phase, Plan
 from headrace.runtime.lanes import Lanes
 from headrace.weights.meter import Meter, VisitRecord
-from headrace.weights.model.home import PartHome
+from headrace.weights.model.home import AliasHome
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.called import CalledExperts
 from headrace.weights.movement.gathering import Gathers
@@ -60,7 +60,7 @@ class Executor:
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
         self._has_called = any(block.called is not None for block in self._blocks)
-        quantised = any(isinstance(slot.home, PartHome) for block in self._blocks for slot in block.slots)
+        quantised = any(isinstance(slot.home, AliasHome) for block in self._blocks for slot in block.slots)
         plain = self._gathers is None and not quantised
         self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
         self._indexes: dict[tuple[Block, ...], tuple[int, ...]] = {}  # of the blocks of each kind of visit

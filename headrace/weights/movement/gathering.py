@@ -26,11 +26,10 @@ from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, LateTransf
 from headrace.runtime.pace import Pace
 from headrace.runtime.threads import OneThread
 from headrace.weights.meter import Meter
-from headrace.weights.movement.block import Block
+from headrace.weights.movement.block import Block, BlockPart
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.trace import Course, VisitKey
 from headrace.weights.rest.fetching import Fetch, Fetching, Target
-from headrace.weights.rest.pieces import Range
 
 __all__ = ["Agreed", "Gathered", "Gathers"]
 
@@ -191,7 +190,7 @@ class Gathers:
         own = self._node.rank * length, length
         behind = ranks * length, block.nbytes - ranks * length
         ranges = tuple((first, nbytes, first) for first, nbytes in (own, behind) if nbytes)
-        return OwnPart(block, ranks * length, ranges)
+        return OwnPart(block, ranges, ranks * length)
 
     def take_part(self, block: Block) -> None:
         """As `onload`, for the other ranks' sake alone."""
@@ -266,35 +265,22 @@ def _what(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class OwnPart:
-    """What this rank brings of a block, as Fetching takes it: a range of its first `gathered_bytes`, which ranks send
-    each other, and what is behind these.
+class OwnPart(BlockPart):
+    """What this rank brings of a block: a range of its first `gathered_bytes`, which ranks send each other, and what is
+    behind these.
     """
 
-    block: Block
-    gathered_bytes: int
-    ranges: tuple[Range, ...]
+    gathered_bytes: int = 0
+    always = True
 
     @property
     def nbytes(self) -> int:
         """Of the whole block, which is what it takes on the device."""
         return self.block.nbytes
 
-    @property
-    def own_bytes(self) -> int:
-        """What crosses this rank's link."""
-        return sum(nbytes for _, nbytes, _ in self.ranges)
-
     def copies(self, buffer: torch.Tensor, memory: torch.Tensor) -> list[Copy]:
         """From the memory where the block rests."""
         return [(buffer[at : at + nbytes].detach(), memory[at : at + nbytes]) for at, nbytes, _ in self.ranges]
-
-    def look(self) -> int:
-        return self.block.look()
-
-    def fetch(self, by: Fetching) -> Fetch:
-        """As the block's."""
-        return self.block.fetch(by, self.ranges, always=True)
 
 
 def _fetched(fetching: Fetching, fetch: Fetch, scratch: torch.Tensor, after: Event) -> LateTransfer:

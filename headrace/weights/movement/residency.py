@@ -3,8 +3,7 @@
 The order of these operations across lanes is the subject of docs/design/ordering.md.
 """
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
@@ -305,17 +304,8 @@ class Residency:
                 break
         return self.budget_bytes - self.held_bytes
 
-    @contextlib.contextmanager
-    def lent(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """Device memory within the budget for what is no block; the caller has seen to it that it fits."""
-        buffer = self.allot(nbytes)
-        try:
-            yield buffer
-        finally:
-            self.take_back(buffer)
-
     def allot(self, nbytes: int) -> torch.Tensor:
-        """As `lent`, until it is taken back."""
+        """Device memory within the budget for what is no block; the caller has seen to it that it fits."""
         with plain_tensors():
             buffer = self._buffers.allocate(nbytes)
         self.held_bytes += nbytes

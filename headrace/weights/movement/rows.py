@@ -76,12 +76,15 @@ class Rows:
     def _brought(self, block: Block, used: torch.Tensor) -> Iterator[torch.Tensor]:
         """These rows on the device, shape (rows, columns)."""
         layout = block.slots[0].layout
-        with self._residency.lent(len(used) * block.row_bytes) as buffer:
+        buffer = self._residency.allot(len(used) * block.row_bytes)
+        try:
             with plain_tensors():
                 rows = buffer.view(layout.dtype).view(len(used), layout.shape[1])
                 self._send(block, used, rows)
             yield rows
             del rows
+        finally:
+            self._residency.take_back(buffer)
 
     def _send(self, block: Block, used: torch.Tensor, rows: torch.Tensor) -> None:
         table = block.readable_table()

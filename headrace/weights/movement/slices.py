@@ -17,12 +17,12 @@ from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Trans
 from headrace.weights.meter import Meter
 from headrace.weights.model.experts import SlicePart, slice_parts
 from headrace.weights.movement.banks import Arrival, Bank
-from headrace.weights.movement.block import Block
+from headrace.weights.movement.block import Block, BlockPart
 from headrace.weights.movement.host_experts import FEWEST_SLOTS, HostExpertCache
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.shares import Shares
-from headrace.weights.rest.fetching import Fetch, Fetching, Target
-from headrace.weights.rest.pieces import Range
+from headrace.weights.rest.fetching import Target
+from headrace.weights.rest.reads import Range
 
 __all__ = ["Slices"]
 
@@ -292,9 +292,9 @@ class Slices:
                 ranges.append((first, part.nbytes, slot * self.slot_bytes + part.offset))
             else:  # `p.data = t`
                 more.append((place[0], own.source[expert]))
-        one = _OneExpert(block, ranges)
+        one = BlockPart(block, tuple(ranges))
         fetch = self._residency.way_from_disk().onload(one, Target(bank.buffer, after, more))
-        return Arrival(LateTransfer(Lane.ONLOAD, one.nbytes, fetch.arrived), None)
+        return Arrival(LateTransfer(Lane.ONLOAD, one.own_bytes, fetch.arrived), None)
 
     def _empty(self, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
         """Nothing is in the slot any more: the host keeps it, if it keeps any, but not for one that is wanted."""
@@ -309,20 +309,3 @@ class Slices:
         """Compute waits for a copy into the slot that nobody wants any more, whatever came of it."""
         with contextlib.suppress(DiskError):
             self.arrive(bank, slot)
-
-
-class _OneExpert:
-    """An expert of a block that rests on disk, as Fetching takes it."""
-
-    def __init__(self, block: Block, ranges: Sequence[Range]) -> None:
-        self._block = block
-        self._ranges = ranges
-        self.nbytes = sum(nbytes for _, nbytes, _ in ranges)
-
-    def look(self) -> int:
-        """As its block's."""
-        return self._block.look()
-
-    def fetch(self, by: Fetching) -> Fetch:
-        """As a block's."""
-        return self._block.fetch(by, self._ranges)

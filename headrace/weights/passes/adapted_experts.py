@@ -4,7 +4,6 @@ PEFT's `target_parameters`: a module around the experts folds low-rank factors i
 it does that for the experts that the call uses, which are counted from zero. See docs/design/experts.md.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.slices import Slices
 from headrace.weights.passes.expert_stand_ins import standing_in
 
-__all__ = ["AdaptedCall", "AdaptedCalls", "adapts_experts", "compute_adapted", "wrappers_of"]
+__all__ = ["AdaptedCall", "adapts_experts", "compute_adapted", "wrappers_of"]
 
 
 def adapts_experts(module: nn.Module) -> bool:
@@ -30,13 +29,6 @@ class AdaptedCall(NamedTuple):
     wrappers: list[Any]  # outermost first: one for each adapted weight
     used: torch.Tensor  # on the host, ascending: the experts
     where: torch.Tensor  # on the host: which of those each token uses
-
-
-class AdaptedCalls(threading.local):
-    """Those under way on a thread."""
-
-    def __init__(self) -> None:
-        self.of: dict[nn.Module, AdaptedCall] = {}
 
 
 def wrappers_of(outermost: Any) -> list[Any] | None:

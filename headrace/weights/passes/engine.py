@@ -15,6 +15,7 @@ from torch import nn
 from headrace.errors import StateError
 from headrace.planning import Phase
 from headrace.runtime.autograd import in_transform, pop_hooks, saving_is_left_to_autograd, without_overrides
+from headrace.runtime.device import is_capturing
 from headrace.runtime.fibers import own_thread
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.module_buffers import ModuleBuffers
@@ -81,7 +82,7 @@ class Engine:
         self.lending = Lending(self.progress, executor, self._begin_method)
         self._handover = Handover(device, residency)
         self._bindings = PassBindings(self.progress, self.blocks, self.residents, buffers, executor)
-        self.updates = Updates(self.blocks, self.residents)
+        self.updates = Updates(self.all_blocks)
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
         self.backward = Backward(
             self.progress, self._bindings, residency, executor, gradients, self.lending, self.updates, self._recover
@@ -311,7 +312,12 @@ class Engine:
         return args, kwargs
 
     def _begin_pass(self, name: str) -> None:
-        """Residents are renewed and bound."""
+        """Residents are renewed and bound. Raises StateError while a CUDA graph is captured."""
+        if is_capturing(self.device):
+            raise StateError(
+                f"{name!r} cannot be captured in a CUDA graph while its model is offloaded, because a replay would copy"
+                " weights into memory that others have by then; run it without graphs, or handle.remove() first"
+            )
         if self.progress.state not in (PassState.AT_REST, PassState.BETWEEN) or not self._residency.intact:
             self._recover()
         self.progress.becomes(PassState.FORWARD)

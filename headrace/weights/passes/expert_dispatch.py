@@ -5,6 +5,7 @@ The host reads which ones are wanted: it waits once for what the device computes
 """
 
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from headrace.weights.movement.banks import Bank
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.slices import Slices
-from headrace.weights.passes.adapted_experts import AdaptedCall, AdaptedCalls, compute_adapted, wrappers_of
+from headrace.weights.passes.adapted_experts import AdaptedCall, compute_adapted, wrappers_of
 from headrace.weights.passes.call import Site
 from headrace.weights.passes.expert_gradients import ExpertGradients
 from headrace.weights.passes.expert_stand_ins import ExpertsOfCall, WeightOfExperts, standing_in
@@ -64,7 +65,8 @@ class ExpertDispatch:
         self._lending = lending
         self._gradients = gradients
         self._call = call
-        self._adapted = AdaptedCalls()
+        # Calls of adapted experts that are under way, by the module of experts and the thread.
+        self._adapted: dict[tuple[nn.Module, int], AdaptedCall] = {}
 
     @property
     def _slices(self) -> Slices:
@@ -75,7 +77,7 @@ class ExpertDispatch:
     ) -> Any:
         """A call of the module's `forward`; `own` is its own, and `site` that of a call that needs all experts."""
         block = site.blocks[-1]
-        adapted = self._adapted.of.get(module)
+        adapted = self._adapted.get((module, get_ident()))
         if adapted is not None:
             return self._with_adapters(adapted, block, module, own, args, kwargs)
         names = self._names(block, module)
@@ -202,16 +204,17 @@ class ExpertDispatch:
         """A call of the `forward` of what adapts a weight of experts, those of `module`; `own` is its own, which needs
         all of them.
         """
-        if module in self._adapted.of:
+        here = module, get_ident()
+        if here in self._adapted:
             return wrapper.base_layer(*args, **kwargs)
         call = self._adapted_call(block, wrapper, module, args, kwargs)
         if call is None:
             return own(*args, **kwargs)
-        self._adapted.of[module] = call
+        self._adapted[here] = call
         try:
             return wrapper.base_layer(*args, **kwargs)
         finally:
-            del self._adapted.of[module]
+            del self._adapted[here]
 
     def _adapted_call(
         self, block: Block, wrapper: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

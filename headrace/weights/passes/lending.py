@@ -12,6 +12,7 @@ import torch
 from headrace.planning import Phase
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.tensors import tensors_in
+from headrace.weights.model.home import AliasHome
 from headrace.weights.model.slot import Slot
 from headrace.weights.model.uses import Use
 from headrace.weights.movement.block import Block
@@ -128,7 +129,7 @@ def is_idle(blocks: Sequence[Block], args: Any, kwargs: Any) -> bool:
     Where code loops over all experts of a layer, most calls are such ones. See docs/design/experts.md.
     """
     (block,) = blocks
-    if block.compounds or block.users:
+    if block.users or any(isinstance(slot.home, AliasHome) for slot in block.slots):
         return False
     given = list(tensors_in((args, kwargs)))
     if not given or any(tensor.numel() for tensor in given):

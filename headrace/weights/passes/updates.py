@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace.weights.model.slot import Slot
 from headrace.weights.movement.block import Block
@@ -14,7 +14,7 @@ __all__ = ["Updates"]
 class Updates:
     """Updates under way of the blocks of one model."""
 
-    def __init__(self, *blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Callable[[], Sequence[Block]]) -> None:
         self._blocks = blocks
         self._guard = contextlib.ExitStack()  # while homes are being updated
         self._guarded = False
@@ -23,10 +23,9 @@ class Updates:
     def changed(self) -> None:
         """Updates began or ended: while there are any, torch functions that take a home wait for its own."""
         pending = False
-        for blocks in self._blocks:
-            for block in blocks:
-                if block.updates and block.being_updated:
-                    pending = True
+        for block in self._blocks():
+            if block.updates and block.being_updated:
+                pending = True
         if pending and not self._guarded:
             self._guard.enter_context(waiting_for_homes(Slot.wait_for_updates))
         elif self._guarded and not pending:
@@ -35,7 +34,6 @@ class Updates:
 
     def wait(self) -> None:
         """The host waits until no optimizer writes any home."""
-        for blocks in self._blocks:
-            for block in blocks:
-                block.wait_for_updates()
+        for block in self._blocks():
+            block.wait_for_updates()
         self.changed()

@@ -24,7 +24,7 @@ from headrace.runtime.lanes import Copy, Event, Lane, Tick, Transfer
 from headrace.runtime.pace import Pace
 from headrace.runtime.threads import Gate, Job, OneThread
 from headrace.weights.meter import Meter
-from headrace.weights.rest.pieces import Piece, ReadEvent
+from headrace.weights.rest.reads import DiskRead, ReadEvent
 
 __all__ = ["Fetch", "Fetchable", "Fetching", "Target"]
 
@@ -49,7 +49,7 @@ class Fetch:
     what was broken off is asked for again, by whoever waits for the fetch or withdraws it.
     """
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[DiskRead]
     nbytes: int  # of the block
     generation: int  # of what its homes held when the fetch was submitted
     before: Callable[[], None]  # to be done ahead of the first read
@@ -138,7 +138,7 @@ class Fetch:
             self._all_submitted = True
             self._reads.put(error)
 
-    def _submit(self, piece: Piece, chunk: Slot, at_once: "Turns | None") -> "_Reading | None":
+    def _submit(self, piece: DiskRead, chunk: Slot, at_once: "Turns | None") -> "_Reading | None":
         if at_once is not None and not self._asked:
             at_once.wait()
         target = self._asked["target"][0] if self._asked else None
@@ -200,7 +200,7 @@ class Fetch:
         return read_bytes, _covered(spans) if len(spans) == len(self.pieces) else 0.0
 
 
-def _send(piece: Piece, chunk: torch.Tensor, target: Target, pace: Pace, meter: Meter) -> tuple[Tick, Tick]:
+def _send(piece: DiskRead, chunk: torch.Tensor, target: Target, pace: Pace, meter: Meter) -> tuple[Tick, Tick]:
     if not piece.plain_bytes:
         return _copy(piece.copies(chunk, target.buffer), target, pace)
     meter.packed_bytes += piece.nbytes
@@ -218,7 +218,7 @@ def _send(piece: Piece, chunk: torch.Tensor, target: Target, pace: Pace, meter: 
 class _Reading:
     """One piece on its way."""
 
-    piece: Piece
+    piece: DiskRead
     chunk: Slot
     event: ReadEvent
     finish: Callable[[], None] | None  # of a read into the target; None: it goes to the chunk alone

@@ -14,7 +14,7 @@ from torch import nn
 from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Request, disk_pages, release_pages
 from headrace.memory.pages import map_pages
 from headrace.weights.model.slot import Layout
-from headrace.weights.rest.pieces import Piece, Range
+from headrace.weights.rest.reads import DiskRead, Range
 
 __all__ = ["Source", "fill", "from_files", "from_memory", "parts_of"]
 
@@ -53,7 +53,7 @@ def parts_of(parameters: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> l
 
 
 def from_files(
-    regions: Sequence[tuple[int, int]], grain_bytes: int, pieces: Callable[[int, Sequence[Range]], Sequence[Piece]]
+    regions: Sequence[tuple[int, int]], grain_bytes: int, pieces: Callable[[int, Sequence[Range]], Sequence[DiskRead]]
 ) -> Source:
     """What `pieces(most bytes of one, ranges)` reads; `regions`: first byte and bytes of what there is in the block."""
     most_bytes = disk_pages(grain_bytes) + 2 * DISK_ALIGNMENT_BYTES

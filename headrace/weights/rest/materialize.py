@@ -14,7 +14,7 @@ from headrace.errors import CheckpointError, LayoutError
 from headrace.memory.disk import Checkpoint
 from headrace.memory.ledger import Ledger
 from headrace.weights.model.compound import is_compound
-from headrace.weights.model.home import Part
+from headrace.weights.model.home import AliasParam
 
 __all__ = ["Materialized", "materialize"]
 
@@ -33,7 +33,7 @@ class Materialized:
         known, name = self._names.get(id(parameter), (None, None))
         if known is not None and known() is parameter:  # ids are used again
             return name
-        name = self.checkpoint.name_of(parameter.detach()) if isinstance(parameter, Part) else None
+        name = self.checkpoint.name_of(parameter.detach()) if isinstance(parameter, AliasParam) else None
         return None if name is None or self.checkpoint.written(name) else name
 
     def found(self, parameter: nn.Parameter, name: str) -> None:

@@ -17,7 +17,7 @@ from headrace.planning.cost.packing import LEFT_FREE_BYTES
 from headrace.runtime.lanes import Event
 from headrace.weights.model.slot import Slot
 from headrace.weights.rest.fetching import Fetching
-from headrace.weights.rest.pieces import Piece
+from headrace.weights.rest.reads import DiskRead
 
 __all__ = ["PackedCopy", "is_frozen"]
 
@@ -27,7 +27,7 @@ _FETCHES_BEFORE = 3
 
 
 @dataclass
-class _Part:
+class _PackedRead:
     """A piece that was packed."""
 
     extent: Extent
@@ -50,11 +50,11 @@ class PackedCopy:
         self._name, self._open, self._spilled = name, store, spilled
         self._of: tuple[object, ...] = ()
         self._fetches = 0
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _PackedRead] = {}
         self._stay_plain: set[int] = set()
         self.saved_bytes = 0  # that the last fetch did not have to read
 
-    def pieces(self, plain: Sequence[Piece], slots: Sequence[Slot], by: Fetching, *of: object) -> Sequence[Piece]:
+    def pieces(self, plain: Sequence[DiskRead], slots: Sequence[Slot], by: Fetching, *of: object) -> Sequence[DiskRead]:
         """What is read in the place of `plain`. `of` differs where that is something else than at the last call."""
         if of != self._of:
             self._of, self._fetches, self._stay_plain = of, 0, set()
@@ -69,12 +69,12 @@ class PackedCopy:
         self.saved_bytes = sum(piece.plain_bytes - piece.nbytes for piece in pieces if piece.plain_bytes)
         return pieces
 
-    def _piece(self, store: DiskStore, index: int, plain: Piece) -> Piece:
+    def _piece(self, store: DiskStore, index: int, plain: DiskRead) -> DiskRead:
         part = self._parts.get(index)
         is_ours = part is not None and part.of is self._of
         if part is not None and is_ours and part.is_there:
             extent, nbytes = part.extent, part.nbytes
-            return Piece(
+            return DiskRead(
                 read=lambda chunk: store.read(extent, chunk[len(chunk) - nbytes :]),
                 nbytes=nbytes,
                 parts=plain.parts,
@@ -98,12 +98,12 @@ class PackedCopy:
         try:
             if part is None:
                 store.check_free(LEFT_FREE_BYTES + nbytes)
-                part = _Part(store.allocate(f"{self._name} (packed)", packed_bytes, "weights"))
+                part = _PackedRead(store.allocate(f"{self._name} (packed)", packed_bytes, "weights"))
             write = store.write(part.extent, chunk[:packed_bytes])
         except DiskError:  # no room: what is there is read on
             self._stay_plain.add(index)
             return None
-        self._parts[index] = _Part(part.extent, of, packed_bytes, write)
+        self._parts[index] = _PackedRead(part.extent, of, packed_bytes, write)
         self._spilled(packed_bytes)
         return Ended(write)
 

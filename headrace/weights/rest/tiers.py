@@ -16,7 +16,7 @@ from headrace.memory.shared import Common
 from headrace.runtime.node import Node
 from headrace.weights.model.slot import Layout, Slot
 from headrace.weights.rest.filling import Source, fill, from_files
-from headrace.weights.rest.pieces import Piece, Range, ReadEvent
+from headrace.weights.rest.reads import DiskRead, Range, ReadEvent
 
 __all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest", "SharedRest"]
 
@@ -35,7 +35,7 @@ class Rest(ABC):
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         """Each parameter's place: in a storage of its own, or in one that it shares as it did before."""
 
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         """The reads that bring the whole block, or these ranges of it, each of `chunk_bytes` at most, past the page
         cache.
         """
@@ -121,7 +121,7 @@ class DiskRest(Rest):
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         return _carve(layouts, partial(self.store.mapping, self.extent))
 
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         whole = self.extent.nbytes
         chunk_bytes = max(chunk_bytes // self._chunk_bytes, 1) * self._chunk_bytes  # what has a checksum is read whole
         if ranges is None:
@@ -148,13 +148,13 @@ class DiskRest(Rest):
     def flushed(self) -> bool:
         return self.filled or (self._flushing is not None and self._flushing.error is None)
 
-    def _piece(self, first: int, nbytes: int, parts: tuple[Range, ...] = ()) -> Piece:
+    def _piece(self, first: int, nbytes: int, parts: tuple[Range, ...] = ()) -> DiskRead:
         def read_into(_: torch.Tensor, buffer: torch.Tensor) -> tuple[ReadEvent, Callable[[], None]] | None:
             if parts or (buffer.data_ptr() + first) % DISK_ALIGNMENT_BYTES:
                 return None
             return self.store.read(self.extent, buffer, first, within=slice(first, first + nbytes)), lambda: None
 
-        return Piece(
+        return DiskRead(
             read=lambda chunk: self.store.read(self.extent, chunk[:nbytes], first),
             nbytes=nbytes,
             parts=parts or ((0, nbytes, first),),
@@ -206,7 +206,7 @@ class SharedRest(Rest):
             for number, place in zip(self.home_layouts, places, strict=True):
                 slots[number].live_at(place, keeps=keeps)
 
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         return super().pieces(chunk_bytes, ranges) if self._disk is None else self._disk.pieces(chunk_bytes, ranges)
 
     def flush(self, ranges: Sequence[Range] | None = None) -> None:
@@ -288,7 +288,7 @@ class CheckpointRest(Rest):
             digest.update(self._checkpoint.tensor(name).view(-1).view(torch.uint8).numpy().data)
         return digest.intdigest() >> 1
 
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         """Whole pages around the tensors; copies to the device lay them out."""
         wanted = []
         for name, layout in zip(self._names, self._layouts, strict=True):
@@ -301,7 +301,7 @@ class CheckpointRest(Rest):
                     wanted.append((record.path, offset, end - begin, to + begin - first))
         return [self._piece(run) for run in _runs(wanted, chunk_bytes)]
 
-    def _piece(self, run: "_Run") -> Piece:
+    def _piece(self, run: "_Run") -> DiskRead:
         nbytes = min(disk_pages(run.end), self._checkpoint.size_bytes(run.path)) - run.first
 
         def read(chunk: torch.Tensor) -> Request:
@@ -313,13 +313,13 @@ class CheckpointRest(Rest):
                 return None
             return self._checkpoint.read_range(run.path, run.first, memory, what=self._what), finish
 
-        return Piece(read=read, nbytes=nbytes, parts=tuple(run.parts), read_into=read_into)
+        return DiskRead(read=read, nbytes=nbytes, parts=tuple(run.parts), read_into=read_into)
 
 
 def _scattered(
     parts: Sequence[tuple[int, int, int]], nbytes: int, chunk: torch.Tensor, buffer: torch.Tensor
 ) -> tuple[list[Part], Callable[[], None] | None]:
-    """Where a read of `nbytes` goes so that most of `parts`, as in Piece, lands in whole pages of where it belongs,
+    """Where a read of `nbytes` goes so that most of `parts`, as in DiskRead, lands in whole pages of where it belongs,
     less than a page behind its place; and what moves it there. None where nothing does.
 
     What has no whole pages in the room of its own part goes to the chunk, so reads beside each other never meet.

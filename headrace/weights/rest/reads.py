@@ -9,7 +9,7 @@ import torch
 from headrace.memory.packed import Packed, unpack
 from headrace.runtime.lanes import Copy, Event
 
-__all__ = ["Piece", "Range", "ReadEvent"]
+__all__ = ["DiskRead", "Range", "ReadEvent"]
 
 Range = tuple[int, int, int]  # of a block: first byte there, bytes, first byte in the target
 
@@ -25,7 +25,7 @@ class ReadEvent(Event, Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class DiskRead:
     """What one read brings, and where it belongs."""
 
     read: Callable[[torch.Tensor], ReadEvent]  # submits a read into a chunk: to its first bytes, or packed to its last

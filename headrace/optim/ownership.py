@@ -1,0 +1,282 @@
+"""Who updates a parameter, and keeps its state? This process alone; or ranks, of which each performs a part of a step.
+
+They agree first, bring what an owner needs to it, spread what it has written, and tell each other what failed. All that
+decides about a collective, or about results, is agreed before it: which parameters there are, who updates them, with
+which settings, which have gradients. An exception on one rank becomes one on each, that names the rank. See
+docs/design/optimizers.md.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from headrace.errors import StateError
+from headrace.optim.consolidation import Consolidated, OnAnotherRank, consolidated
+from headrace.optim.devices import Member
+from headrace.optim.loading import by_number
+from headrace.runtime.pending import OtherRanks, Unit
+from headrace.runtime.ranks import Ranks
+
+__all__ = ["OwnerMap", "Ownership", "Perform"]
+
+Perform = Callable[[list[Member]], None]
+
+
+class OwnerMap:
+    """Which of `count` ranks owns which parameter? Each goes, in order, to the one that has least so far.
+
+    The same on all of them, without a word between them.
+    """
+
+    def __init__(self, count: int, owners: Sequence[int] = ()) -> None:
+        """`owners`: those of the first parameters, as they were before."""
+        self._before = owners
+        self._owners: dict[Any, int] = {}
+        self._elements = [0] * count  # by rank
+
+    def take(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These get an owner, too. Those that are frozen now count for nothing: they have no state."""
+        for parameter in parameters:
+            number = len(self._owners)
+            fewest = self._elements.index(min(self._elements))
+            owner = self._before[number] if number < len(self._before) else fewest
+            self._owners[parameter] = owner
+            if parameter.requires_grad:
+                self._elements[owner] += parameter.numel()
+
+    def owner(self, parameter: torch.Tensor) -> int | None:
+        """The rank that updates it; None for one that every rank updates."""
+        return self._owners.get(parameter)
+
+    @property
+    def owners(self) -> list[int]:
+        """Of all parameters, in their order."""
+        return list(self._owners.values())
+
+
+class Ownership:
+    """The parameters of one optimizer: all this process's, or shared by ranks, each whole on one of them."""
+
+    def __init__(self, ranks: Ranks | None = None, owners: Sequence[int] = ()) -> None:
+        """`ranks`: None where there is this process alone. `owners`: see OwnerMap."""
+        self.shares = ranks is not None
+        self.ranks: Any = ranks
+        self.map = OwnerMap(1 if ranks is None else ranks.count, owners)
+        self._consolidated: Consolidated | None = None  # by `consolidate`, until the next step
+        self._described: list[str] | None = None  # all parameters
+        self._loaded = False  # since the last step; a load that failed may be tried again on one rank alone
+
+    def take(self, parameters: Sequence[torch.Tensor]) -> None:
+        """These are the optimizer's from now on. Raises ValueError for what its ranks cannot share."""
+        self._described = None
+        self.map.take(parameters if self.shares else ())
+
+    def is_elsewhere(self, parameter: torch.Tensor) -> bool:
+        """Whether another rank updates it, and keeps its state."""
+        return self.shares and self.map.owner(parameter) not in (None, self.ranks.own)
+
+    def agree(
+        self,
+        look: Callable[[], list[Member]],
+        groups: Sequence[dict[str, Any]],
+        settings: Callable[[], Mapping[str, object]],
+    ) -> list[Member]:
+        """`look()`: what of the parameters in `groups` has a gradient, alike on all ranks. A collective.
+
+        Raises what that raises, and StateError where another rank failed, or has other parameters, settings or
+        gradients.
+        """
+        if not self.shares:
+            return look()
+        found: list[Member] = []
+        error = None
+        try:
+            found = look()
+        except Exception as failure:
+            error = failure
+        gradients = {member.index: self._seen(member) for member in found}
+        told_settings = {name: str(value) for name, value in settings().items()}
+        told_settings["whether state was loaded"] = str(self._loaded)
+        if self._described is None:
+            self._described = _described(groups)
+        alike = [_digest(each) for each in (self._described, self.map.owners, told_settings, gradients)]
+        if len(set(map(tuple, self.ranks.numbers([int(error is not None), *alike])))) > 1 or error is not None:
+            told = self.ranks.objects((_text(error), self._described, told_settings, gradients))
+            if error is not None:
+                raise error
+            self._refuse(told)
+        self._agreed(alike)
+        self._loaded = False
+        self._consolidated = None  # what was put together is of another step
+        return found
+
+    def _seen(self, member: Member) -> int:
+        """What of a gradient's values the ranks compare."""
+        return 0
+
+    def _agreed(self, alike: Sequence[int]) -> None:
+        """The ranks have all of this alike."""
+
+    def rounds(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
+        """What is brought, updated and spread at once, one after the other."""
+        return [members]
+
+    def bring(self, members: Sequence[Member]) -> list[Member]:
+        """Those that this rank updates, with all that it needs for that."""
+        return [member for member in members if not self.is_elsewhere(member.parameter)]
+
+    def spread(self, members: Sequence[Member]) -> None:
+        """They were updated, each on its own rank: all ranks get their weights."""
+
+    def perform_own(self, perform: Perform, members: Sequence[Member]) -> None:
+        """Calls `perform` for what this rank updates of them."""
+        if mine := self.bring(members):
+            perform(mine)
+
+    def update(self, members: Sequence[Member], perform: Perform) -> None:
+        """Each rank calls `perform` for its own, and all get all updated weights. A collective.
+
+        Raises what that raises, once all collectives are over; StateError where it did so on another rank.
+        """
+        if not self.shares:
+            self.perform_own(perform, members)
+            return
+        error = None
+        for batch in self.rounds(members):
+            mine = self.bring(batch)
+            if mine and error is None:
+                try:
+                    perform(mine)
+                except Exception as failure:  # the other ranks wait for what they get from here
+                    error = failure
+            self.spread(batch)
+        self._tell(error)
+
+    def _tell(self, error: Exception | None) -> None:
+        """Ends an update: raises what failed here, or StateError for what failed on another rank. A collective."""
+        failed = any(rank for (rank,) in self.ranks.numbers([int(error is not None)]))
+        told = self.ranks.objects(_text(error)) if failed else []
+        if error is not None:
+            raise error
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise StateError(
+                    f"{self.ranks.named(rank)} failed to update its parameters: {text}; those of the other ranks are"
+                    " updated, and weights are alike on all: load a checkpoint, weights and state, on every rank"
+                )
+
+    def _refuse(self, told: list[tuple[str | None, list[str], dict[str, str], dict[int, int]]]) -> None:
+        named = self.ranks.named
+        for rank, (text, *_) in enumerate(told):
+            if text is not None:
+                raise StateError(f"{named(rank)} could not take the step, so no rank has updated anything: {text}")
+        _, first, settings, present = told[0]
+        for rank, (_, descriptions, *_) in enumerate(told):
+            if len(descriptions) != len(first):
+                longer, place = max(descriptions, first, key=len), min(len(descriptions), len(first))
+                raise StateError(
+                    f"{named(rank)} gave {len(descriptions)} parameters to its optimizer, and {named(0)} {len(first)}:"
+                    f" only one of them has {longer[place]}; give the same ones, in the same order, on every rank"
+                )
+            for one, other in zip(descriptions, first, strict=True):
+                if one != other:
+                    raise StateError(
+                        f"{named(rank)} has {one} where {named(0)} has {other}; give the same parameters, in the same"
+                        " order, on every rank"
+                    )
+        for rank, (_, _, found, _) in enumerate(told):
+            for name in settings | found:
+                if settings.get(name) != found.get(name):
+                    raise StateError(
+                        f"ranks differ in {name}: {found.get(name)} on {named(rank)}, {settings.get(name)} on"
+                        f" {named(0)}; nothing was updated. Give the same on every rank"
+                    )
+        for rank, (*_, others) in enumerate(told):
+            for index in sorted(set(present).symmetric_difference(others)):
+                has, lacks = (0, rank) if index in present else (rank, 0)
+                raise StateError(
+                    f"{first[index]} has a gradient on {named(has)} and none on {named(lacks)}; nothing was updated."
+                    " Gradients must be averaged over all ranks before step(): DistributedDataParallel(...,"
+                    " find_unused_parameters=True) does it where ranks use different parameters"
+                )
+            for index, seen in present.items():
+                if seen != others[index]:
+                    raise StateError(
+                        f"the gradient of {first[index]} has other values on {named(rank)} than on {named(0)}; nothing"
+                        " was updated. Write the same into gradients on every rank: clip and scale them on all or none"
+                    )
+        raise StateError("ranks have dealt out their parameters differently: freeze the same ones on every rank")
+
+    # of ranks that share one copy of a model: see on_node.py ---------------------------------------------------------
+    def begin_update(self, unit: Unit) -> OtherRanks | None:
+        """The other ranks that perform parts of an update of parameters of a unit, beside passes."""
+        return None
+
+    def end_closure(self) -> None:
+        """A step's closure has returned."""
+
+    def end_step(self) -> None:
+        """A step is over."""
+
+    def discard_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """`zero_grad` was called."""
+
+    # state ----------------------------------------------------------------------------------------------------------
+    def with_others(self, state: dict[int, Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Adds to the state of a state_dict, by number, what stands for that of other ranks."""
+        for number, parameter in enumerate(parameters):
+            if not self.is_elsewhere(parameter):
+                continue
+            if self._consolidated is None and number in state:  # it was updated, or loaded
+                state[number] = OnAnotherRank(number, self.ranks.named(self.map.owner(parameter) or 0))
+            elif self._consolidated is not None and number in self._consolidated:
+                state[number] = self._consolidated[number]
+
+    def own_part(self, state_dict: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
+        """Of the state that a state_dict has, by number, what this rank keeps; the others' is empty.
+
+        Raises ValueError where that is on another rank.
+        """
+        self._consolidated = None
+        self._loaded = True
+        parameters = by_number(state_dict, groups)
+        kept: dict[Any, Any] = {}
+        for number, entries in state_dict["state"].items():
+            elsewhere = number in parameters and self.is_elsewhere(parameters[number])
+            if not elsewhere and isinstance(entries, OnAnotherRank):
+                own = self.ranks.named(self.ranks.own) if self.shares else "this process"
+                raise ValueError(f"{own} is to keep what this state_dict lacks: {entries}")
+            kept[number] = {} if elsewhere else entries
+        return kept
+
+    def consolidate(self, state: Mapping[torch.Tensor, Any], parameters: Sequence[torch.Tensor], to: int) -> None:
+        """One rank gets the state of all. A collective."""
+        if not self.shares:
+            return
+        owned = {
+            number: state[parameter]
+            for number, parameter in enumerate(parameters)
+            if self.map.owner(parameter) == self.ranks.own and parameter in state
+        }
+        self._consolidated = consolidated(owned, self.ranks, to)
+
+
+def _described(groups: Iterable[dict[str, Any]]) -> list[str]:
+    """All parameters, in their order."""
+    pairs = [pair for group in groups for pair in zip_longest(group["params"], group.get("param_names", ()))]
+    return [
+        f"parameter {index}{f', {name!r},' if name else ''} of shape {tuple(parameter.shape)} and {parameter.dtype}"
+        for index, (parameter, name) in enumerate(pairs)
+    ]
+
+
+def _digest(value: object) -> int:
+    """A number that is equal where values are, on all ranks."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
+
+
+def _text(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"

@@ -1,0 +1,228 @@
+"""Where are a parameter's state and exact value? In host memory, on its device, or on disk; shown as if in one place.
+
+What rests on disk takes part in steps as `disk_state.py` has it. When somebody asks for the state, it is lent: shown as
+memory that is read from disk as it is touched. What was put in its place meanwhile goes to disk with the next step.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from headrace.memory.disk import TensorAtRest
+from headrace.optim import eight_bit
+from headrace.optim.disk_state import DiskState
+from headrace.optim.options import Options
+from headrace.optim.rules import ElementRule, MatrixRule
+from headrace.optim.weights import FULL, REMAINDER, MasterWeight
+
+__all__ = ["ParamStates"]
+
+LEAST_BYTES = 1 << 14  # of a tensor of a matrix rule's state that goes to disk; the others stay
+
+
+class ParamStates:
+    """The states of one optimizer's parameters, wherever they rest, and the masters of their weights."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.disk = DiskState(options.disk) if options.tier == "disk" else None
+        self.entries: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # as in torch.optim: what is in memory of them
+        self.masters: dict[torch.Tensor, MasterWeight] = {}
+        self._lent: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # state on disk that `entries` show
+        self._shapes: dict[torch.Tensor, dict[str, torch.Size]] = {}  # of tensors on disk, where not the parameter's
+
+    def reset(self) -> None:
+        """Other state is loaded: what is known, and what is on disk, is void."""
+        self.masters.clear()
+        self._lent.clear()
+        self._shapes.clear()
+        if self.disk is not None:
+            self.disk = self.disk.emptied()
+
+    def master_of(self, parameter: torch.Tensor, given: torch.Tensor) -> MasterWeight:
+        """The exact value of a parameter; `given`: as the user has it. A step, or somebody who looks, begins."""
+        master = self.masters.get(parameter)
+        if master is not None and not master.layout_unchanged:
+            self._follow(master)
+            master = None
+        if master is None:
+            eight_bits = self._options.state_dtype == "8bit"
+            master = MasterWeight(parameter, given, self._options.master_form, eight_bits=eight_bits)
+            self.masters[parameter] = master
+        master.check_version()
+        return master
+
+    def _follow(self, before: MasterWeight) -> None:
+        """A parameter was given another dtype, device or layout, as `model.to()` does: its state follows."""
+        parameter = before.parameter
+        before.check_layout(keeps_order=self.disk is not None)
+        if self.disk is not None:
+            self._lend(self.disk, before)
+        del self.masters[parameter]
+        state = self.entries[parameter]
+        if before.dtype != parameter.dtype:
+            for name in (REMAINDER, FULL):
+                state.pop(name, None)
+        # Copies: what is only shown here rests in the form that the parameter had.
+        state.update({name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)})
+
+    def begin(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """What is in memory of a parameter's state. It has none any more where somebody removed it."""
+        if parameter not in self.entries and self.disk is not None and parameter not in self._lent:
+            for key in self._keys(parameter):
+                self.disk.forget(key)
+            self._shapes.pop(parameter, None)
+        entries: dict[str, Any] = self.entries[parameter]
+        return entries
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        """Another rank keeps this one's state from now on."""
+        self._lent.pop(parameter, None)
+        self.masters.pop(parameter, None)
+        if self.entries.pop(parameter, None) is not None:
+            self.begin(parameter)  # which forgets what is on disk
+
+    # of which tensors a state consists -------------------------------------------------------------------------------
+    def moments(self, rule: ElementRule, master: MasterWeight) -> tuple[str, ...]:
+        """The names under which the moments of a parameter are kept."""
+        return tuple(name + eight_bit.SUFFIX for name in rule.moments) if master.uses_8bit else rule.moments
+
+    def dtypes(self, rule: ElementRule, master: MasterWeight) -> dict[str, torch.dtype]:
+        """Of the state that a parameter needs, its master last."""
+        own_dtype = torch.float64 if master.dtype == torch.float64 else torch.float32
+        moments = self._options.moment_dtype if own_dtype == torch.float32 else own_dtype
+        if moments == torch.uint8 and not master.uses_8bit:
+            moments = own_dtype
+        maximum = {} if rule.maximum is None else {rule.maximum: own_dtype}
+        return dict.fromkeys(self.moments(rule, master), moments) | maximum | master.master_dtypes
+
+    def normalize(self, state: dict[str, Any], rule: ElementRule, master: MasterWeight) -> None:
+        """Moments that were loaded, or put there by somebody, in 8 bits or not, become what is kept."""
+        eight_bit.convert(state, rule.moments, master.host, narrow=master.uses_8bit)
+
+    # on disk ----------------------------------------------------------------------------------------------------------
+    def _keys(self, parameter: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+        """What `disk` knows a parameter's tensors by: those of one number of elements are read and written together."""
+        others = (shape.numel() for shape in self._shapes.get(parameter, {}).values())
+        return [(parameter, elements) for elements in dict.fromkeys([parameter.numel(), *others])]
+
+    def to_disk(
+        self, disk: DiskState, rule: ElementRule | MatrixRule, master: MasterWeight, state: dict[str, Any]
+    ) -> None:
+        """State that was lent, loaded or put there by somebody goes to disk; not a master of the other form.
+
+        What somebody removed is gone there, too.
+        """
+        parameter = master.parameter
+        lent = self._lent.pop(parameter, {})
+        for key in self._keys(parameter) if lent else ():
+            disk.take_back(key)
+            disk.drop(key, lent.keys() - state.keys())
+        if isinstance(rule, MatrixRule):
+            tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            present = {name: value.dtype for name, value in tensors.items() if value.nbytes >= LEAST_BYTES}
+        else:
+            self.normalize(state, rule, master)
+            present = {name: dtype for name, dtype in self.dtypes(rule, master).items() if name in state}
+        if any(state[name] is not lent.get(name) for name in present):
+            self._keep(disk, master, {name: state[name].to(dtype) for name, dtype in present.items()})
+        for name in present:
+            del state[name]
+
+    def to_rest(self, rule: ElementRule | MatrixRule, master: MasterWeight) -> None:
+        """What was loaded of a parameter's state goes where it rests."""
+        if self.disk is not None and master.parameter.device.type == "cpu":
+            self.to_disk(self.disk, rule, master, self.entries[master.parameter])
+
+    def _keep(self, disk: DiskState, master: MasterWeight, tensors: Mapping[str, torch.Tensor]) -> None:
+        for key in self._keys(master.parameter):
+            disk.drop(key, tensors)  # of another shape before, perhaps
+        shapes = self._shapes.setdefault(master.parameter, {})
+        by_elements: dict[int, dict[str, torch.Tensor]] = {}
+        for name, value in tensors.items():
+            adopted = master.adopt(value, value.dtype)
+            if adopted is None:  # of another shape, such as a factor of a matrix
+                shapes[name] = value.shape
+                by_elements.setdefault(value.numel(), {})[name] = value.contiguous().view(-1)
+            else:
+                shapes.pop(name, None)
+                by_elements.setdefault(master.parameter.numel(), {})[name] = master.flat(adopted)
+        for elements, flat in by_elements.items():
+            disk.keep((master.parameter, elements), elements, flat)
+
+    def fetch(self, disk: DiskState, rule: MatrixRule, master: MasterWeight, state: dict[str, Any]) -> None:
+        """All of a parameter's state comes into `state`, in host memory, until it goes `to_disk` again."""
+        self.to_disk(disk, rule, master, state)
+        for key in self._keys(master.parameter):
+            state |= self._shaped(master, disk.fetch(key, key[1]))
+
+    def _shaped(self, master: MasterWeight, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        shapes = self._shapes.get(master.parameter, {})
+        return {name: master.shaped(flat, shapes.get(name)) for name, flat in tensors.items()}
+
+    def _lend(self, disk: DiskState, master: MasterWeight) -> None:
+        if master.parameter in self._lent:
+            return
+        lent: dict[str, torch.Tensor] = {}
+        for key in self._keys(master.parameter):
+            lent |= self._shaped(master, disk.lend(key, key[1]))
+        if lent:
+            self._lent[master.parameter] = lent
+            self.entries[master.parameter].update(lent)
+
+    def show(self) -> None:
+        """`entries` become the whole state."""
+        if self.disk is None:
+            return
+        for master in list(self.masters.values()):
+            if master.layout_unchanged:
+                self._lend(self.disk, master)
+            else:
+                self._follow(master)
+
+    def at_rest(self, parameter: torch.Tensor) -> dict[str, TensorAtRest]:
+        """What of a parameter's state is on disk and not shown, to be read when it is wanted."""
+        master = self.masters.get(parameter)
+        if master is not None and not master.layout_unchanged:
+            self._follow(master)
+        if self.disk is None or master is None or parameter in self._lent:
+            return {}
+        tensors: dict[str, TensorAtRest] = {}
+        for key in self._keys(parameter):
+            tensors |= self.disk.at_rest(key, key[1])
+        shaped = self._shaped(master, {name: one.like for name, one in tensors.items()})
+        return {name: replace(one, like=shaped[name]) for name, one in tensors.items()}
+
+    def fill(self, rule: ElementRule | MatrixRule, master: MasterWeight, tensors: Mapping[str, TensorAtRest]) -> None:
+        """These tensors, which are in files, are a parameter's from now on; from file to file where they are all."""
+        parameter = master.parameter
+        disk = None if parameter.device.type != "cpu" else self.disk
+        if disk is not None and isinstance(rule, ElementRule):
+            kept = self.dtypes(rule, master)
+            if all(one.like.dtype == kept.get(name) and master.is_shaped(one.like) for name, one in tensors.items()):
+                self.entries.setdefault(parameter, {})
+                disk.fill((parameter, parameter.numel()), parameter.numel(), tensors)
+                return
+        self.entries[parameter].update({name: one.load() for name, one in tensors.items()})
+        self.to_rest(rule, master)
+
+    def take_apart(self, state: Mapping[Any, Any]) -> None:
+        """What is shown of a parameter's state on disk, and is another one's in `state`, becomes memory."""
+        owners = {_memory(value): parameter for parameter, lent in self._lent.items() for value in lent.values()}
+        for parameter, entries in list(state.items()) if owners else ():
+            for name, value in list(entries.items()):
+                if isinstance(value, torch.Tensor) and owners.get(_memory(value), parameter) is not parameter:
+                    entries[name] = value.clone()
+
+    def held_bytes(self) -> int:
+        """Bytes of host memory that states and masters take."""
+        values = (value for entries in self.entries.values() for value in entries.values())
+        held = sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu")
+        return held + (0 if self.disk is None else self.disk.host_bytes)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

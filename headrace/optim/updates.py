@@ -1,0 +1,139 @@
+"""Where and when are parameters updated in a step? At once or beside passes, on the host or on their accelerator."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from headrace.optim.devices import DeviceShare, HostMirror, Member
+from headrace.optim.early import EarlyUpdates
+from headrace.optim.elements import ElementUpdates
+from headrace.optim.interruption import Interruption
+from headrace.optim.local_shards import LocalShards
+from headrace.optim.not_finite import NotFiniteSteps
+from headrace.optim.options import Options
+from headrace.optim.overlap import Updater, by_unit
+from headrace.optim.ownership import Ownership
+from headrace.optim.rules import MatrixRule
+from headrace.optim.states import ParamStates
+from headrace.optim.whole import update_whole
+from headrace.runtime.capture import before_write, will_write
+from headrace.runtime.pending import Pending, Unit
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """The updates of one optimizer."""
+
+    def __init__(
+        self, options: Options, states: ParamStates, local_shards: LocalShards, not_finite: NotFiniteSteps
+    ) -> None:
+        self._options = options
+        self._states = states
+        self._local_shards = local_shards
+        self._not_finite = not_finite
+        self._elements = ElementUpdates(states, not_finite, always_counts=options.state_dtype != torch.float32)
+        self.updater = Updater()
+        self.interruption = Interruption()
+        self.early: EarlyUpdates | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Other state is loaded: where it lives is decided anew."""
+        self._device_share = DeviceShare()
+        self._mirrors: dict[torch.device, HostMirror] = {}
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether updates of an offloaded model's parameters run beside passes over it."""
+        return self._options.overlap != "none"
+
+    def held_bytes(self) -> int:
+        """Bytes of host memory that copies of weights and gradients take."""
+        return sum(mirror.held_bytes() for mirror in self._mirrors.values())
+
+    def perform(
+        self, members: list[Member], scale: float, owners: Ownership, parameters: Iterable[torch.Tensor]
+    ) -> None:
+        """Updates all of `members`, or begins to. `scale` multiplies their gradients; `parameters`: the optimizer's."""
+        mine = [one for one in parameters if not owners.is_elsewhere(one)] if self._options.device_fraction else []
+        if not self.overlaps:
+            if owners.shares:
+                before_write([member.parameter for member in members])
+            owners.update(members, lambda batch: self._perform_now(batch, scale, mine))
+            if owners.shares:
+                self._mark_written(members)
+            return
+        with self.interruption.guard_partial_step(members, self.updater.drain):
+            units, alone = by_unit(members)
+            under_way = [(self.submit(unit, travelling, scale, owners), travelling) for unit, travelling in units]
+            for pending, travelling in under_way:
+                if any(member.shared for member in travelling):
+                    pending.settle()
+            self._perform_now(alone, scale, mine)
+
+    def submit(
+        self,
+        unit: Unit,
+        members: Sequence[Member],
+        scale: float,
+        owners: Ownership,
+        arrived: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Begins the update of parameters of a unit, with the settings that their groups have now."""
+        will_write([member.parameter for member in members])
+        self._mark_written(members)
+
+        def perform(batch: Sequence[Member]) -> None:
+            before_write([member.parameter for member in batch])
+            with self.interruption.guard_partial_step(batch):
+                owners.perform_own(lambda mine: self._apply(mine, scale), batch)
+            if self.early is not None:
+                self.early.performed(member.parameter for member in batch)
+
+        return self.updater.submit(unit, members, perform, arrived, owners.begin_update(unit))
+
+    def _perform_now(self, members: list[Member], scale: float, mine: Sequence[torch.Tensor]) -> None:
+        before_write([member.parameter for member in members])
+        with self.interruption.guard_partial_step(members):
+            for device in dict.fromkeys(member.parameter.device for member in members):
+                present = [member for member in members if member.parameter.device == device]
+                if device.type == "cpu":
+                    self._apply(present, scale)
+                else:
+                    self._perform_beside(device, present, scale, mine)
+                self._mark_written(present)
+
+    def _perform_beside(
+        self, device: torch.device, members: list[Member], scale: float, mine: Sequence[torch.Tensor]
+    ) -> None:
+        """Parameters on an accelerator: what is updated there runs beside the transfers of what is updated here."""
+        on_host, on_device = members, list[Member]()
+        if self._options.device_fraction:
+            moments = max(len(member.rule.elementwise) for member in members)
+            self._device_share.assign(
+                [parameter for parameter in mine if parameter.device == device],
+                self._options.device_fraction,
+                moments * self._options.moment_dtype.itemsize + torch.float32.itemsize,
+            )
+            on_host, on_device = self._device_share.divide(members)
+        if on_device:
+            self._apply(on_device, scale)
+        if on_host:
+            if device not in self._mirrors:
+                self._mirrors[device] = HostMirror(device, pin=self._options.pin, overlap=self._options.overlap_d2h_h2d)
+            self._mirrors[device].update(on_host, lambda batch: self._apply(batch, scale))
+
+    def _apply(self, members: Sequence[Member], scale: float) -> None:
+        """Updates the weights of `members` where these are. `scale` multiplies their gradients."""
+        whole = [member for member in members if isinstance(member.rule, MatrixRule)]
+        by_element = [member for member in members if not isinstance(member.rule, MatrixRule)]
+        if by_element:
+            self._elements.perform(by_element, scale, in_place=not self.overlaps)
+        update_whole(whole, scale, self._states, self._not_finite)
+
+    def _mark_written(self, members: Sequence[Member]) -> None:
+        written = [member.parameter for member in members]
+        torch.autograd.graph.increment_version([*written, *self._local_shards.dtensors_of(written)])
+        for member in members:
+            member.master.written()
