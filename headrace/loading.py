@@ -6,6 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from headrace.optim.precision import adopt_exact, take_exact
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.tensors import parameters_of
 from headrace.weights.movement.block import Block
+from headrace.weights.rest.tiers import DiskRest
 
 __all__ = ["load"]
 
@@ -94,7 +96,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
             state.check(converted)
         _make_writable(blocks, wanted)
         stack.enter_context(is_written(model, directory))
-        _read_weights(wanted, handles)
+        _read_weights(wanted, handles, _images(blocks, wanted))
         for state in states:
             state.load(converted)
         for module, value in modules:
@@ -115,18 +117,55 @@ def _make_writable(blocks: Sequence[Block], wanted: Sequence["_Wanted"]) -> None
                 slot.touch()
 
 
-def _read_weights(wanted: Sequence["_Wanted"], handles: Sequence[ModelHandle]) -> None:
+_Image = list[tuple[int, TensorInFile]]  # of a block: the first byte of each tensor in it
+
+
+def _images(blocks: Sequence[Block], wanted: Sequence["_Wanted"]) -> list[tuple[Block, DiskRest, _Image]]:
+    """The blocks on disk all of whose bytes are loaded as they lie in files."""
+    plain = {id(t): one.saved for one in wanted for t in one.into if not one.converts(t) and t.is_contiguous()}
+    found = []
+    for block in blocks:
+        slots = block.slots
+        apart = len({slot.layout.region for slot in slots}) == len(slots)
+        if apart and isinstance(block.rest, DiskRest) and all(s.in_place and id(s.home) in plain for s in slots):
+            found.append((block, block.rest, [(s.layout.offset, plain[id(s.home)]) for s in slots]))
+    return found
+
+
+def _fill(rest: DiskRest, image: _Image) -> None:
+    """What the files have becomes the block, past the page cache: nobody has to read it again for its checksums."""
+
+    def lay_out(first: int, end: int, memory: torch.Tensor) -> None:
+        for place, tensor in image:
+            begin, stop = max(first, place), min(end, place + tensor.nbytes)
+            if begin < stop:
+                tensor.at_rest().read(begin - place, memory[begin - first : stop - first])
+
+    rest.flush([])  # what was written through memory before does not come behind it
+    rest.fill(lambda first, end: partial(lay_out, first, end))
+
+
+def _read_weights(
+    wanted: Sequence["_Wanted"], handles: Sequence[ModelHandle], images: Sequence[tuple[Block, DiskRest, _Image]]
+) -> None:
     into = [tensor for one in wanted for tensor in one.into]
+    filled = {id(slot.home) for block, _, _ in images for slot in block.slots}
     places: dict[SavedFile, list[Place]] = defaultdict(list)
+    devices = {tensor.device for tensor in into if is_accelerator(tensor.device)}
     with torch.no_grad():
         for one in wanted:
             aligned = one.saved.offset % one.saved.dtype.itemsize == 0
-            puts = [filling(tensor, one.saved.dtype, aligned=aligned) for tensor in one.into]
+            others = [tensor for tensor in one.into if id(tensor) not in filled]
+            puts = [filling(tensor, one.saved.dtype, aligned=aligned) for tensor in others]
             places[one.saved.file] += [(one.saved, put) for put in puts]
-        devices = {tensor.device for tensor in into if is_accelerator(tensor.device)}
         try:
             for device in devices:  # threads fill tensors after all that it was told before, on any stream
                 torch.accelerator.synchronize(device)
+            for _, rest, image in images:
+                _fill(rest, image)
+                for _, tensor in image:
+                    tensor.file.read_otherwise.update(tensor.whole_grains)
+                    tensor.file.let_go()
             read_all(places.items(), reading_memory())
         finally:
             for device in devices:
@@ -135,6 +174,8 @@ def _read_weights(wanted: Sequence["_Wanted"], handles: Sequence[ModelHandle]) -
             torch.autograd.graph.increment_version([tensor for tensor in into if not tensor.is_inference()])
             for handle in handles:
                 handle.refresh()
+        for block, _, _ in images:
+            block.note_flushed()
         for handle in handles:
             handle.settled_blocks("headrace.load")  # what a drive did not take is told here
 
@@ -321,7 +362,6 @@ class _State:
         streams = isinstance(self._optimizer, HostOptimizer) and self._optimizer.state_on_disk
         state: dict[Any, Any] = {}
         on_disk: dict[Any, dict[str, TensorAtRest]] = {}
-        streamed: set[int] = set()  # grains of the file
         places: list[Place] = []
         for number, entries in self._saved.tree["state"].items():
             on_disk[number] = {}
@@ -334,13 +374,13 @@ class _State:
                 if _is_as_in_file(value):  # all of ours are
                     there = self._saved.place(f"state.{number}.{name}", value)
                     on_disk[number][name] = there.at_rest()
-                    streamed.update(there.whole_grains)
+                    there.file.read_otherwise.update(there.whole_grains)
             rest = entries
             if on_disk[number]:
                 rest = {name: value for name, value in entries.items() if name not in on_disk[number]}
             state[number] = self._in_memory(rest, f"state.{number}", places)
         groups = self._in_memory(self._saved.tree["param_groups"], "param_groups", places)
-        read_all([(self._saved.file, places)], reading_memory(), but_not=streamed)
+        read_all([(self._saved.file, places)], reading_memory())
         return state, on_disk, groups
 
     def _in_memory(self, value: Any, name: str, places: list[Place]) -> Any:

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import headrace
+from headrace.memory.disk import Extent
+from headrace.memory.disk.checksums import Checksums
+from headrace.weights.rest.tiers import DiskRest
 from tests.checkpoint.runs import Net, Run, run
 from tests.support.compare import assert_same
 
@@ -166,3 +169,36 @@ def test_more_files_are_parts_of_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-1" / "vocabulary.txt").write_bytes(b"a b")
     with pytest.raises(headrace.CheckpointError, match="has 3 bytes, and 5 were written"):
         headrace.load(tmp_path / "step-1", model)
+
+
+def test_what_is_loaded_into_files_is_not_read_again_for_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next forward fetches blocks at once, and checks what it reads."""
+    with run("disk", tmp_path / "tiers") as one:
+        one.step()
+        headrace.save(tmp_path / "step-1", one.model, one.optimizer)
+        saved = one.values()
+        one.step()
+        assert one.handle is not None
+        rests = [block.rest for block in one.handle._blocks() if isinstance(block.rest, DiskRest)]
+        assert rests
+        handed_over: list[object] = []
+        note_all = Checksums.note_all
+
+        def notes(checksums: Checksums, extent: Extent, address: int, within: object = None) -> None:
+            if within is None or within:
+                handed_over.append(extent.name)
+            note_all(checksums, extent, address, within)
+
+        monkeypatch.setattr(Checksums, "note_all", notes)
+        headrace.load(tmp_path / "step-1", one.model, one.optimizer)
+        assert_same(one.values(), saved)
+        with torch.no_grad():
+            one.model(torch.arange(8))
+        assert not {rest.extent.name for rest in rests} & set(handed_over)
+        for rest in rests:
+            assert None not in rest.store._checksums._known[rest.extent]
+        one.step()
+        headrace.load(tmp_path / "step-1", one.model, one.optimizer)
+        assert_same(one.values(), saved)

@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ class SavedFile:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         self.nbytes, self.checksums = self._state[0], checksums
+        self.read_otherwise: set[int] = set()  # grains, by their first byte, that `read_all` need not look at
         self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -99,9 +100,14 @@ class SavedFile:
         self.read(0, memory, self.path.name)
         return memory.numpy().tobytes()
 
+    def let_go(self) -> None:
+        """Nobody reads the neighbours of what was read last."""
+        with self._lock:
+            self._kept.clear()
+
     def close(self) -> None:
         """Closes the file. Where that fails nothing is lost: it was only read."""
-        self._kept.clear()
+        self.let_go()
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -157,17 +163,12 @@ class TensorInFile:
 Place = tuple[TensorInFile, Callable[[int, torch.Tensor], None]]
 
 
-def read_all(
-    work: Iterable[tuple[SavedFile, Sequence[Place]]],
-    memory: Sequence[torch.Tensor],
-    *,
-    but_not: Collection[int] = (),
-) -> None:
+def read_all(work: Iterable[tuple[SavedFile, Sequence[Place]]], memory: Sequence[torch.Tensor]) -> None:
     """Brings everything to its place: a thread for each of `memory`, which are whole pages, of GRAIN_BYTES at least
     where a file has checksums. Raises what failed first: CheckpointError, DiskError.
 
-    Files that have checksums are read as a whole, so that what is around the tensors is checked, too; `but_not` grains,
-    by their first byte, that are read otherwise.
+    Files that have checksums are read as a whole, so that what is around the tensors is checked, too; but for grains
+    that are read otherwise.
     """
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
     for one in memory:
@@ -187,7 +188,7 @@ def read_all(
         jobs = [
             readers.submit(bring, file, *piece)
             for file, places in work
-            for piece in _pieces(file, places, memory[0].nbytes, but_not)
+            for piece in _pieces(file, places, memory[0].nbytes)
         ]
         try:
             for job in jobs:
@@ -198,9 +199,7 @@ def read_all(
             raise
 
 
-def _pieces(
-    file: SavedFile, places: Sequence[Place], most_bytes: int, but_not: Collection[int]
-) -> Iterator[tuple[int, int, Sequence[Place]]]:
+def _pieces(file: SavedFile, places: Sequence[Place], most_bytes: int) -> Iterator[tuple[int, int, Sequence[Place]]]:
     """What is read at once, in order: first byte, the one behind the last, and the places that get some of it."""
     size = most_bytes if file.checksums is None else GRAIN_BYTES
     found: dict[int, list[Place]] = defaultdict(list)
@@ -208,7 +207,7 @@ def _pieces(
         for begin, _ in pieces(place[0].offset, place[0].nbytes, size):
             found[begin // size * size].append(place)
     for first, _ in pieces(0, file.nbytes if file.checksums is not None else 0, size):
-        if first not in but_not:
+        if first not in file.read_otherwise:
             found[first]  # which may have no place
     for first, among in sorted(found.items(), key=lambda item: item[0]):
         last = min(first + size, file.nbytes)
