@@ -19,7 +19,7 @@ import headrace
 from headrace import DiskError, Offloaded, RankError, optim
 from headrace.memory.disk.checksums import Checksums
 from headrace.memory.disk.extent import Extent
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.gathering import Gathers
@@ -389,7 +389,7 @@ def reductions_are_in_flight(device: str) -> None:
         if rounds[name] == 2:
             event.set()
 
-    def gives(sums: DeviceSums, given: Round, gradients: dict[Slot, torch.Tensor]) -> Any:
+    def gives(sums: DeviceSums, given: Round, gradients: dict[ManagedParam, torch.Tensor]) -> Any:
         found = give(sums, given, gradients)
         leaving.append(1)
         after("given", second_given)
@@ -405,7 +405,7 @@ def reductions_are_in_flight(device: str) -> None:
         after("reduced", second_reduced)
         return found
 
-    def adds_up(averaged: AveragedGradients, given: Round, met: Any) -> list[Slot]:
+    def adds_up(averaged: AveragedGradients, given: Round, met: Any) -> list[ManagedParam]:
         assert second_reduced.wait(20)
         return add_up(averaged, given, met)
 

@@ -12,7 +12,7 @@ import headrace
 from headrace import optim
 from headrace.compat import HybridDeviceOptimizer
 from headrace.errors import LayoutError
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 
 SHAPE = (4, 4)
 
@@ -203,8 +203,8 @@ def test_sharded_models(name: str, how: str) -> None:
 def test_managed_parameters_are_plain_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The look at them is no look of the user's: nothing is loaded anew because of it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    touched: list[Slot] = []
-    monkeypatch.setattr(Slot, "touch", lambda slot: touched.append(slot))
+    touched: list[ManagedParam] = []
+    monkeypatch.setattr(ManagedParam, "touch", lambda slot: touched.append(slot))
     with headrace.offload(model, device="cpu"):
         optimizer = optim.AdamW(model.parameters())
         model(torch.ones(1, 4)).sum().backward()

@@ -13,7 +13,7 @@ from headrace.errors import LayoutError
 from headrace.memory.arena import ALIGNMENT_BYTES, KERNEL_ALIGNMENT_BYTES, aligned
 from headrace.weights.model.inventory import take_inventory
 from headrace.weights.model.layout import lay_out, travel_dtype
-from headrace.weights.model.slot import Layout
+from headrace.weights.model.managed_param import Layout
 from tests.support.compare import same
 
 SETTINGS = settings(derandomize=True, max_examples=40, deadline=None)

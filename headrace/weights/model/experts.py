@@ -18,7 +18,7 @@ from torch import nn
 from headrace.memory.arena import aligned
 from headrace.weights.model.inventory import Inventory
 from headrace.weights.model.layout import travel_dtype
-from headrace.weights.model.slot import Layout
+from headrace.weights.model.managed_param import Layout
 
 __all__ = [
     "ExpertAccess",

@@ -293,7 +293,7 @@ class AwayLeaf(Leaf):
 
 
 def as_home(parameter: nn.Parameter, owner: Any) -> Home:
-    """Makes the object itself a home, which `owner` (a `Slot`) manages."""
+    """Makes the object itself a home, which `owner` (a `ManagedParam`) manages."""
     home: Any = parameter
     home.__class__ = AliasHome if isinstance(parameter, AliasParam) else Home
     home.__dict__[OWNER] = owner
@@ -314,7 +314,7 @@ def as_parameter(home: nn.Parameter) -> nn.Parameter:
 
 
 def owner_of(home: Home | WatchedBuffer) -> Any:
-    """The `Slot` that was given to `as_home`."""
+    """The `ManagedParam` that was given to `as_home`."""
     return home.__dict__[OWNER]
 
 

@@ -10,7 +10,7 @@ from headrace.errors import LayoutError
 from headrace.memory.arena import KERNEL_ALIGNMENT_BYTES, aligned, is_large
 from headrace.runtime.autograd import address_of
 from headrace.weights.model.home import AliasHome, AliasParam, Home
-from headrace.weights.model.slot import Layout
+from headrace.weights.model.managed_param import Layout
 
 __all__ = ["by_storage", "check_can_travel", "lay_out", "overlap", "travel_dtype"]
 

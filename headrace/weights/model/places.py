@@ -16,7 +16,7 @@ from torch import nn
 from headrace.errors import LayoutError
 from headrace.weights.model.compound import Compound
 from headrace.weights.model.home import Home, Leaf
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 
 __all__ = ["Member", "Place", "Places"]
 
@@ -54,12 +54,12 @@ class Member:
 class Places:
     """All places of one block's parameters, each with the slot of its parameter, or with its compound."""
 
-    def __init__(self, places: Iterable[tuple[Place, Slot]]) -> None:
+    def __init__(self, places: Iterable[tuple[Place, ManagedParam]]) -> None:
         self._keep(places, ())
 
     def move(
         self,
-        slots: Iterable[Slot],
+        slots: Iterable[ManagedParam],
         places: Mapping[int, Sequence[Place]],
         compounds: Iterable[Compound],
         places_of_compounds: Mapping[Compound, Sequence[Place]],
@@ -70,16 +70,16 @@ class Places:
             ((place, compound) for compound in compounds for place in places_of_compounds.get(compound, ())),
         )
 
-    def _keep(self, places: Iterable[tuple[Place, Slot]], compounds: Iterable[tuple[Place, Compound]]) -> None:
+    def _keep(self, places: Iterable[tuple[Place, ManagedParam]], compounds: Iterable[tuple[Place, Compound]]) -> None:
         places = list(places)
         self._attributes = [(place, slot) for place, slot in places if place.module is not None]
-        self._others: list[tuple[Place, Slot | Compound]] = [
+        self._others: list[tuple[Place, ManagedParam | Compound]] = [
             *((place, slot) for place, slot in places if place.module is None),
             *compounds,
         ]
         self._compounds = {weight for _, weight in self._others if isinstance(weight, Compound)}
         # By module: its `_parameters`, and what it has there. Bound at every visit.
-        self._modules: list[tuple[weakref.ref[nn.Module], dict[str, Any], list[tuple[str, Slot, Leaf]]]] = []
+        self._modules: list[tuple[weakref.ref[nn.Module], dict[str, Any], list[tuple[str, ManagedParam, Leaf]]]] = []
         for place, slot in self._attributes:
             if place.module is not None:
                 if not self._modules or self._modules[-1][1] is not place.container:
@@ -134,7 +134,7 @@ class Places:
                     if attributes.get(name) is leaf:
                         del attributes[name]
 
-    def of_several_modules(self) -> set[Slot]:
+    def of_several_modules(self) -> set[ManagedParam]:
         """Whose parameter several modules have."""
         return {slot for slot, count in Counter(slot for _, slot in self._attributes).items() if count > 1}
 
@@ -143,7 +143,7 @@ class Places:
         for place, weight in (*self._attributes, *self._others):
             self._adopt(place, weight)
 
-    def _adopt(self, place: Place, weight: Slot | Compound) -> bool:
+    def _adopt(self, place: Place, weight: ManagedParam | Compound) -> bool:
         """Whether the user put another parameter in the place of what is shown there: it is the home now."""
         held = place.get()
         if held is weight.shown or held is weight.leaf or not _is_replacement(held):
@@ -159,7 +159,7 @@ class Places:
                 other.put(weight.home)
         return True
 
-    def _check_still_tied(self, slot: Slot) -> None:
+    def _check_still_tied(self, slot: ManagedParam) -> None:
         """Raises LayoutError where modules that had one parameter together have several now."""
         held = [place.get() for place, its_slot in self._attributes if its_slot is slot]
         if len({id(parameter) for parameter in held if parameter is not None}) > 1:

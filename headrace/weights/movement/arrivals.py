@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.errors import StateError
 from headrace.runtime.pending import Unit, Watcher
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 
 __all__ = ["Arrivals", "tell_of_failure", "tell_watchers"]
 
@@ -21,8 +21,8 @@ _ALIKE = 2  # backwards that must have been alike before one is believed to be s
 class _Count:
     """Gradients of one block."""
 
-    now: Counter[Slot] = field(default_factory=Counter)
-    last: Counter[Slot] = field(default_factory=Counter)
+    now: Counter[ManagedParam] = field(default_factory=Counter)
+    last: Counter[ManagedParam] = field(default_factory=Counter)
     alike: int = 0  # how many backwards in a row gave `last`
     taken: bool = False  # updated in this backward
 
@@ -33,7 +33,7 @@ class Arrivals:
     def __init__(self) -> None:
         self._counts: dict[int, _Count] = {}
 
-    def complete(self, slot: Slot, unit: Unit) -> list[Slot]:
+    def complete(self, slot: ManagedParam, unit: Unit) -> list[ManagedParam]:
         """One more gradient came. If the block has all of them now, as far as one can tell: the slots that have one."""
         count = self._counts.setdefault(id(unit), _Count())
         if count.taken:
@@ -59,7 +59,7 @@ class Arrivals:
             count.taken = False
 
 
-def tell_watchers(slots: Iterable[Slot], announced: Collection[Slot]) -> None:
+def tell_watchers(slots: Iterable[ManagedParam], announced: Collection[ManagedParam]) -> None:
     """Those of the units: the gradients are in homes."""
     watched: dict[Watcher, dict[Any, bool]] = {}
     unit, watchers = None, []
@@ -73,7 +73,7 @@ def tell_watchers(slots: Iterable[Slot], announced: Collection[Slot]) -> None:
         watcher.delivered(homes)
 
 
-def tell_of_failure(announced: Iterable[Slot]) -> None:
+def tell_of_failure(announced: Iterable[ManagedParam]) -> None:
     """Who was told of complete gradients has begun updates that a plain run would not make."""
     for watcher in {watcher for slot in announced if slot.unit is not None for watcher in slot.unit.watchers}:
         watcher.abandoned()

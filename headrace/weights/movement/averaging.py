@@ -24,7 +24,7 @@ from headrace.runtime.lanes import Lane, Lanes, LateTransfer, Transfer
 from headrace.runtime.threads import Job, OneThread
 from headrace.weights.meter import Meter
 from headrace.weights.model.accumulation import late_hooks
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.flow import PURPOSE, GradientFlow, Leaving, Wanted
@@ -56,24 +56,26 @@ class AveragedGradients(GradientFlow):
         """`gathers`: devices add gradients up among themselves, too, and a part of the sums leaves each."""
         super().__init__(lanes, ledger, meter, tiers, grad_dtype)
         self._common, self._node = common, common.node
-        self._homes: dict[Slot, NodeGradients] = {}
+        self._homes: dict[ManagedParam, NodeGradients] = {}
         self._counters = Counters(self._node, 2)
         self._sums: Sums = (DeviceSums if gathers else HostSums)(self._node, self)
         self._keep_up: Callable[[], None] = gathers.keep_up if gathers else lambda: None  # for who waits for others
         self._half_bytes = 0  # of each rank
         self._halves: list[SharedArena] = []
-        self._last_of_half: list[tuple[int, Job[list[Slot]] | None]] = [(0, None)] * 2  # the round that had it last
+        self._last_of_half: list[tuple[int, Job[list[ManagedParam]] | None]] = [
+            (0, None)
+        ] * 2  # the round that had it last
         self._meeting, self._summing = (OneThread(name, lanes.device) for name in ("headrace-average", "headrace-sum"))
         self._pass = self._rounds = 0
         self._places: dict[Block, int] = {}  # in the order
-        self._open: dict[Block, dict[Slot, torch.Tensor]] = {}  # gradients on the device
+        self._open: dict[Block, dict[ManagedParam, torch.Tensor]] = {}  # gradients on the device
         self._next = 0  # place of the first block whose round has not begun in this backward
-        self._late: dict[Slot, torch.Tensor] = {}  # on the host: they came after the round of their block
-        self._unsynchronised: dict[Slot, torch.Tensor] = {}  # on the host: of backwards within `no_sync`
-        self._of_this_backward: dict[Slot, torch.Tensor] = {}  # the same, of one that is under way
+        self._late: dict[ManagedParam, torch.Tensor] = {}  # on the host: they came after the round of their block
+        self._unsynchronised: dict[ManagedParam, torch.Tensor] = {}  # on the host: of backwards within `no_sync`
+        self._of_this_backward: dict[ManagedParam, torch.Tensor] = {}  # the same, of one that is under way
         common.discards.append(self._discard)
-        self._jobs: list[tuple[Round, Job[list[Slot]]]] = []
-        self._averaged: set[Slot] = set()  # in this backward
+        self._jobs: list[tuple[Round, Job[list[ManagedParam]]]] = []
+        self._averaged: set[ManagedParam] = set()  # in this backward
         self.synchronises = True  # whether backward averages
 
     def prepare(self, blocks: Iterable[Block]) -> None:
@@ -86,7 +88,7 @@ class AveragedGradients(GradientFlow):
             self._places = {block: place for place, block in enumerate(order)}
         super().prepare(self._places)
 
-    def _lacking(self, block: Block) -> list[Slot]:
+    def _lacking(self, block: Block) -> list[ManagedParam]:
         _refuse_hooks(block)
         return [slot for slot in block.slots if slot.home.requires_grad and slot not in self._homes]
 
@@ -115,7 +117,7 @@ class AveragedGradients(GradientFlow):
         part = self._node.part(whole_pages(nbytes)) if nbytes else slice(0, 0)
         return int(part.stop - part.start)
 
-    def take(self, slot: Slot, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """One, of all rows: with several ranks tables and experts travel whole."""
         (gradient,) = gradients
         if not isinstance(slot.unit, Block):
@@ -192,7 +194,7 @@ class AveragedGradients(GradientFlow):
         for slot in [slot for slot in self._unsynchronised if id(slot.home) in wanted]:
             del self._unsynchronised[slot]
 
-    def _keep(self, kept: dict[Slot, torch.Tensor], slot: Slot, gradient: torch.Tensor) -> None:
+    def _keep(self, kept: dict[ManagedParam, torch.Tensor], slot: ManagedParam, gradient: torch.Tensor) -> None:
         """One more gradient of a parameter, on the host."""
         gradient = gradient.detach().to("cpu", self.dtype(slot), copy=slot not in kept)
         kept[slot] = kept[slot].add_(gradient) if slot in kept else gradient
@@ -216,7 +218,11 @@ class AveragedGradients(GradientFlow):
                 self._begin(block, slots, self._open.pop(block, {}), kept)
 
     def _begin(
-        self, block: Block, slots: list[Slot], gradients: dict[Slot, torch.Tensor], from_host: dict[Slot, torch.Tensor]
+        self,
+        block: Block,
+        slots: list[ManagedParam],
+        gradients: dict[ManagedParam, torch.Tensor],
+        from_host: dict[ManagedParam, torch.Tensor],
     ) -> None:
         block.wait_for_updates()  # which read the gradients before
         self._wait_for_all_but(self._sums.in_flight - 1)
@@ -263,7 +269,7 @@ class AveragedGradients(GradientFlow):
                 raise _uneven(given.slots[uneven[0]], f"ranks {having} alone, of {list(node.ranks)}")
             return self._sums.exchange(given, given.heard & _GIVES)
 
-    def _sum(self, given: Round, met: Job[Any]) -> list[Slot]:
+    def _sum(self, given: Round, met: Job[Any]) -> list[ManagedParam]:
         """On the summing thread: sums up this rank's part of what all have given. Returns what has an average."""
         met.result()
         if given.left is not None:
@@ -273,7 +279,7 @@ class AveragedGradients(GradientFlow):
         self._counters.post(_SUMMED, given.number)
         return averaged
 
-    def _add_up(self, given: Round, gives: torch.Tensor, adds: torch.Tensor) -> list[Slot]:
+    def _add_up(self, given: Round, gives: torch.Tensor, adds: torch.Tensor) -> list[ManagedParam]:
         node, averaged = self._node, []
         said = torch.stack([gives.amax(0), adds[0], _ADDS - adds[0]])
         node.reduce_across(said, "which gradients there are", largest=True)
@@ -302,7 +308,7 @@ class AveragedGradients(GradientFlow):
             averaged.append(slot)
         return averaged
 
-    def _next_round(self, what: str) -> tuple[int, SharedArena, Job[list[Slot]] | None]:
+    def _next_round(self, what: str) -> tuple[int, SharedArena, Job[list[ManagedParam]] | None]:
         """The next round's number; its half of the memory, which no rank reads on the host any more; and the job that
         summed up there last.
         """
@@ -366,19 +372,19 @@ class AveragedGradients(GradientFlow):
                 slot.home.grad_dtype = dtype
             slot.home.grad = homes.lend(slot, dtype)
 
-    def _slots_of(self, block: Block) -> list[Slot]:
+    def _slots_of(self, block: Block) -> list[ManagedParam]:
         """The parameters of a block that have memory for gradients: on all ranks the same."""
         return [slot for slot in block.slots if slot in self._homes]
 
 
-def _uneven(slot: Slot, where: str) -> StateError:
+def _uneven(slot: ManagedParam, where: str) -> StateError:
     return StateError(
         f"parameter {slot.name!r} has a gradient already on {where}: set gradients to None, or accumulate, on all ranks"
         " or on none"
     )
 
 
-def _there_is(slot: Slot) -> torch.Tensor:
+def _there_is(slot: ManagedParam) -> torch.Tensor:
     """The elements of the home's gradient that there is."""
     gradient: Any = slot.home.grad
     return elements_of(gradient.detach(), slot, gradient.dtype)

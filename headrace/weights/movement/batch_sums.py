@@ -9,7 +9,7 @@ import torch
 from headrace.memory.arena import Arena, whole_pages
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.lanes import Event, Lane, Transfer
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.flow import PURPOSE
 from headrace.weights.movement.gradients import Gradients, sum_of_rows
@@ -32,22 +32,24 @@ class BatchSums:
         self,
         gradients: Gradients,
         count: int,
-        apart: Mapping[Slot, int],
-        one_by_one: Collection[Slot],
+        apart: Mapping[ManagedParam, int],
+        one_by_one: Collection[ManagedParam],
     ) -> None:
         self.number = 0
         self._gradients, self._lanes = gradients, gradients.lanes
         self._apart, self._one_by_one = apart, one_by_one
-        self._sums: dict[Slot, torch.Tensor] = {}  # of the block that backward is at, on the device
-        self._of_rows: set[Slot] = set()  # of which some micro-batch had rows alone there: each gradient goes by itself
-        self._waiting: list[dict[Slot, list[_Part]]] = [{} for _ in range(count)]  # of each micro-batch
+        self._sums: dict[ManagedParam, torch.Tensor] = {}  # of the block that backward is at, on the device
+        self._of_rows: set[ManagedParam] = (
+            set()
+        )  # of which some micro-batch had rows alone there: each gradient goes by itself
+        self._waiting: list[dict[ManagedParam, list[_Part]]] = [{} for _ in range(count)]  # of each micro-batch
         self._leaving: list[Transfer] = []  # which compute has not waited for
         self._last: Event | None = None  # of the last of those that it has
         # One block of a table whose rows travel alone gives a gradient of rows, of which nobody knows how many.
         dense = {slot: count * (blocks - _is_table(slot)) for slot, blocks in apart.items()}
         self._room = {slot: [self._arena(_nbytes(slot)) for _ in range(parts)] for slot, parts in dense.items()}
 
-    def take(self, slot: Slot, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """A complete gradient of the present micro-batch, as `GradientFlow.take` has it."""
         if slot in self._apart:
             self._put_aside(slot, gradients[0] if rows is None else torch.cat(gradients), rows)
@@ -87,7 +89,7 @@ class BatchSums:
             waiting.clear()
         self._room.clear()
 
-    def _put_aside(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
+    def _put_aside(self, slot: ManagedParam, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
         parts = self._waiting[self.number].setdefault(slot, [])
         if gradient.layout != torch.strided:
             parts.append((gradient.to("cpu"), rows))
@@ -118,14 +120,14 @@ def _added_up(parts: list[_Part]) -> list[_Part]:
     return [*whole, (torch.cat(gradients), rows)] if gradients else whole
 
 
-def bytes_apart(uses: Mapping[Slot, int], count: int) -> int:
+def bytes_apart(uses: Mapping[ManagedParam, int], count: int) -> int:
     """Host memory for gradients of parameters that so many blocks use, of `count` micro-batches each, at most."""
     return count * sum(blocks * whole_pages(_nbytes(slot)) for slot, blocks in uses.items())
 
 
-def _is_table(slot: Slot) -> bool:
+def _is_table(slot: ManagedParam) -> bool:
     return isinstance(slot.unit, Block) and slot.unit.row_bytes > 0
 
 
-def _nbytes(slot: Slot) -> int:
+def _nbytes(slot: ManagedParam) -> int:
     return slot.home.numel() * slot.dtype.itemsize

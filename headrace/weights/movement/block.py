@@ -19,8 +19,8 @@ from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from headrace.runtime.pending import LostUpdate, Pending, Watcher
 from headrace.weights.model.experts import Experts
 from headrace.weights.model.layout import lay_out
+from headrace.weights.model.managed_param import Layout, ManagedParam
 from headrace.weights.model.places import Member, Places
-from headrace.weights.model.slot import Layout, Slot
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
 from headrace.weights.rest.fetching import Fetch, Fetching
 from headrace.weights.rest.placement import HostTiers
@@ -111,7 +111,9 @@ class Block:
         self.rest = self._tiers.rest_for(self.name, parameters, layouts, self.nbytes)
         absent = AbsentLeaves(device)
         self.slots = [
-            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch, self._before_write)
+            ManagedParam(
+                member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch, self._before_write
+            )
             for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
         ]
         for slot in self.slots:
@@ -174,7 +176,7 @@ class Block:
         """Whether the device copy, if there is one, is what the homes hold."""
         return self.look() == self.loaded
 
-    def _changed(self, slot: Slot, written: bool) -> None:
+    def _changed(self, slot: ManagedParam, written: bool) -> None:
         """A home may have changed: it was `written`, or just handed out."""
         self.generation += 1
         slot.generation = self.generation
@@ -432,7 +434,7 @@ class Block:
             self.leaves.note_writes_kept()
         return True
 
-    def _changed_alike(self, slot: Slot) -> None:
+    def _changed_alike(self, slot: ManagedParam) -> None:
         """What the model wrote to a leaf is in its home now: the device copy is as current as it was before."""
         was_current = self.loaded == self.generation
         self.generation += 1

@@ -18,7 +18,7 @@ from headrace.runtime.autograd import without_overrides
 from headrace.runtime.counters import Counters
 from headrace.runtime.node import Node
 from headrace.runtime.pending import OtherRanks
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block
 from headrace.weights.rest.tiers import CheckpointRest, SharedRest
 
@@ -251,7 +251,7 @@ class CommonHomes:
             self._updates[block] = _Updates(self._said, index, f"its update of {block.name!r}")
         return self._updates[block].begin()
 
-    def place_of(self, slot: Slot) -> torch.Tensor:
+    def place_of(self, slot: ManagedParam) -> torch.Tensor:
         """The memory of a home as all ranks see it, in the home's shape."""
         block = slot.unit
         if not isinstance(block, Block) or not isinstance(block.rest, SharedRest):
@@ -260,7 +260,7 @@ class CommonHomes:
         return block.rest.common_places([slot.layout])[0] if home is None else home
 
     @torch.no_grad()
-    def updated(self, slots: Iterable[Slot]) -> None:
+    def updated(self, slots: Iterable[ManagedParam]) -> None:
         """An optimizer has written the homes of these for all; what travels in another dtype follows."""
         for slot in slots:
             if slot.casts and isinstance(slot.unit, Block) and isinstance(slot.unit.rest, SharedRest):

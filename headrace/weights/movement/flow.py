@@ -13,7 +13,7 @@ from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.autograd import without_overrides, without_transforms
 from headrace.runtime.lanes import Lanes, LateTransfer, Transfer
 from headrace.weights.meter import Meter
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.host_gradients import offsets_of
 from headrace.weights.rest.placement import HostTiers
@@ -24,7 +24,7 @@ PURPOSE = "gradients"  # what the ledger books their memory for
 
 
 # Parameters of a block that have no memory for gradients yet, the byte at which each will have its own, and the end.
-Wanted = tuple[Block, list[Slot], list[int]]
+Wanted = tuple[Block, list[ManagedParam], list[int]]
 
 
 class Leaving(NamedTuple):
@@ -54,7 +54,7 @@ class GradientFlow(ABC):
             self._make([(block, slots, offsets_of(slots, self.dtype)) for block, slots in lacking])
 
     @abstractmethod
-    def _lacking(self, block: Block) -> list[Slot]:
+    def _lacking(self, block: Block) -> list[ManagedParam]:
         """Looks through the parameters of a block before a pass: those that have no memory for gradients."""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class GradientFlow(ABC):
         """Makes the memory of these gradients. Raises BudgetError where there is no room."""
 
     @abstractmethod
-    def take(self, slot: Slot, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """A complete gradient on the device goes to its home with its block's.
 
         With `rows`, that of some rows of a table, or of some experts, in pieces; without, that of all, in one.
@@ -92,7 +92,7 @@ class GradientFlow(ABC):
     def close(self) -> None:
         """The model is let go of: threads end."""
 
-    def dtype(self, slot: Slot) -> torch.dtype:
+    def dtype(self, slot: ManagedParam) -> torch.dtype:
         """The dtype of the gradient in the home."""
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
 

@@ -24,7 +24,7 @@ from headrace.weights.model.accumulation import (
     is_accumulated_itself,
     late_hooks,
 )
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.arrivals import Arrivals, tell_of_failure, tell_watchers
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.flow import PURPOSE, GradientFlow, Leaving, Wanted
@@ -45,27 +45,29 @@ class Gradients(GradientFlow):
         self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: HostTiers, grad_dtype: torch.dtype | None
     ) -> None:
         super().__init__(lanes, ledger, meter, tiers, grad_dtype)
-        self._memory: dict[Slot, HostGradient] = {}
+        self._memory: dict[ManagedParam, HostGradient] = {}
         self._staging = Staging(lanes.device, ledger, tiers.most_staged_bytes)
         # Complete on the device, not submitted yet; of a table, the gradient may be that of some rows.
-        self._ready: list[tuple[Slot, Sequence[torch.Tensor], torch.Tensor | None]] = []
+        self._ready: list[tuple[ManagedParam, Sequence[torch.Tensor], torch.Tensor | None]] = []
         self._ready_bytes = 0
         self._sending: list[Copy] = []  # being submitted: alive even if that is interrupted
         self._last_sent: Event | None = None  # of the last copy; compute may have waited for it, the host has not
         self._blocks_left = 0  # how many blocks backward has left behind
-        self._arriving: dict[Slot, torch.Tensor] = {}  # what is accumulated into homes at the end of this backward
+        self._arriving: dict[
+            ManagedParam, torch.Tensor
+        ] = {}  # what is accumulated into homes at the end of this backward
         self._writes: list[Request] = []  # to disk; the host lane's own
         self._arrivals = Arrivals()
         # Homes whose gradient was there before and is added to on the host lane, and whether others have it, too.
-        self._added: dict[Slot, bool] = {}
-        self._replaced: set[Slot] = set()  # of those: what comes has been added on the device
-        self._announced: set[Slot] = set()  # complete in this backward, as watchers were told
+        self._added: dict[ManagedParam, bool] = {}
+        self._replaced: set[ManagedParam] = set()  # of those: what comes has been added on the device
+        self._announced: set[ManagedParam] = set()  # complete in this backward, as watchers were told
 
-    def _lacking(self, block: Block) -> list[Slot]:
+    def _lacking(self, block: Block) -> list[ManagedParam]:
         """Also looks who watches gradients; and where the next gradients go, other memory is made ready if somebody
         keeps the last ones. Not while an update reads those: it will be done with them in time.
         """
-        missing: list[Slot] = []
+        missing: list[ManagedParam] = []
         being_updated = bool(block.updates) and block.being_updated
         for slot in block.slots:
             home = slot.home
@@ -95,7 +97,7 @@ class Gradients(GradientFlow):
             self._staging.limit(short_bytes)
             self._tiers.make_room(self._staging.missing_bytes)
 
-    def add_on_host(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
+    def add_on_host(self, slot: ManagedParam, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
         """As `take`, for a gradient that is in host memory already; the caller's thread adds it at once."""
         if gradient.layout != torch.strided:
             self.take(slot, gradient)
@@ -115,7 +117,7 @@ class Gradients(GradientFlow):
                 return slot.name
         return None
 
-    def continued(self, slot: Slot) -> torch.Tensor | None:
+    def continued(self, slot: ManagedParam) -> torch.Tensor | None:
         """A copy on the device of the gradient that the home has already. The caller adds to it and gives the sum to
         `take`, which puts it in that gradient's place. None: there is no gradient that could be added to.
         """
@@ -126,7 +128,7 @@ class Gradients(GradientFlow):
         self._replaced.add(slot)
         return there.to(self.lanes.device, copy=True)
 
-    def take(self, slot: Slot, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         if slot not in self._memory and isinstance(slot.unit, Block):  # of a forward within a backward
             self.prepare([slot.unit])
         self._announced.discard(slot)  # it was not complete
@@ -141,7 +143,7 @@ class Gradients(GradientFlow):
         if self._ready_bytes >= _SEND_BYTES:
             self._submit_ready()
 
-    def _announce(self, unit: Unit, slots: list[Slot]) -> None:
+    def _announce(self, unit: Unit, slots: list[ManagedParam]) -> None:
         """All gradients of a unit are complete: who watches it may update its parameters at once."""
         if any(slot.gradient_is_watched or late_hooks(slot.home) for slot in slots):
             return  # they want to see gradients before anyone uses them
@@ -182,8 +184,8 @@ class Gradients(GradientFlow):
         arrived, added, announced = self._arriving, self._added, self._announced
         self._forget()
         slots = list(arrived | added)
-        hooked: dict[Slot, None] = {}
-        seen: dict[Slot, list[torch.Tensor]] = {}
+        hooked: dict[ManagedParam, None] = {}
+        seen: dict[ManagedParam, list[torch.Tensor]] = {}
         for slot in slots:
             home = slot.home
             if slot.node_is_watched or home._backward_hooks:
@@ -295,7 +297,7 @@ class Gradients(GradientFlow):
         if staged:
             self._staging.turn(Additions(self.lanes.run(lambda: add_up(staged, self._writes), transfer.done)))
 
-    def _destination(self, slot: Slot) -> tuple[torch.Tensor, bool, bool]:
+    def _destination(self, slot: ManagedParam) -> tuple[torch.Tensor, bool, bool]:
         """Where a gradient goes, whether it is added to what is there, and whether nothing is there yet."""
         if slot in self._arriving:
             return self._arriving[slot], True, False
@@ -309,7 +311,7 @@ class Gradients(GradientFlow):
         self._replaced.discard(slot)  # what comes later is added to it
         return slot.home.grad, adds, False
 
-    def _is_added_in_place(self, slot: Slot) -> bool:
+    def _is_added_in_place(self, slot: ManagedParam) -> bool:
         """Whether a gradient is added to the `home.grad` that there is, on the host lane, before backward ends."""
         if slot in self._added:
             return True
@@ -318,18 +320,18 @@ class Gradients(GradientFlow):
             return False
         return not is_accumulated_itself(slot.home)  # autograd would add to it at the same time
 
-    def _take_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+    def _take_sparse(self, slot: ManagedParam, gradient: torch.Tensor) -> None:
         """A sparse gradient (nn.Embedding(sparse=True)) is copied while the host waits: its size comes last."""
         on_host = gradient.to("cpu")
         self._arriving[slot] = self._arriving[slot] + on_host if slot in self._arriving else on_host
 
 
-def _has_experts(slot: Slot) -> bool:
+def _has_experts(slot: ManagedParam) -> bool:
     """Whether its rows are experts."""
     return isinstance(slot.unit, Block) and slot.unit.experts is not None
 
 
-def refuse_graph(slot: Slot, gradient: torch.Tensor) -> None:
+def refuse_graph(slot: ManagedParam, gradient: torch.Tensor) -> None:
     """Raises StateError for a gradient that has a graph of its own, which it would lose."""
     if gradient.requires_grad:
         raise StateError(

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from headrace.memory.arena import aligned
 from headrace.memory.disk import Mapping
 from headrace.memory.shared import Common
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.rest.placement import DiskGradients, GradientMemory
 
 __all__ = ["HostGradient", "NodeGradients", "elements_of", "flat", "laid_out", "offsets_of", "strides_of"]
@@ -24,7 +24,7 @@ class HostGradient:
 
     def __init__(
         self,
-        slot: Slot,
+        slot: ManagedParam,
         dtype: torch.dtype,
         memory: GradientMemory,
         offset: int,
@@ -85,24 +85,24 @@ class NodeGradients:
 
     arena: Common
     view: Mapping
-    offsets: dict[Slot, int]
-    lent: dict[Slot, tuple[StorageWeakRef, int]] = field(default_factory=dict)  # storage and address
+    offsets: dict[ManagedParam, int]
+    lent: dict[ManagedParam, tuple[StorageWeakRef, int]] = field(default_factory=dict)  # storage and address
 
-    def common(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+    def common(self, slot: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
         """The average as all ranks see it: shape (elements,)."""
         return self.arena.tensor(self.offsets[slot], slot.home.numel() * dtype.itemsize, dtype)
 
-    def lend(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+    def lend(self, slot: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
         """The same as the user of this rank sees it, in the home's shape."""
         lent = self.view.tensor(self.offsets[slot], slot.home.numel() * dtype.itemsize, dtype)
         self.lent[slot] = StorageWeakRef(lent.untyped_storage()), lent.data_ptr()
         return lent.as_strided_(slot.layout.shape, strides_of(slot))
 
-    def is_kept(self, slot: Slot) -> bool:
+    def is_kept(self, slot: ManagedParam) -> bool:
         """Whether the user still refers to what was lent last."""
         return slot in self.lent and not self.lent[slot][0].expired()
 
-    def has_lent(self, slot: Slot, gradient: torch.Tensor) -> bool:
+    def has_lent(self, slot: ManagedParam, gradient: torch.Tensor) -> bool:
         """Whether `gradient` is what was lent last."""
         return self.is_kept(slot) and gradient.data_ptr() == self.lent[slot][1]
 
@@ -113,12 +113,12 @@ class NodeGradients:
         self.lent.clear()
 
 
-def offsets_of(slots: Iterable[Slot], dtype_of: Callable[[Slot], torch.dtype]) -> list[int]:
+def offsets_of(slots: Iterable[ManagedParam], dtype_of: Callable[[ManagedParam], torch.dtype]) -> list[int]:
     """Where gradients of these lie one after the other, aligned, and the end."""
     return [0, *accumulate(aligned(slot.home.numel() * dtype_of(slot).itemsize) for slot in slots)]
 
 
-def strides_of(slot: Slot) -> tuple[int, ...]:
+def strides_of(slot: ManagedParam) -> tuple[int, ...]:
     """Those of gradients: the home's; for one with holes, a part of a shared storage, those of a contiguous tensor."""
     home = torch.empty_strided(slot.layout.shape, slot.layout.stride, device="meta")
     dense = torch.ops.aten.is_non_overlapping_and_dense(home)
@@ -137,6 +137,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def elements_of(gradient: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+def elements_of(gradient: torch.Tensor, slot: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
     """Shape (elements,), in the order in which they lie in the memory that headrace gives."""
     return flat(laid_out(gradient, strides_of(slot), dtype))

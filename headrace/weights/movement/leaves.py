@@ -10,7 +10,7 @@ from headrace.runtime.autograd import data_of, without_overrides
 from headrace.weights.model.accumulation import is_saved
 from headrace.weights.model.compound import Compound
 from headrace.weights.model.home import AwayLeaf, Leaf
-from headrace.weights.model.slot import Layout, Slot
+from headrace.weights.model.managed_param import Layout, ManagedParam
 
 __all__ = ["AbsentLeaves", "Leaves"]
 
@@ -21,7 +21,7 @@ _HANDED_OUT: Callable[[Leaf], bool] = attrgetter("handed_out")
 class Leaves:
     """The leaves of one block's slots, and of the compounds that these are parts of."""
 
-    def __init__(self, slots: Sequence[Slot], compounds: Sequence[Compound]) -> None:
+    def __init__(self, slots: Sequence[ManagedParam], compounds: Sequence[Compound]) -> None:
         self._slots, self._compounds = slots, compounds
         self._leaves = [slot.leaf for slot in slots]
         self._absent = [slot.absent for slot in slots]

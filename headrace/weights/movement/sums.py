@@ -20,7 +20,7 @@ from headrace.memory.shared import SharedArena
 from headrace.runtime.device_group import DeviceGroup
 from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, Transfer
 from headrace.runtime.node import Node
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.flow import GradientFlow
 from headrace.weights.movement.host_gradients import elements_of, offsets_of
@@ -39,10 +39,10 @@ class Round:
     number: int
     half: SharedArena
     region_bytes: int
-    slots: list[Slot]
+    slots: list[ManagedParam]
     says: list[int]  # of each parameter
-    from_host: dict[Slot, torch.Tensor]  # added to what comes from the device
-    before: "Future[list[Slot]] | None"  # the sums of the round that had `half` last
+    from_host: dict[ManagedParam, torch.Tensor]  # added to what comes from the device
+    before: "Future[list[ManagedParam]] | None"  # the sums of the round that had `half` last
     heard: torch.Tensor = field(init=False)  # what all say, when they have met: shape (ranks, parameters)
     left: Event | None = None  # when what leaves the device has left; None: nothing does, or it is not submitted yet
     landing: Any = None  # what the `Sums` that it goes through note of it between their calls
@@ -81,11 +81,11 @@ class Sums(ABC):
         """Which of a parameter's elements this rank adds up."""
 
     @abstractmethod
-    def given_bytes(self, slots: Sequence[Slot]) -> int:
+    def given_bytes(self, slots: Sequence[ManagedParam]) -> int:
         """What a rank gives of a block at most."""
 
     @abstractmethod
-    def give(self, given: Round, gradients: dict[Slot, torch.Tensor]) -> Transfer | None:
+    def give(self, given: Round, gradients: dict[ManagedParam, torch.Tensor]) -> Transfer | None:
         """On backward's thread: this rank's gradients leave the device. Returns the transfer; None where there is none,
         or where `exchange` returns it.
         """
@@ -107,7 +107,7 @@ class Sums(ABC):
         where no rank gives it. With `on_host`, one rank's gradient after the other is added to `begin`.
         """
 
-    def _given(self, slot: Slot) -> torch.dtype:
+    def _given(self, slot: ManagedParam) -> torch.dtype:
         """In which dtype a gradient is given: nothing is rounded before it is added."""
         return torch.promote_types(slot.layout.dtype, self._dtype_of(slot))
 
@@ -129,10 +129,10 @@ class HostSums(Sums):
     def part(self, count: int) -> slice:
         return self._node.part(count)
 
-    def given_bytes(self, slots: Sequence[Slot]) -> int:
+    def given_bytes(self, slots: Sequence[ManagedParam]) -> int:
         return offsets_of(slots, self._given)[-1]
 
-    def give(self, given: Round, gradients: dict[Slot, torch.Tensor]) -> Transfer | None:
+    def give(self, given: Round, gradients: dict[ManagedParam, torch.Tensor]) -> Transfer | None:
         given.landing = dict(zip(given.slots, offsets_of(given.slots, self._given), strict=False)), set(gradients)
         if not gradients:
             return None
@@ -165,7 +165,7 @@ class HostSums(Sums):
                 total = one.to(self._dtype_of(slot)) if total is None else total.add_(one)
         return total
 
-    def _place(self, given: Round, rank: int, slot: Slot) -> torch.Tensor:
+    def _place(self, given: Round, rank: int, slot: ManagedParam) -> torch.Tensor:
         """Where that rank gives a gradient: shape (elements,)."""
         begins, _ = given.landing
         return given.given(rank, begins[slot], slot.home.numel(), self._given(slot))
@@ -188,11 +188,11 @@ class DeviceSums(Sums):
         length = -(-count // self._node.size)
         return slice(min(count, length * self._node.rank), min(count, length * (self._node.rank + 1)))
 
-    def given_bytes(self, slots: Sequence[Slot]) -> int:
+    def given_bytes(self, slots: Sequence[ManagedParam]) -> int:
         """The bytes of one row."""
         return sum(aligned(length * dtype.itemsize) for dtype, length in self._lay_out(slots)[1].items())
 
-    def give(self, given: Round, gradients: dict[Slot, torch.Tensor]) -> None:
+    def give(self, given: Round, gradients: dict[ManagedParam, torch.Tensor]) -> None:
         """Packs gradients into rows, those from the host too, each divided by the number of all ranks."""
         size, device = self._node.size, self._lanes.device
         places, lengths = self._lay_out(given.slots)
@@ -243,7 +243,7 @@ class DeviceSums(Sums):
         sums: torch.Tensor = given.landing[1][self._given(slot)]
         return sums[first : first + part.stop - part.start]
 
-    def _lay_out(self, slots: Sequence[Slot]) -> tuple[dict[Slot, slice], dict[torch.dtype, int]]:
+    def _lay_out(self, slots: Sequence[ManagedParam]) -> tuple[dict[ManagedParam, slice], dict[torch.dtype, int]]:
         """Where each parameter's part lies in a row, and how long the row of each dtype is."""
         places, lengths = {}, dict.fromkeys(map(self._given, slots), 0)
         for slot in slots:

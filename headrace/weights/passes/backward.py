@@ -26,7 +26,7 @@ from headrace.runtime.autograd import (
 from headrace.runtime.tensors import tensors_in
 from headrace.runtime.threads import on_own_thread
 from headrace.weights.model.home import Leaf
-from headrace.weights.model.slot import REMOVED, Slot
+from headrace.weights.model.managed_param import REMOVED, ManagedParam
 from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
@@ -74,11 +74,13 @@ class Backward:
         self._under_way: object | None = None  # stands for the outermost backward under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # lends leaves, until it ends, to what is recomputed
-        self._within: dict[Slot, str] = {}  # weights that a user's autograd Function computes with now, and its name
+        self._within: dict[
+            ManagedParam, str
+        ] = {}  # weights that a user's autograd Function computes with now, and its name
         # Gradients of rows that are not complete yet, by autograd's backward: a nested one adds up its own.
-        self._of_rows: dict[tuple[Slot, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._of_rows: dict[tuple[ManagedParam, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._task = -1  # autograd's number of the outermost one
-        self._given_within: list[Slot] = []  # parameters that got gradients from nested backwards
+        self._given_within: list[ManagedParam] = []  # parameters that got gradients from nested backwards
         self.settling = threading.RLock()  # one that raised may end on autograd's thread, in the next pass
         self.refused = False  # the model was let go of
         self.ended = 0  # how many backwards have ended
@@ -142,7 +144,7 @@ class Backward:
                 self._executor.bring(block)
         self._residency.arrive(block)
 
-    def note_function(self, slot: Slot, function: Any) -> None:
+    def note_function(self, slot: ManagedParam, function: Any) -> None:
         """An autograd Function of the user's has a weight now that it has saved. Checkpoints compute with copies."""
         if function.name() == "CheckpointFunctionBackward":
             return
@@ -155,7 +157,7 @@ class Backward:
         self._within[slot] = function.name()
         hook = function.register_hook(over)
 
-    def rows_ready(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+    def rows_ready(self, slot: ManagedParam, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient of some rows of a table, or of some experts, is there, each named once. Others may follow."""
         if self.refused:
             raise StateError(REMOVED)
@@ -163,7 +165,7 @@ class Backward:
         refuse_graph(slot, gradient)
         self._of_rows.setdefault((slot, backward_task()), []).append((rows, gradient))
 
-    def rows_complete(self, slot: Slot) -> None:
+    def rows_complete(self, slot: ManagedParam) -> None:
         """No others follow: they become one gradient, as if whole tables had been added up."""
         parts = self._of_rows.pop((slot, backward_task()), None)
         if parts:

@@ -11,7 +11,7 @@ import torch
 
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.tensors import tensors_in
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.backward import Backward
@@ -82,14 +82,14 @@ class ExpertGradients:
                     use = node.metadata[_MARK] = _Use()
                     self._whole.setdefault(block, weakref.WeakSet()).add(use)
 
-    def one(self, block: Block, slot: Slot, expert: int, values: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def one(self, block: Block, slot: ManagedParam, expert: int, values: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The weight of one expert, which is what `values` gives; its gradient goes to the host as one row."""
         return self._part(block, slot, values, [expert], _as_row)
 
     def several(
         self,
         block: Block,
-        slot: Slot,
+        slot: ManagedParam,
         used: Sequence[int],
         numbers: torch.Tensor,
         values: Callable[[], torch.Tensor],
@@ -106,7 +106,7 @@ class ExpertGradients:
         return self._part(block, slot, values, used, to_rows, numbers)
 
     def bank(
-        self, block: Block, slot: Slot, used: Sequence[int], places: Sequence[int], weights: torch.Tensor
+        self, block: Block, slot: ManagedParam, used: Sequence[int], places: Sequence[int], weights: torch.Tensor
     ) -> torch.Tensor:
         """A weight in which those that are used are at these places: shape (places and more, ...).
 
@@ -117,7 +117,7 @@ class ExpertGradients:
     def _part(
         self,
         block: Block,
-        slot: Slot,
+        slot: ManagedParam,
         values: Callable[[], torch.Tensor],
         experts: Sequence[int],
         to_rows: Callable[..., torch.Tensor],

@@ -16,7 +16,7 @@ from torch import nn
 
 from headrace.memory.buffers import references_beside
 from headrace.runtime.autograd import make_subclass, without_overrides
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.model.uses import StandIn
 from headrace.weights.movement.banks import Bank
 from headrace.weights.movement.block import Block
@@ -154,7 +154,7 @@ class ExpertsOfCall:
                     del weight
         return _Gathered(numbers, used.tolist(), where.view(numbers.shape).to(self._bank.buffer.device), copies)
 
-    def lend(self, slot: Slot) -> torch.Tensor:
+    def lend(self, slot: ManagedParam) -> torch.Tensor:
         """All of a weight, which is here until the call ends: the module does more than to take experts."""
         self.let_go()
         self.whole = True
@@ -238,10 +238,10 @@ class WeightOfExperts(StandIn):
 
     asked: ExpertsOfCall
     place: int
-    slot: Slot
+    slot: ManagedParam
 
     @classmethod
-    def of(cls, asked: ExpertsOfCall, place: int, slot: Slot) -> "WeightOfExperts":
+    def of(cls, asked: ExpertsOfCall, place: int, slot: ManagedParam) -> "WeightOfExperts":
         """For the parameter of that slot, which is at that place of the block."""
         weight: WeightOfExperts = make_subclass(cls, slot.absent, False)
         weight.asked, weight.place, weight.slot = asked, place, slot

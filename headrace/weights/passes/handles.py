@@ -31,7 +31,7 @@ from headrace.runtime.autograd import (
     unseen,
     without_overrides,
 )
-from headrace.weights.model.slot import Slot, Token
+from headrace.weights.model.managed_param import ManagedParam, Token
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.slices import Slices
@@ -46,7 +46,7 @@ class WeightHandle(NamedTuple):
     """A view of a weight that autograd saved, without its memory."""
 
     block: Block
-    slot: Slot
+    slot: ManagedParam
     token: Token
     leaf_version: int  # counts what the model itself writes to the weight in forward
     dtype: torch.dtype
@@ -263,7 +263,7 @@ def _compute_again(unpack: Callable[[Any], Any]) -> None:
         unpack(_NOTHING)
 
 
-def check_unchanged(slot: Slot, before: Token) -> None:
+def check_unchanged(slot: ManagedParam, before: Token) -> None:
     """Raises WeightChangedError when the home has other contents now than it had then."""
     with without_overrides():  # a look at a home is our own
         now = slot.token

@@ -18,7 +18,7 @@ from torch import nn
 from headrace.errors import StateError
 from headrace.runtime.fibers import Fiber
 from headrace.weights.model.home import Home, Leaf
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.batch_sums import BatchSums, bytes_apart
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.gradients import Gradients
@@ -201,7 +201,7 @@ class LayerMajor:
                 self._computed_again.setdefault(block, set()).add(function)
 
     # between ----------------------------------------------------------------------------------------------------------
-    def _apart(self, members: Sequence[_Member]) -> tuple[dict[Slot, int], set[Slot]]:
+    def _apart(self, members: Sequence[_Member]) -> tuple[dict[ManagedParam, int], set[ManagedParam]]:
         """Parameters that get gradients in several groups, and in how many; those that reentrant checkpoints give them.
 
         Raises CannotCutError for others than the model's that do, and where these take more host memory than there is.
@@ -218,7 +218,7 @@ class LayerMajor:
         count = len(members)
         several = [leaf for leaf, used in used_in.items() if len(used) > 1]
         uses = {leaf.owner(): len(used) for leaf, used in used_in.items() if isinstance(leaf, Leaf)}
-        one_by_one: dict[Slot, int] = {}  # their graphs are not there yet
+        one_by_one: dict[ManagedParam, int] = {}  # their graphs are not there yet
         often = False  # whether a block is computed again for several checkpoints of a micro-batch
         for block, functions in self._computed_again.items():
             again = max(Counter(number for number, _, _ in functions).values())
@@ -246,7 +246,7 @@ class LayerMajor:
             )
         return apart, set(one_by_one)
 
-    def _staying(self, *, any_of_them: bool) -> Iterable[Slot]:
+    def _staying(self, *, any_of_them: bool) -> Iterable[ManagedParam]:
         """Trained parameters that stay on the device and that several checkpoints may use, which nobody sees: those of
         several modules, or `any_of_them`.
         """

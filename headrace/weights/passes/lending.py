@@ -13,7 +13,7 @@ from headrace.planning import Phase
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.home import AliasHome
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.model.uses import Use
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.executor import Executor
@@ -35,14 +35,14 @@ class Lending:
         self._progress = progress
         self._executor = executor
         self._begin_method = begin_method
-        self._blocks: dict[Slot, Block] = {}
+        self._blocks: dict[ManagedParam, Block] = {}
         self._lent_in_backward: list[Block] = []  # outside of any call
 
     def add(self, block: Block) -> None:
         """From now on the block's leaves are lent, too."""
         self._blocks.update(dict.fromkeys(block.slots, block))
 
-    def lend_to_function(self, slot: Slot, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
+    def lend_to_function(self, slot: ManagedParam, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
         """A torch function takes a home that no call of its own module brought.
 
         A method other than `forward` has homes as its caller has them, outside of its pass, where it does not use them
@@ -65,7 +65,7 @@ class Lending:
             return None
         return self._lend(block, slot)
 
-    def lend_to_module(self, slot: Slot) -> torch.Tensor | None:
+    def lend_to_module(self, slot: ManagedParam) -> torch.Tensor | None:
         """A module is asked for a parameter of a block that no visit brought.
 
         In backward, what is computed again runs with gradients on; hooks run with gradients off, and see homes as user
@@ -76,7 +76,7 @@ class Lending:
             return None
         return self._lend(block, slot)
 
-    def _lend(self, block: Block, slot: Slot) -> torch.Tensor:
+    def _lend(self, block: Block, slot: ManagedParam) -> torch.Tensor:
         """The block comes, for a visit until the innermost call ends, or in backward the visit that it is at; or until
         its memory is needed, see `Block.may_be_taken_back`.
         """

@@ -10,7 +10,7 @@ import torch
 
 from headrace.errors import StateError
 from headrace.runtime.autograd import without_overrides
-from headrace.weights.model.slot import REMOVED, Slot
+from headrace.weights.model.managed_param import REMOVED, ManagedParam
 from headrace.weights.passes.backward import Backward
 
 __all__ = ["PartGradients", "TakenPart"]
@@ -22,11 +22,11 @@ class PartGradients:
     def __init__(self, backward: Backward, device: torch.device) -> None:
         self._backward = backward
         self._device = device
-        self._of: dict[Slot, _OfWeight] = {}
+        self._of: dict[ManagedParam, _OfWeight] = {}
 
     def part(
         self,
-        slot: Slot,
+        slot: ManagedParam,
         values: Callable[[], torch.Tensor],
         rows: torch.Tensor | Sequence[int],
         alone: Callable[[], bool],
@@ -60,7 +60,7 @@ class _OfWeight:
     for which each part has a gradient as well, and its hook is called when none is missing.
     """
 
-    def __init__(self, backward: Backward, slot: Slot, device: torch.device, alone: Callable[[], bool]) -> None:
+    def __init__(self, backward: Backward, slot: ManagedParam, device: torch.device, alone: Callable[[], bool]) -> None:
         self._backward = backward
         self._slot = slot
         self._alone = alone

@@ -11,7 +11,7 @@ import torch
 
 from headrace.errors import BudgetError
 from headrace.runtime.autograd import without_overrides
-from headrace.weights.model.slot import Slot, Token
+from headrace.weights.model.managed_param import ManagedParam, Token
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.slices import Slices
 
@@ -22,7 +22,7 @@ class SavedExperts(NamedTuple):
     """A view of one expert's weight, or of those of a bank in slots of their own, without its memory."""
 
     block: Block
-    slot: Slot
+    slot: ManagedParam
     token: Token
     experts: dict[int, int]  # by the slot of the bank
     bank_slots: int  # where it matters in which slot each is: of how many; 0: it does not

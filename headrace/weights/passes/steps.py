@@ -15,7 +15,7 @@ from headrace.runtime.process_wide import ProcessWide
 from headrace.runtime.tensors import parameters_of
 from headrace.weights.meter import Meter
 from headrace.weights.model.home import Home
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.engine import Engine
@@ -153,7 +153,7 @@ class OptimizerSteps:
         before_write(slot.home for slot in self._slots_of(optimizer))  # by other ranks, which know of no capture here
         common.agree(f"{type(optimizer).__name__}.step()")
 
-    def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
+    def _slots_of(self, optimizer: Optimizer) -> list[ManagedParam]:
         held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}
         return [slot for block in self._engine.all_blocks() for slot in block.slots if id(slot.home) in held]
 

@@ -4,7 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.parameter_access import waiting_for_homes
 
@@ -27,7 +27,7 @@ class Updates:
             if block.updates and block.being_updated:
                 pending = True
         if pending and not self._guarded:
-            self._guard.enter_context(waiting_for_homes(Slot.wait_for_updates))
+            self._guard.enter_context(waiting_for_homes(ManagedParam.wait_for_updates))
         elif self._guarded and not pending:
             self._guard.close()
         self._guarded = pending

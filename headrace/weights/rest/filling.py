@@ -13,7 +13,7 @@ from torch import nn
 
 from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Request, disk_pages, release_pages
 from headrace.memory.pages import map_pages
-from headrace.weights.model.slot import Layout
+from headrace.weights.model.managed_param import Layout
 from headrace.weights.rest.reads import DiskRead, Range
 
 __all__ = ["Source", "fill", "from_files", "from_memory", "parts_of"]

@@ -15,7 +15,7 @@ from headrace.memory.disk import DiskStore, Ended, Extent, Request, disk_pages
 from headrace.memory.packed import pack_in_place
 from headrace.planning.cost.packing import LEFT_FREE_BYTES
 from headrace.runtime.lanes import Event
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.rest.fetching import Fetching
 from headrace.weights.rest.reads import DiskRead
 
@@ -54,7 +54,9 @@ class PackedCopy:
         self._stay_plain: set[int] = set()
         self.saved_bytes = 0  # that the last fetch did not have to read
 
-    def pieces(self, plain: Sequence[DiskRead], slots: Sequence[Slot], by: Fetching, *of: object) -> Sequence[DiskRead]:
+    def pieces(
+        self, plain: Sequence[DiskRead], slots: Sequence[ManagedParam], by: Fetching, *of: object
+    ) -> Sequence[DiskRead]:
         """What is read in the place of `plain`. `of` differs where that is something else than at the last call."""
         if of != self._of:
             self._of, self._fetches, self._stay_plain = of, 0, set()
@@ -108,7 +110,7 @@ class PackedCopy:
         return Ended(write)
 
 
-def is_frozen(slots: Sequence[Slot]) -> bool:
+def is_frozen(slots: Sequence[ManagedParam]) -> bool:
     """Whether they are never trained, and mostly bfloat16."""
     half = sum(slot.layout.nbytes for slot in slots if slot.layout.dtype is torch.bfloat16)
     trained = any(slot.home.requires_grad for slot in slots)

@@ -19,7 +19,7 @@ from headrace.memory.shared import Common, SharedArena, SharedExtent, close_desc
 from headrace.runtime.node import Node
 from headrace.weights.meter import Meter
 from headrace.weights.model.layout import lay_out
-from headrace.weights.model.slot import Layout, Slot
+from headrace.weights.model.managed_param import Layout, ManagedParam
 from headrace.weights.rest.filling import from_memory, parts_of
 from headrace.weights.rest.materialize import Materialized
 from headrace.weights.rest.packing import PackedCopy
@@ -246,7 +246,9 @@ class HostTiers:
         ranks = 1 if self._node is None else self._node.size
         return DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled, ranks)
 
-    def hand_on(self, name: str, nbytes: int, before: Rest, slots: Sequence[Slot], *, keeps: bool) -> tuple[Rest, bool]:
+    def hand_on(
+        self, name: str, nbytes: int, before: Rest, slots: Sequence[ManagedParam], *, keeps: bool
+    ) -> tuple[Rest, bool]:
         """Where a block rests that moves from `before` to disk; and whether homes are to be copied there, if `keeps`.
 
         What all ranks see is copied here; what this one alone has written stays its own.

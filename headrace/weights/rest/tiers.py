@@ -14,7 +14,7 @@ from headrace.memory.arena import Arena
 from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Part, Request, copy_on_disk, disk_pages
 from headrace.memory.shared import Common
 from headrace.runtime.node import Node
-from headrace.weights.model.slot import Layout, Slot
+from headrace.weights.model.managed_param import Layout, ManagedParam
 from headrace.weights.rest.filling import Source, fill, from_files
 from headrace.weights.rest.reads import DiskRead, Range, ReadEvent
 
@@ -46,7 +46,7 @@ class Rest(ABC):
         `ranges`: until the next flush only these are read.
         """
 
-    def take_homes(self, slots: Sequence[Slot], *, keeps: bool = False) -> None:  # noqa: B027  # they may lie anywhere
+    def take_homes(self, slots: Sequence[ManagedParam], *, keeps: bool = False) -> None:  # noqa: B027  # they may lie anywhere
         """Homes of the block's `slots` that travel in another dtype lie where this has a place for them; `keeps`: with
         what they hold.
         """
@@ -200,7 +200,7 @@ class SharedRest(Rest):
             return None
         return self.homes.common_places([self.home_layouts[number]])[0]
 
-    def take_homes(self, slots: Sequence[Slot], *, keeps: bool = False) -> None:
+    def take_homes(self, slots: Sequence[ManagedParam], *, keeps: bool = False) -> None:
         if self.homes is not None:
             places = self.homes.places(list(self.home_layouts.values()))
             for number, place in zip(self.home_layouts, places, strict=True):

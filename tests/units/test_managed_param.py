@@ -15,8 +15,8 @@ from headrace.runtime.autograd import without_overrides
 from headrace.runtime.lanes import open_lanes
 from headrace.weights.meter import Meter
 from headrace.weights.model.home import AwayLeaf, Home
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.model.places import Member, Place
-from headrace.weights.model.slot import Slot
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.leaves import Leaves
 from headrace.weights.rest.placement import HostTiers, Placement
@@ -69,7 +69,7 @@ def weight() -> nn.Parameter:
 
 
 @pytest.fixture
-def slot(weight: nn.Parameter) -> Slot:
+def slot(weight: nn.Parameter) -> ManagedParam:
     block = block_of(weight)
     loaded(block)
     assert block.is_current
@@ -116,7 +116,7 @@ def change_through_set(home: nn.Parameter) -> None:
 @pytest.mark.parametrize(
     "change", [change_in_place, change_through_data, point_elsewhere, change_by_copy_to_data, change_through_set]
 )
-def test_a_write_makes_the_device_copy_stale(slot: Slot, change) -> None:
+def test_a_write_makes_the_device_copy_stale(slot: ManagedParam, change) -> None:
     change(slot.home)
     assert not slot.block.is_current
     buffer = loaded(slot.block)
@@ -124,7 +124,7 @@ def test_a_write_makes_the_device_copy_stale(slot: Slot, change) -> None:
     assert torch.equal(slot.layout.view(buffer), slot.home.detach())
 
 
-def test_reading_makes_nothing_stale(slot: Slot) -> None:
+def test_reading_makes_nothing_stale(slot: ManagedParam) -> None:
     home = slot.home
     home.detach().sum()
     assert (home.shape, home.dtype, home.device, home.is_leaf) == ((2, 3), torch.float32, CPU, True)
@@ -133,7 +133,7 @@ def test_reading_makes_nothing_stale(slot: Slot) -> None:
     assert not was_written(slot.block)
 
 
-def test_the_token_tells_what_autograd_would_notice(slot: Slot) -> None:
+def test_the_token_tells_what_autograd_would_notice(slot: ManagedParam) -> None:
     """`p.data` writes are stale for the next load, but autograd, too, lets them pass between forward and backward."""
     token = slot.token
     change_through_data(slot.home)
@@ -144,7 +144,7 @@ def test_the_token_tells_what_autograd_would_notice(slot: Slot) -> None:
     assert was_written(slot.block)
 
 
-def test_data_waits_for_copies_that_read_the_home(slot: Slot) -> None:
+def test_data_waits_for_copies_that_read_the_home(slot: ManagedParam) -> None:
     reads = Waits()
     slot.block.read_until(reads)
     slot.home.detach()
@@ -189,13 +189,13 @@ def test_a_cast_is_renewed_when_its_home_changes() -> None:
     assert weight[1] == torch.tensor(1 / 3) * 2  # the home keeps its own precision
 
 
-def test_a_changed_shape_is_refused(slot: Slot) -> None:
+def test_a_changed_shape_is_refused(slot: ManagedParam) -> None:
     slot.home.data = torch.zeros(3, 3)
     with pytest.raises(LayoutError, match=r"'p0' was offloaded with shape \(2, 3\) and now has shape \(3, 3\); call"):
         slot.check_shape()
 
 
-def test_an_absent_leaf_is_nan_of_the_right_shape_and_no_memory(slot: Slot) -> None:
+def test_an_absent_leaf_is_nan_of_the_right_shape_and_no_memory(slot: ManagedParam) -> None:
     slot.block.buffer = None
     slot.block.loaded = -1
     slot.block.leaves.point(None)

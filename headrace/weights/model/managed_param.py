@@ -17,7 +17,7 @@ from headrace.weights.model.accumulation import node_is_kept
 from headrace.weights.model.data_parallel import ADVICE
 from headrace.weights.model.home import AliasParam, AwayLeaf, Home, Leaf, as_home, as_parameter, raw_data
 
-__all__ = ["REMOVED", "Layout", "Slot", "Token"]
+__all__ = ["REMOVED", "Layout", "ManagedParam", "Token"]
 
 REMOVED = (
     "the model was let go of (remove() on its handle) between this forward and its backward; run backward before"
@@ -57,7 +57,7 @@ class Layout:
         return typed.as_strided(self.shape, self.stride, (self.offset - first_byte) // self.dtype.itemsize)
 
 
-class Slot:
+class ManagedParam:
     """One managed parameter.
 
     `home` is the user's own Parameter, on the host; `leaf` is the Parameter that autograd sees, on the device. Both
@@ -84,7 +84,7 @@ class Slot:
         self._home_place: torch.Tensor | None = None  # of a home that casts, where ranks have one copy of it
         self.untraced_changes = 0  # writes that a hook reported: fused optimizers leave no trace in _version
         self.unit: Unit | None = None  # what it travels with
-        self.on_change: Callable[[Slot, bool], None] = _nothing  # see `Block`: the home may have changed
+        self.on_change: Callable[[ManagedParam, bool], None] = _nothing  # see `Block`: the home may have changed
         self.generation = 0  # of its block, when what the home holds last changed
         self._before_touch = before_touch
         self.before_write = before_write  # called when the home is about to be written in place
