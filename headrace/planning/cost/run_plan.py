@@ -56,7 +56,7 @@ class RunPlan:
         return self.run is not None
 
     @property
-    def option(self) -> Option:
+    def _option(self) -> Option:
         """The recommended method, or the one that lacks least."""
         found = self.run or self.shortfall
         if found is None:
@@ -66,11 +66,11 @@ class RunPlan:
     @property
     def tiers(self) -> Tiers:
         """Bytes by tier of the recommended method, or of the one that lacks least."""
-        return self.option.tiers
+        return self._option.tiers
 
     @property
     def method(self) -> Method:
-        return self.option.method
+        return self._option.method
 
     @property
     def not_run(self) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class RunPlan:
     @property
     def hiding_tokens(self) -> dict[str, float]:
         """Lane -> tokens from which it hides behind compute."""
-        return hiding_tokens(traffic_of(self.option.case), self.option.case)
+        return hiding_tokens(traffic_of(self._option.case), self._option.case)
 
     @property
     def written_bytes(self) -> int:
