@@ -79,7 +79,7 @@ class Report:
         Path(path).write_text(template.replace("/*DATA*/null", data))
 
     def to_png(self, path: str | os.PathLike[str]) -> None:
-        """Writes time line and memory as a picture. Raises ModuleNotFoundError, with what to install, without matplotlib."""
+        """Writes time line and memory as a picture. Raises ModuleNotFoundError if matplotlib is not installed."""
         draw(self.record, path)
 
     def to_trace(self, path: str | os.PathLike[str], *, profiler_trace: str | os.PathLike[str] | None = None) -> None:
