@@ -26,7 +26,7 @@ _enabled: "WeakKeyDictionary[nn.Module, _Enabled]" = WeakKeyDictionary()
 
 
 def enable_offload(model: nn.Module, blocks: nn.ModuleList, min_reserved_blocks_count: int = 2) -> None:
-    """Makes `blocks` of `model` visit the device in turn; the first `min_reserved_blocks_count` and all else stay there.
+    """Makes `blocks` of `model` visit the device in turn; the first `min_reserved_blocks_count` and the rest stay.
 
     `blocks[:min_reserved_blocks_count]` stay; of the others, up to that many are loaded ahead. The device is this
     machine's accelerator, or the CPU if there is none. If you call it again for the same blocks, the new count applies;
