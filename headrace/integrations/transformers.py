@@ -60,9 +60,9 @@ def from_pretrained(
     same `torch.manual_seed`. With `disk`, they are written to files there, which temporarily need as much space as the
     weights.
 
-    If it is a directory of PEFT adapters (`headrace train --lora-rank` writes one, too), the adapters are put on the
-    model that they belong to, which is loaded from the path in adapter_config.json. With `trainable`, only the adapters
-    require gradients. This needs peft.
+    If `path_or_config` is a directory of PEFT adapters (`headrace train --lora-rank` writes one, too), the adapters are
+    put on the model that they belong to, which is loaded from the path in adapter_config.json. With `trainable`, only
+    the adapters require gradients. This needs peft.
 
     A quantised model (from bitsandbytes, torchao and other quantisers that transformers knows) stays packed on every
     tier.

@@ -62,8 +62,8 @@ class AdamW(HostOptimizer, torch.optim.AdamW):
       NaN placeholder of the parameter's shape. Every backward averages over all ranks; the averages of micro-batches
       are added up. All ranks get the first rank's weights when the optimizer is made. Clip with `max_grad_norm`, and
       set gradients to None. Raises ValueError without `mesh` and for offloaded models. Raises StateError for models in
-      DistributedDataParallel, at `step()` for gradients that no backward has averaged, and from then on after a
-      backward that raised.
+      DistributedDataParallel, and at `step()` for gradients that no backward has averaged. After a backward has raised,
+      it raises StateError for good.
 
     Raises ValueError for settings that are not available and for parameters of two offloaded models, LayoutError for
     parameters that are not plain bytes (tensor subclasses, sparse, on meta), and RuntimeError at `step()` for sparse or
