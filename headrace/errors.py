@@ -1,5 +1,7 @@
 """Which errors does headrace raise? Arguments raise ValueError or TypeError; budgets, layout and state raise these."""
 
+from typing import Literal
+
 __all__ = [
     "BudgetError",
     "CheckpointError",
@@ -23,8 +25,12 @@ class BudgetError(HeadraceError, ValueError):
     """A request does not fit a budget; names the numbers and what to change.
 
     From `offload()` before anything is allocated; from the first pass with gradients when `host_memory` has no room for
-    them; and from a pass that needs more blocks at once than `device_memory` holds.
+    them; and from a pass that needs more blocks at once than `device_memory` holds. `tier` says whose budget it is.
     """
+
+    def __init__(self, message: str, *, tier: Literal["device", "host"] = "device") -> None:
+        super().__init__(message)
+        self.tier = tier
 
 
 class CheckpointError(HeadraceError, ValueError):
