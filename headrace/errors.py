@@ -1,5 +1,7 @@
 """Which errors does headrace raise? Arguments raise ValueError or TypeError; budgets, layout and state raise these."""
 
+from typing import Literal
+
 __all__ = [
     "BudgetError",
     "CheckpointError",
@@ -23,8 +25,13 @@ class BudgetError(HeadraceError, ValueError):
     """A request does not fit a budget. The message has the numbers and says what to change.
 
     `offload()` raises it before anything is allocated. The first pass with gradients raises it when `host_memory` has
-    no room for them, and any pass does that needs more blocks at once than `device_memory` holds.
+    no room for them, and any pass does that needs more blocks at once than `device_memory` holds. `tier` says whose
+    budget is too small.
     """
+
+    def __init__(self, message: str, *, tier: Literal["device", "host"] = "device") -> None:
+        super().__init__(message)
+        self.tier = tier
 
 
 class CheckpointError(HeadraceError, ValueError):

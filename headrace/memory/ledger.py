@@ -144,7 +144,8 @@ class Ledger:
             held = self.held_bytes(Tier.HOST)
             raise BudgetError(
                 f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(held)} that are held;"
-                f" {self.allowance(self.host_budget_bytes, held + nbytes)}, or train fewer parameters"
+                f" {self.allowance(self.host_budget_bytes, held + nbytes)}, or train fewer parameters",
+                tier="host",
             )
 
     def allowance(self, allowed_bytes: int, wanted_bytes: int) -> str:

@@ -122,7 +122,8 @@ class HostPool:
             _, ledger, purpose = self._context
             raise BudgetError(
                 f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(self.arena_bytes)}; their"
-                f" {ledger.allowance(self._limit_bytes, wanted_bytes)}"
+                f" {ledger.allowance(self._limit_bytes, wanted_bytes)}",
+                tier="host",
             )
         self._arenas.append(Arena(nbytes, *self._context))
         self._free.append([(0, self._arenas[-1].nbytes)])

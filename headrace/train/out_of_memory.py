@@ -31,9 +31,9 @@ def explained(config: TrainConfig) -> Iterator[None]:
 
 def _tier(error: Exception) -> str | None:
     """The tier that is full, if that is what the error says."""
-    text = str(error)
     if isinstance(error, BudgetError):
-        return _HOST if "host_memory" in text and "device_memory" not in text.split("host_memory")[0] else _DEVICE
+        return {"device": _DEVICE, "host": _HOST}[error.tier]
+    text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return _DEVICE
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:

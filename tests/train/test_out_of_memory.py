@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Exception, dict[str, Any], str]] = {
         r"What helps: a larger --device-memory; smaller --blocks; --dtype bfloat16",
     ),
     "budget of the host": (
-        BudgetError("host_memory allows 1 KiB"),
+        BudgetError("host_memory allows 1 KiB", tier="host"),
         {},
         r"out of host memory: host_memory allows 1 KiB",
     ),

@@ -1,6 +1,7 @@
 """Are arenas as large as they say, page-locked, refused in time, and given back when their tensors die?"""
 
 import mmap
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,10 @@ def test_over_the_budget_nothing_is_allocated(already_bytes: int, monkeypatch: p
         raise AssertionError("memory was mapped")
 
     monkeypatch.setattr(locking, "map_pages", forbidden)
-    with pytest.raises(BudgetError, match=r"gradients need 8 KiB of host memory .* raise it"):
+    with pytest.raises(BudgetError, match=r"gradients need 8 KiB of host memory .* raise it") as caught:
         Arena(PAGE + 1, CPU, ledger, "gradients")
+    assert caught.value.tier == "host"
+    assert pickle.loads(pickle.dumps(caught.value)).tier == "host"
     assert ledger.held_bytes(Tier.HOST) == already_bytes
 
 

@@ -1,5 +1,6 @@
 """Is what cannot work refused with a name, the numbers and the next action, and the model left as it was?"""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +41,10 @@ def refused(
     with pytest.raises(error, match=match) as caught:
         headrace.offload(model, device=device, **settings)
     before.assert_unchanged()
-    return str(caught.value)
+    message = str(caught.value)
+    if isinstance(caught.value, headrace.BudgetError):  # the budget that is named first is the one that is too small
+        assert caught.value.tier == re.findall(r"(device|host)_memory", message)[0]
+    return message
 
 
 def works(model: nn.Module, device: torch.device, **settings: Any) -> None:

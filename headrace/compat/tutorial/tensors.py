@@ -285,7 +285,8 @@ class TieredTensors:
             else:
                 raise BudgetError(
                     f"{name!r} needs {format_bytes(nbytes)}: no room within {limit} bytes of {self.device} and"
-                    f" {host_limit} of host memory, and no directory on a disk; raise a limit, or give a directory"
+                    f" {host_limit} of host memory, and no directory on a disk; raise a limit, or give a directory",
+                    tier="host",
                 )
             if tiers[name] is not Tier.DEVICE and limit is not None and nbytes > limit:
                 raise BudgetError(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 __all__ = ["CostLane", "Span", "Task", "run_lanes"]
 
 _TINY = 1e-15
 
 
-class CostLane(Enum):
+class CostLane(StrEnum):
     """What runs in order."""
 
     COMPUTE = "compute"

@@ -62,7 +62,8 @@ class Room:
             raise BudgetError(
                 f"host_memory={format_bytes(self._ranks * budget_bytes)} is full, and so few blocks can move to"
                 " disk (none that somebody refers to, as by kept = p.data) that there is no room for"
-                f" {format_bytes(ring_bytes)} of staging memory; raise it by that"
+                f" {format_bytes(ring_bytes)} of staging memory; raise it by that",
+                tier="host",
             )
         self._free(ring_bytes)
         self._residency.fetch_from(self._open_fetching(chunk_bytes, chunks))

@@ -146,7 +146,8 @@ class Budgets:
                 f"weights need {format_bytes(arenas_bytes)} of host memory in all{beside}; host_memory allows"
                 f" {format_bytes(self.host_bytes)}; raise it to at least"
                 f" {format_bytes(arenas_bytes + reserved_bytes, at_least=True)},"
-                ' or pass a directory, such as disk="/nvme/headrace", where blocks can rest'
+                ' or pass a directory, such as disk="/nvme/headrace", where blocks can rest',
+                tier="host",
             )
         return Placement()
 

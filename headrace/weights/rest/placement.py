@@ -85,7 +85,8 @@ def place(
         raise BudgetError(
             f"blocks that do not fit in host memory pass through {format_bytes(staging_bytes)} of it; host_memory"
             f" leaves {format_bytes(max(0, host_bytes))} for that; raise it by"
-            f" {format_bytes(-left_bytes, at_least=True)}"
+            f" {format_bytes(-left_bytes, at_least=True)}",
+            tier="host",
         )
     on_disk, kept_bytes, passed_bytes = set(), 0, 0
     for name, nbytes in pages.items():
@@ -240,7 +241,8 @@ class HostTiers:
         if self.store is None:
             raise BudgetError(
                 f"weights of {name!r} change, or lie in no checkpoint as they are, and host_memory has no room; raise"
-                ' it or pass a directory, such as disk="/nvme/headrace", where they can rest'
+                ' it or pass a directory, such as disk="/nvme/headrace", where they can rest',
+                tier="host",
             )
         chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
         ranks = 1 if self._node is None else self._node.size
