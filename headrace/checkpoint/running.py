@@ -15,7 +15,7 @@ _last: list["Saving"] = []
 
 
 class Saving:
-    """A checkpoint on its way to the drive, which begins now."""
+    """A checkpoint that is being written. Writing begins when the object is made."""
 
     def __init__(self, path: Path, writing: Writing) -> None:
         self.path = path
@@ -26,7 +26,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether saving has ended, with success or not."""
         return self._writing.done
 
     @property
@@ -36,7 +36,7 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """How long it took; 0.0 before it is done."""
+        """How long saving took; 0.0 before it is done."""
         return self._writing.seconds
 
     @property
@@ -50,12 +50,12 @@ class Saving:
         self._writing.wait()
 
     def ended(self) -> None:
-        """Waits until it has ended, well or not."""
+        """Waits until saving has ended, with success or not."""
         with contextlib.suppress(Exception):
             self._writing.wait()
 
     def settle(self) -> None:
-        """Waits until it has ended. Raises what failed in saving it, if nobody was told before."""
+        """Waits until saving has ended. Raises its error, if nobody has been told of it."""
         if self._told:
             self.ended()
         else:
