@@ -47,35 +47,35 @@ def offload_activations(
     most_in_flight: int | None = None,
     all_leave: bool = False,
 ) -> "ActivationOffloading":
-    """Keeps what autograd saves in forward in host memory until backward. For a model that is on its device.
+    """Keeps what autograd saves in forward in host memory until backward. The model must be on its device.
 
     Results stay the same bit for bit. Copies begin when a tensor is saved, and the first step is recorded; from then on
-    a plan says what leaves and when it comes back, so that compute waits as little as possible. Inputs of other shapes
-    keep to that plan's limit, and get a plan of their own when they recur. Gradient checkpointing may be on: then what
-    the checkpoints keep is what leaves. Parameters and buffers never leave.
+    a plan says what leaves and when it comes back, so that compute waits as little as possible. Steps with inputs of
+    other shapes keep to that plan's limit, and get a plan of their own when they recur. Gradient checkpointing may be
+    on; then what the checkpoints keep leaves. Parameters and buffers never leave.
 
-    - `layers`: only what these layers save: an int N for the first N of the model's lists of layers, or modules and
-      name patterns (fnmatch, such as "model.layers.*"). Default: whatever the model saves.
-    - `fraction`: at most this share of the bytes leaves, those saved first. 0 to 1.
+    - `layers`: only what these layers save leaves. Give an int N for the first N of the model's lists of layers, or
+      modules and name patterns (fnmatch, such as "model.layers.*"). Default: whatever the model saves.
+    - `fraction`: at most this share of the bytes leaves, from 0 to 1. What is saved first leaves.
     - `min_bytes`: smaller tensors stay.
-    - `modules`: only what is saved inside these modules or name patterns (such as "*.mlp"). Calls inside compiled code
-      are not seen: name the module that was compiled.
+    - `modules`: only what is saved inside these modules or name patterns (such as "*.mlp") leaves. Calls inside
+      compiled code are not seen, so name the module that was compiled.
     - `tier`: "host"; or "disk": tensors pass through a little host memory and rest in a file in the directory `disk`.
     - `device_memory`: ceiling in bytes for the saved tensors on the device, from the second step on, kept even if
       compute has to wait; only what is being computed may have to exceed it. Default: as few bytes as possible without
       making compute wait.
-    - `host_memory`: ceiling in bytes for the host memory. Default: what the machine and the cgroup leave free, less
-      15%.
-    - `most_in_flight`: at most this many copies to the host at once. What finds none free stays, or, to keep to
-      `device_memory`, waits for one. Default: as the plan says.
-    - `all_leave`: everything that may leave does, however slow the link is; instead of `device_memory`.
+    - `host_memory`: ceiling in bytes for the host memory. Default: the memory that is free on the machine and in the
+      cgroup, less 15%.
+    - `most_in_flight`: how many copies to the host may be under way at once. A tensor beyond that stays; if it has to
+      leave to keep to `device_memory`, it waits. Default: the plan decides.
+    - `all_leave`: everything that may leave does, however slow the link is. Not together with `device_memory`.
 
-    Returns the handle; as a context manager it calls `remove()` at the end. Weights and activations are offloaded
-    together by `headrace.offload(model, activations=True)`.
+    Returns the handle; as a context manager it calls `remove()` at the end. To offload weights and activations
+    together, call `headrace.offload(model, activations=True)`.
 
     Raises ValueError and TypeError for settings that make no sense, StateError for a model whose activations or weights
-    are offloaded already, or a directory that is in use, DiskError for one that cannot be used. The first forward that
-    needs more than `host_memory` raises BudgetError.
+    are offloaded already or a directory that is in use, and DiskError for a directory that cannot be used. The first
+    forward that needs more than `host_memory` raises BudgetError.
     """
     config = ActivationConfig.of(
         layers=layers,
@@ -137,7 +137,7 @@ class ActivationOffloading(Handle):
     # what it did ------------------------------------------------------------------------------------------------------
     @property
     def plan(self) -> ActivationPlan | None:
-        """The plan that is followed now, or was last; None before the first backward is over."""
+        """The plan that is being followed, or was followed last; None before the first backward is over."""
         return self._plans.last_plan
 
     def stats(self) -> ActivationStats:
@@ -167,12 +167,12 @@ class ActivationOffloading(Handle):
         )
 
     def stall_seconds(self) -> float:
-        """For how long compute waited, as in the stats. Waits for what is under way."""
+        """How long compute waited, as in the stats. Waits for what is under way."""
         self._stash.guard(self._stash.settle, True)
         return self._meter.stall_seconds()
 
     def moved(self) -> list[Moved]:
-        """The last copies each way, for a timeline."""
+        """The last copies in each direction, for a timeline."""
         return self._meter.moved()
 
     def waited(self) -> list[Waited]:
@@ -180,7 +180,7 @@ class ActivationOffloading(Handle):
         return self._meter.last_waits()
 
     def reset_stats(self) -> None:
-        """Counters and peaks start anew."""
+        """Resets counters and peaks."""
         self._meter.reset()
         self._ledger.reset_peaks()
 
@@ -192,8 +192,8 @@ class ActivationOffloading(Handle):
         return tuple(rows)
 
     def report(self) -> Report:
-        """The summary, and the last forwards with their backwards lane by lane: `print` it, or see its `to_html`,
-        `to_png` and `to_trace` (Perfetto). With weights, `report()` of their handle shows both."""
+        """The summary, and the last forwards with their backwards lane by lane: `print` it, or use its `to_html`,
+        `to_png` or `to_trace` (Perfetto). If weights are offloaded, too, `report()` of their handle shows both."""
         return Report(
             RunRecord(
                 device=str(self._lanes.device),
@@ -208,7 +208,7 @@ class ActivationOffloading(Handle):
 
     # control ----------------------------------------------------------------------------------------------------------
     def remove(self) -> None:
-        """Makes the model as it was before. What a forward has saved already can still be used by its backward."""
+        """Makes the model what it was before. A backward can still use what its forward has saved already."""
         self._calls.end()
         if self._removed:
             return
@@ -230,21 +230,21 @@ class ActivationOffloading(Handle):
 
     # calls ------------------------------------------------------------------------------------------------------------
     def forward(self) -> AbstractContextManager[None]:
-        """A block of code that counts as one forward: what a loss function outside the model saves may leave, too.
+        """A context that counts as one forward: what a loss function outside the model saves may leave, too.
 
-        `with handle.forward(): loss = loss_function(model(inputs), targets)`, then `loss.backward()`. It begins with
-        the first call of the model inside, and ends with the block, or where backward begins inside it; a call of the
-        model after that begins the next forward. With `layers` or `modules`, only what is saved there leaves. Raises
-        StateError inside another such block or inside a call of the model.
+        Write `with handle.forward(): loss = loss_function(model(inputs), targets)`, then `loss.backward()`. The forward
+        begins with the first call of the model inside the context. It ends with the context, or when backward begins
+        inside it; the next call of the model then begins the next forward. With `layers` or `modules`, only what is
+        saved there leaves. Raises StateError inside another such context or inside a call of the model.
         """
         return self._calls.block()
 
     def together(self, inputs: Any) -> AbstractContextManager[None]:
-        """A forward that consists of several calls of the model, with all these inputs, which take turns."""
+        """A context for one forward of several calls of the model, which take turns; `inputs` are those of all."""
         return self._calls.together(inputs)
 
     def one_backward(self) -> AbstractContextManager[None]:
-        """Within a backward: those nested in it are parts of it."""
+        """A context for one backward: backwards nested in it are parts of it."""
         return self._passes.one_backward()
 
     def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:

@@ -44,7 +44,7 @@ class HardwareNotFound(HeadraceError, ValueError):  # noqa: N818 - the name says
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What `probe()` measured: the machine as `plan()` takes it, matrix products by dtype, and what looks wrong."""
+    """What `probe()` measured: the machine, for `plan()`; the speed of matrix products by dtype; what looks wrong."""
 
     hardware: Hardware
     matmul_flops_per_second: dict[str, float]
@@ -77,11 +77,11 @@ class Probe:
 def probe(
     device: torch.device | str | int | None = None, *, disk: str | os.PathLike[str] | None = None, cache: bool = True
 ) -> Probe:
-    """Measures this machine: links (page-locked and not, both directions at once), disk, host memory, update, products.
+    """Measures this machine's links (page-locked or not, both ways at once), disk, host memory, update and matmuls.
 
-    `disk`: the directory whose disk is measured; default the one for temporary files. Takes some seconds, less than a
-    minute. With `cache` the result is kept in the user's cache directory, where `plan(hardware="measured")` finds it.
-    Raises ValueError for a device that does not exist, OSError when nothing can be written to `disk`.
+    This takes less than a minute. `disk` is a directory on the disk to measure; the default is the directory for
+    temporary files. With `cache` the result is kept in the user's cache directory, where `plan(hardware="measured")`
+    finds it. Raises ValueError for a device that does not exist, OSError when nothing can be written to `disk`.
     """
     chosen = resolve_device(device)
     if cache:
@@ -125,7 +125,7 @@ def probe(
 
 
 def _keep(hardware: Hardware) -> None:
-    """At one stroke: whoever reads meanwhile finds the measurement of before, or this one."""
+    """Writes atomically: whoever reads meanwhile finds the earlier measurement, or this one."""
     path = _cache_path()
     new = path.with_name(f"{path.name}.{os.getpid()}")
     try:
@@ -136,7 +136,7 @@ def _keep(hardware: Hardware) -> None:
 
 
 def cached_probe() -> Hardware:
-    """What `probe()` last measured on this machine. Raises HardwareNotFound when it never has."""
+    """What `probe()` last measured on this machine. Raises HardwareNotFound if it never has."""
     path = _cache_path()
     if not path.exists():
         raise HardwareNotFound("this machine has not been measured; run headrace probe, or name a machine: " + _known())
@@ -195,26 +195,29 @@ def plan(
     - `model`: a module (on meta is enough), a transformers config, its dictionary, or a path to a config.json.
     - `hardware`: a `Hardware`, a name from the catalogue ("4090", "8xh100"), or "measured": what `probe()` found.
       Default: "measured" if there is a measurement, otherwise "4090".
-    - `batch_size`, `sequence_length`, `micro_batches`: one optimizer step of one replica.
-    - `device_memory`, `host_memory`, `disk`: bytes or text such as "24GiB", instead of the machine's own; `disk=False`:
-      no disk. Other rates and drives than the machine's: `Hardware.named("4090").changed(link="25GB/s")`.
-    - `devices`: how many devices of each of the `nodes` are used, data-parallel: by default one, or, with several
-      nodes, all of the machine. Those of a node share one copy on the host, or a `zero_stage` of 1 or 2 divides state
-      (and gradients) among all. What headrace does not run yet is simulated: see `RunPlan.not_run`.
-    - `method`: instead of the fastest, one by name ("none", "offload-optimizer", "offload-optimizer-to-disk",
-      "stream-weights", "stream-weights-from-disk"), by its parts ("weights=host,state=disk,activations=recomputed"), or
-      both. `optimizer_fraction`: the share of the optimizer's state and update that is on the host, 0 to 1; the rest is
-      on the device, as with `device_fraction` of `headrace.optim`.
-    - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: of the layers'
-      weights, 4.5 for NF4. `overlap` and `state_dtype`: those of `headrace.optim.AdamW`: "none", "forward" or
-      "backward"; torch.float32, torch.bfloat16 or "8bit".
+    - `batch_size`, `sequence_length`, `micro_batches`: the size of one optimizer step of one replica.
+    - `device_memory`, `host_memory`, `disk`: bytes or text such as "24GiB", instead of the machine's own. `disk=False`:
+      no disk. For other rates and drives, give `hardware=Hardware.named("4090").changed(link="25GB/s")`.
+    - `devices`: how many devices of each of the `nodes` are used, data-parallel. Default: one, or with several nodes
+      all that the machine has. The devices of a node share one copy on the host; with a `zero_stage` of 1 or 2, state
+      (and gradients) are divided among all devices instead. What headrace cannot run yet is simulated all the same: see
+      `RunPlan.not_run`.
+    - `method`: plan this method instead of the fastest one. Give its name ("none", "offload-optimizer",
+      "offload-optimizer-to-disk", "stream-weights", "stream-weights-from-disk"), its parts
+      ("weights=host,state=disk,activations=recomputed"), or both. `optimizer_fraction`: the share of the optimizer's
+      state and update that is on the host, 0 to 1; the rest is on the device, as with `device_fraction` of
+      `headrace.optim`.
+    - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: bits per weight
+      of the layers, such as 4.5 for NF4. `overlap` and `state_dtype`: those of `headrace.optim.AdamW`: "none",
+      "forward" or "backward"; torch.float32, torch.bfloat16 or "8bit".
 
-    - `expert_hit_rate`: of the experts that decoding wants, the share that is on the device, 0 to 1, as a run's stats
-      have it (1 - `expert_loads` / `expert_uses`). `RunPlan.decoding` has a rate for it, and others beside.
+    - `expert_hit_rate`: the share, 0 to 1, of the experts used in decoding that are on the device already. A run's
+      stats have it (1 - `expert_loads` / `expert_uses`). `RunPlan.decoding` has the speed for this share and for
+      others.
 
-    Raises ValueError for settings that make no sense or do nothing here (those of an update for inference, of several
-    devices without `devices`), and HardwareNotFound for a machine that is not known. A model that does not fit is not
-    an error: see `RunPlan.fits`.
+    Raises ValueError for settings that make no sense or have no effect (settings of the update in inference, or of
+    several devices without `devices`), and HardwareNotFound for an unknown machine. A model that does not fit is not an
+    error: see `RunPlan.fits`.
     """
     machine = _resized(machine_of(hardware), device_memory, host_memory, disk)
     kind = _one_of(Training, training, "training")
@@ -284,7 +287,7 @@ def _state_bytes(state_dtype: torch.dtype | str) -> float:
 
 
 def machine_of(hardware: Hardware | str | None) -> Hardware:
-    """The machine of that name, or "measured"; of none, the measured one, or else a 4090. Raises HardwareNotFound."""
+    """The machine of that name, or "measured"; without a name, the measured one or a 4090. Raises HardwareNotFound."""
     if isinstance(hardware, Hardware):
         return hardware
     if hardware == MEASURED or (hardware is None and _cache_path().exists()):

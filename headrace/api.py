@@ -91,59 +91,60 @@ def offload(
     onload: Literal["own", "gather", "auto"] = "own",
     packed: bool | Literal["disk"] = "disk",
 ) -> "Offloaded":
-    """Makes the weights of `model` visit `device` block by block as it computes. In place; training and inference.
+    """Offloads `model` in place, for training and inference: its weights visit `device` block by block as it computes.
 
     The parameters stay the model's own `nn.Parameter` objects, on the host, so optimizers, `state_dict`, clipping and
-    saving work as on a CPU model. Inputs are moved to the device, outputs stay there. Results equal those of the plain
-    model bit for bit. Quantised weights travel packed, and are not trained.
+    saving work as on a CPU model. Inputs are moved to the device, and outputs stay there. Results equal those of the
+    plain model bit for bit. Quantised weights travel packed, and are not trained.
 
-    - `device`: where to compute; default the current accelerator, or the CPU where there is none.
+    - `device`: where to compute. Default: the current accelerator, or the CPU if there is none.
     - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
-      buffers of modules. An int, or text such as "8GiB", or "25%" of the weights; so is `host_memory`. Gradients on
-      their way out (those of two blocks at most) and activations come on top. Default: what is free now, less a tenth;
-      on the CPU, twice the weights, or half of what is free if that is less.
-    - `host_memory`: ceiling in bytes for weights, gradients, activations and staging in host memory; what optimizers
-      hold (`optimizer.held_bytes()`) comes on top. Default: what the machine and the cgroup leave free, less 15%.
-    - `disk`: a directory, on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
+      buffers of modules. Give an int, or text such as "8GiB" or "25%" (of the weights), here and for `host_memory`.
+      Gradients on their way out (those of two blocks at most) and activations come on top. Default: the memory that is
+      free now, less a tenth; on the CPU, twice the size of the weights, or half of the free memory if that is less.
+    - `host_memory`: ceiling in bytes for weights, gradients, activations and staging buffers in host memory. What
+      optimizers hold (`optimizer.held_bytes()`) comes on top. Default: the memory that is free on the machine and in
+      the cgroup, less 15%.
+    - `disk`: a directory on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
       this model alone while the model is offloaded. Parameters on disk are tensors over memory-mapped files: code reads
       and writes them as usual.
-    - `checkpoint`: safetensors files (one, an index of shards, or their directory) from which parameters on the meta
-      device take their values, under the names of `state_dict()` and in the files' dtypes. Those that do not fit in
-      `host_memory` are read in place, and move to `disk` when they change.
-    - `blocks`: what travels together: "auto" (repeated layers, or parts of one where a model that decodes nearly fits),
+    - `checkpoint`: safetensors files: one file, an index of shards, or their directory. Parameters on the meta device
+      take their values from these, under the names of `state_dict()` and in the files' dtypes. Weights that do not fit
+      in `host_memory` are read in place, and move to `disk` when they change.
+    - `blocks`: what travels together: "auto" (repeated layers, or parts of layers if a model decodes and nearly fits),
       a size such as "256MiB", or a list of modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
     - `resident`: modules and name patterns that stay on the device. Adapters and small weights outside the blocks stay
       anyway.
-    - `prefetch`: at most how many visits ahead a block is loaded; "auto": as the plan says.
+    - `prefetch`: the most visits ahead that a block is loaded. "auto": the plan decides.
     - `param_dtype`: dtype in which floating-point weights travel and compute; the parameters on the host keep theirs.
-    - `grad_dtype`: dtype of `parameter.grad`, in which micro-batches are summed; default the parameter's own.
-    - `activations`: True, or settings of `offload_activations` as a dict such as `{"device_memory": "2GiB"}`: what
-      autograd saves waits on the host, too. The plans for weights and for activations take each other's copies into
-      account. A `host_memory` among these settings is a part of the `host_memory` here, reserved for activations;
-      default where blocks rest on disk: a quarter. Activations that do not fit in it stay on the device.
+    - `grad_dtype`: dtype of `parameter.grad`, in which micro-batches are summed. Default: the parameter's own dtype.
+    - `activations`: True, or a dict of settings of `offload_activations` such as `{"device_memory": "2GiB"}`. What
+      autograd saves then waits on the host, too. The plans for weights and for activations take each other's copies
+      into account. A `host_memory` in the dict is the part of the `host_memory` here that is reserved for activations;
+      if blocks rest on disk, its default is a quarter. Activations that do not fit in that part stay on the device.
 
     - `mesh`: a DeviceMesh (of one dimension, or of all ranks) whose ranks train one model, each with its own batches.
       All ranks call this with the same model. The ranks of a node share one copy of it, of its gradients and of what
-      headrace's optimizers keep; `host_memory` is for the whole node, the staging of each rank included, and `disk` has
-      one file per node. Gradients are averaged over all ranks. Linux only.
-    - `onload`: with `mesh`, how blocks arrive and gradients leave in training. "own": whole, over each device's own
-      link. "gather": each device loads 1/N of a block over its link and gets the rest from the other devices of the
-      node, through the mesh's process group; for devices that reach each other faster than the host (NVLink). With
-      three or more ranks, gradients are then summed in the order of that group's collective. "auto": both are tried,
-      the faster one is used, and the report says which.
-    - `packed`: frozen bfloat16 weights that come again and again are kept packed as well, without loss, where that is
-      quicker: three quarters of their bytes are read from disk then. True: those from host memory as well, for an
-      accelerator with Triton, in what the host budget leaves, so that three quarters of their bytes cross the link; no
-      accelerator has been measured with that yet. False: neither.
+      headrace's optimizers keep; `host_memory` is then the budget of the whole node, including each rank's staging
+      buffers, and `disk` has one file per node. Gradients are averaged over all ranks. Linux only.
+    - `onload`: with `mesh`, how blocks arrive and gradients leave in training. "own": each device loads whole blocks
+      over its own link. "gather": each device loads 1/N of a block over its link and gets the rest from the other
+      devices of the node, through the mesh's process group. This is for devices that reach each other faster than the
+      host (NVLink). With three or more ranks, gradients are then summed in the order of that group's collective.
+      "auto": both are tried and the faster one is used; the report says which.
+    - `packed`: "disk" also keeps a packed copy, without loss, of frozen bfloat16 weights that are read from disk again
+      and again, if that is quicker: then only three quarters of their bytes are read. True does the same, and also
+      packs weights in host memory, in what the host budget leaves, for an accelerator with Triton: then three quarters
+      of their bytes cross the link. This has not been measured on an accelerator yet. False packs nothing.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (on meta, sparse, or
     trained tensor subclasses), StateError for a model that is offloaded already, is wrapped for data-parallel training,
-    or carries hooks of accelerate or diffusers, and ValueError or TypeError for settings that make no sense. In all
-    these cases nothing has been changed. Host memory for gradients is allocated by the first pass with gradients, which
-    raises BudgetError when `host_memory` has no room for them.
+    or carries hooks of accelerate or diffusers, and ValueError or TypeError for settings that make no sense. Nothing
+    has been changed in any of these cases. Host memory for gradients is allocated by the first pass with gradients,
+    which raises BudgetError when `host_memory` has no room for them.
 
     Gradients of parameters come only from `backward()`: `torch.autograd.grad` and `backward(inputs=...)` do not find
-    them, because the graph holds the copies on the device.
+    the parameters, because the graph holds their copies on the device.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
@@ -173,7 +174,7 @@ def offload(
 
 
 def _budget(name: str, size: Size | None, model: nn.Module) -> int | None:
-    """In bytes; the weights are counted for a share of them alone, which not all models can be asked for."""
+    """In bytes. The weights are counted only if the budget is a share of them; not every model can be counted."""
     share = isinstance(size, str) and "%" in size
     whole_bytes = sum(parameter.nbytes for parameter in model.parameters()) if share else 0
     return None if size is None else parse_budget(size, name=name, whole_bytes=whole_bytes)
@@ -327,13 +328,13 @@ class Offloaded(Handle):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that is followed now, or was last; None before the first pass is over."""
+        """The plan that is being followed, or was followed last; None before the first pass is over."""
         return self._executor.plan
 
     def forward_backward(
         self, micro_batches: Iterable[T], loss_function: Callable[[T], torch.Tensor], *, together: int | None = None
     ) -> list[torch.Tensor]:
-        """Gradients of `sum(loss_function(batch) for batch in micro_batches)`: the losses, detached, one for each.
+        """Computes gradients of `sum(loss_function(batch) for batch in micro_batches)`; returns the detached losses.
 
         `loss_function` calls the model and returns a tensor with one element, such as
         `lambda batch: model(**batch).loss / len(batches)`. Losses and gradients have the same bits as after
@@ -343,18 +344,19 @@ class Offloaded(Handle):
 
         but in forward and in backward, each block computes all micro-batches before the next block comes. So weights
         cross each link once for all of them, and a block's gradient leaves once. What autograd saves is kept for all
-        micro-batches at once: use gradient checkpointing, `activations`, or both; or give `together`: how many go
-        through a block at once, such as `headrace.plan(...).method.together`. The next group follows when one is done.
+        micro-batches at once: use gradient checkpointing, `activations`, or both. Or give `together`, the number of
+        micro-batches that go through a block at once, such as `headrace.plan(...).method.together`. The next group
+        starts when one is done.
 
         Each `loss_function(batch)` runs on a thread of its own, one at a time. The first micro-batch draws the same
         random numbers (dropout, from PyTorch's default generators) as in the loop; the others draw different ones, from
         the same distribution. If a model cannot be cut between blocks, or keeps something that other micro-batches
-        would see, the loop is used instead, and a warning says so: then `loss_function` is called again for
-        micro-batches that it was called for before. Variables of its own, through which it shares something among
-        micro-batches, are not noticed.
+        would see, the loop is used instead, and a warning says so. `loss_function` is then called again for
+        micro-batches that it has been called for already. If it shares something among micro-batches through variables
+        of its own, this is not noticed.
 
         Raises ValueError if there is no micro-batch or no loss, StateError within a pass, and whatever `loss_function`
-        raises; gradients are then those of the groups of `together` micro-batches that were done before.
+        raises. After an error, gradients are those of the groups of `together` micro-batches that were done before it.
         """
         self._check_between_passes("forward_backward()")
         if self._attachment is None:
@@ -370,11 +372,11 @@ class Offloaded(Handle):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """With `mesh`: a backward inside it averages nothing over the ranks; the next one outside averages all.
+        """With `mesh`: a backward in this context does not average over the ranks; the next one outside averages all.
 
-        Like DistributedDataParallel's `no_sync`. Parameters' `grad` does not change; each rank keeps its own sums on
-        its host. `zero_grad()` and `p.grad = None` discard them; `p.grad.zero_()` does not, where it finds None.
-        Raises StateError without `mesh`.
+        It works like DistributedDataParallel's `no_sync`. Inside it, the `grad` of parameters does not change; each
+        rank keeps its own sums on its host. `zero_grad()` and `p.grad = None` discard these sums. `p.grad.zero_()` does
+        not where `p.grad` is None. Raises StateError without `mesh`.
         """
         gradients = self._gradients
         if not isinstance(gradients, AveragedGradients):
@@ -387,12 +389,12 @@ class Offloaded(Handle):
 
     @contextlib.contextmanager
     def copies_paused(self) -> Iterator[None]:
-        """A context in which the link is left to others: weights are loaded when a pass needs them, and none ahead.
+        """A context that leaves the link to others: weights are loaded when a pass needs them, and never ahead.
 
-        Entering it waits until copies that are under way have arrived. Outside a pass, nothing is copied then; within
-        one, only what its computation needs: weights on demand, and its own gradients and activations. Loads that were
-        put off start when the context is left. Enter it in the thread that calls the model, as often as you like.
-        Raises StateError after `remove()`.
+        Entering it waits until copies that are under way have arrived. From then on, nothing is copied outside a pass,
+        and a pass copies only what it needs to compute: weights on demand, and its own gradients and activations. Loads
+        that were put off start when you leave the context. Enter it in the thread that calls the model, as often as you
+        like. Raises StateError after `remove()`.
         """
         self._check_offloaded("copies_paused()")
         self._executor.pause()
@@ -405,10 +407,10 @@ class Offloaded(Handle):
     def limit_copies(self, bytes_per_second: Size | None, *, window_seconds: float = 0.1) -> None:
         """Limits the rate at which weights come to the device from now on, averaged over any `window_seconds`.
 
-        The ceiling holds for weights from host memory and from disk alike: any window of that length carries at most
-        `bytes_per_second * window_seconds` bytes, if no tensor with gaps between its elements is larger. Passes wait
-        longer, and give the same results. Gradients and activations are not limited. None removes the limit. Raises
-        TypeError or ValueError for an invalid rate or window, StateError after `remove()`.
+        The ceiling holds for weights from host memory and from disk alike: in any window of that length, at most
+        `bytes_per_second * window_seconds` bytes are copied, unless a single tensor with gaps between its elements is
+        larger. Passes wait longer, and give the same results. Gradients and activations are not limited. None removes
+        the limit. Raises TypeError or ValueError for an invalid rate or window, StateError after `remove()`.
         """
         self._check_offloaded("limit_copies()")
         rate = None if bytes_per_second is None else parse_bytes(bytes_per_second, name="bytes_per_second")
@@ -424,7 +426,7 @@ class Offloaded(Handle):
         self._pace.limit(rate, window_seconds)
 
     def refresh(self) -> None:
-        """Renews the device's copies of parameters, after writes that cannot be noticed (through a kept `p.data`)."""
+        """Renews the device's copies of parameters. Needed after writes that go unnoticed (through a kept `p.data`)."""
         for block in self._blocks():
             for slot in block.slots:
                 slot.touch()
@@ -446,7 +448,7 @@ class Offloaded(Handle):
                 block.arrival.done.synchronize()
 
     def stats(self, *, wait_for_updates: bool = True) -> Stats:
-        """What was moved and held since the beginning or the last `reset_stats()`. Waits for passes and updates."""
+        """What was moved and held since `offload()` or the last `reset_stats()`. Waits for passes and updates."""
         stall_seconds, compute_seconds = self._meter.seconds()
         if self.activations is not None:  # whose waits are within the visits
             waited = min(compute_seconds, self.activations.stall_seconds())
@@ -473,7 +475,7 @@ class Offloaded(Handle):
             self.activations.reset_stats()
 
     def report(self) -> Report:
-        """The stats, and the last step against the plan: `print` it, or see its `to_html`, `to_png` and `to_trace`."""
+        """The stats, and the last step beside its plan: `print` it, or use its `to_html`, `to_png` or `to_trace`."""
         activations = self.activations
         moved, waited = ([], []) if activations is None else (activations.moved(), activations.waited())
         return Report(
@@ -500,7 +502,7 @@ class Offloaded(Handle):
         report.to_trace(path)
 
     def synchronize(self) -> None:
-        """The host waits until every copy, write and update for this model is done, and all other work of the device.
+        """Waits until every copy, write and update for this model is done, and all other work of the device.
 
         Raises DiskError for a write that failed and has not succeeded since.
         """
@@ -515,14 +517,14 @@ class Offloaded(Handle):
 
         Parameters that rest on disk stay tensors over its files, which have no name and disappear with the last of
         these tensors. Raises StateError within a forward or backward. If an update that was under way or a write to
-        disk failed, raises that error, but removes the handle all the same.
+        disk has failed, raises that error, but removes the handle all the same.
         """
         if self._attachment is not None:
             self._check_between_passes("remove()")
             self.let_go()
 
     def convert(self, model: nn.Module, convert: Callable[[], object]) -> None:
-        """The whole model gets other dtypes by `convert`, and is offloaded anew. Counters start anew."""
+        """Lets `convert` give the whole model other dtypes, and offloads it anew. Counters start at zero."""
         self._check_between_passes("a change of dtype")
         if self._given.disk is not None or self._given.checkpoint is not None:
             raise StateError(
@@ -554,7 +556,7 @@ class Offloaded(Handle):
             raise StateError(f"{what} was called within a forward or backward of the model; call it after that")
 
     def let_go(self) -> None:
-        """As `remove()`, wherever the model is; all of it, whatever fails. Raises what did."""
+        """Does what `remove()` does in any state, and all of it, even if some of it fails. Raises what failed."""
         if self._attachment is None:
             return
         with contextlib.ExitStack() as steps:  # the last one first

@@ -52,11 +52,12 @@ BlocksSpec = Literal["auto"] | Size | Sequence[nn.Module | str]
 
 
 def parse_bytes(size: Size, *, name: str = "size") -> int:
-    """Bytes of `size`: an int of bytes, or text with a unit (B, KB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB of 1024,
-    or K, M, G, T for these).
+    """Returns `size` in bytes. It is an int of bytes, or text with a unit.
 
-    Raises TypeError when `size` is neither, ValueError when the text has no such form or the size is negative; both
-    name the setting `name`.
+    Units are B; KB, MB, GB and TB of 1000; and KiB, MiB, GiB and TiB of 1024, for which K, M, G and T are short.
+
+    Raises TypeError when `size` is neither, and ValueError when the text is not of this form or the size is negative.
+    Both errors name the setting `name`.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f'{name} is {size!r}; give bytes as an int, or text such as "8GiB"')
@@ -73,7 +74,7 @@ def parse_bytes(size: Size, *, name: str = "size") -> int:
 
 
 def parse_budget(size: Size, *, name: str, whole_bytes: int | None = None) -> int:
-    """Bytes of a budget: as `parse_bytes`, or with `whole_bytes` text such as "25%": that share of them."""
+    """A budget in bytes, as `parse_bytes` takes it; or text such as "25%" for that share of `whole_bytes`."""
     if isinstance(size, str):
         if whole_bytes is not None and (percent := _PERCENT.fullmatch(size)):
             return int(whole_bytes * Fraction(percent[1]) / 100)
@@ -87,14 +88,14 @@ def parse_budget(size: Size, *, name: str, whole_bytes: int | None = None) -> in
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things for people: "1 step", "1,200 steps"."""
+    """A number of things, for people to read: "1 step", "1,200 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(nbytes: float, *, at_least: bool = False) -> str:
-    """`nbytes` for people: three significant digits and a unit of 1024, such as "1.5 GiB".
+    """`nbytes` for people to read: three significant digits and a unit of 1024, such as "1.5 GiB".
 
-    With `at_least` it is rounded up, for sizes that a user is told to give.
+    `at_least` rounds up, for sizes that a user is told to give.
     """
     value, units = abs(float(nbytes)), ["TiB", "GiB", "MiB", "KiB", "B"]
     while len(units) > 1 and _three_digits(value, units[-1], at_least) >= 1024:
@@ -104,7 +105,7 @@ def format_bytes(nbytes: float, *, at_least: bool = False) -> str:
 
 
 def _three_digits(value: float, unit: str, up: bool) -> float:
-    """`value` with three significant digits, but no fewer than those before the point, and none of a byte behind it."""
+    """`value` with three significant digits, or more if more stand before the point; no fractions of a byte."""
     places = 0 if unit == "B" or value >= 100 else 1 if value >= 10 else 2
     return ceil(value * 10**places) / 10**places if up else round(value, places)
 
@@ -179,7 +180,7 @@ class ActivationConfig:
         tier: str = "host",
         all_leave: bool = False,
     ) -> "ActivationConfig":
-        """Settings as a user gives them."""
+        """The settings as a user gives them, validated."""
         return ActivationConfig(
             layers=layers if isinstance(layers, int) else _several(layers, "layers"),
             fraction=fraction,
@@ -233,7 +234,7 @@ def directory_of(disk: str | os.PathLike[str] | None) -> Path | None:
 
 
 def modules_of(resident: nn.Module | str | Iterable[nn.Module | str]) -> tuple[nn.Module | str, ...]:
-    """`resident` as a user gives it. Raises TypeError for what names no modules."""
+    """`resident` as a user gives it. Raises TypeError for anything that does not name modules."""
     if isinstance(resident, str | nn.Module):
         return (resident,)
     if not isinstance(resident, Iterable):

@@ -18,14 +18,15 @@ __all__ = [
 
 
 class HeadraceError(Exception):
-    """The root of everything that headrace raises for budgets, layout and state."""
+    """The base class of all errors that headrace raises for budgets, layout and state."""
 
 
 class BudgetError(HeadraceError, ValueError):
-    """A request does not fit a budget; names the numbers and what to change.
+    """A request does not fit a budget. The message has the numbers and says what to change.
 
-    From `offload()` before anything is allocated; from the first pass with gradients when `host_memory` has no room for
-    them; and from a pass that needs more blocks at once than `device_memory` holds. `tier` says whose budget it is.
+    `offload()` raises it before anything is allocated. The first pass with gradients raises it when `host_memory` has
+    no room for them, and any pass does that needs more blocks at once than `device_memory` holds. `tier`
+    says whose budget it is.
     """
 
     def __init__(self, message: str, *, tier: Literal["device", "host"] = "device") -> None:
@@ -34,13 +35,13 @@ class BudgetError(HeadraceError, ValueError):
 
 
 class CheckpointError(HeadraceError, ValueError):
-    """A checkpoint cannot be read: missing, damaged, not safetensors, or without a tensor that is asked for."""
+    """A checkpoint cannot be read: it is missing, damaged, not safetensors, or lacks a tensor that is needed."""
 
 
 class DiskError(HeadraceError, OSError):
     """The disk tier failed: disk full, I/O fault, truncated or corrupted file. Names file, tensor, offset and numbers.
 
-    `errno` tells which: ENOSPC, EIO (also for a file that ends too early), EBADMSG for a wrong checksum.
+    `errno` says which: ENOSPC, EIO (also for a file that ends too early), or EBADMSG for a wrong checksum.
     """
 
 
@@ -53,11 +54,11 @@ class OutOfMemoryError(HeadraceError, RuntimeError):
 
 
 class RankError(HeadraceError, RuntimeError):
-    """Another rank ended, raised, or did not arrive where this one waits for it. Names the rank and its last error."""
+    """Another rank ended, raised, or did not come when this one waited for it. Names that rank and its last error."""
 
 
 class StateError(HeadraceError, RuntimeError):
-    """A call came in a state that does not allow it, such as offloading a model twice."""
+    """A call is not allowed in the current state, such as offloading a model twice."""
 
 
 class TrainInputError(HeadraceError, ValueError):
@@ -65,7 +66,7 @@ class TrainInputError(HeadraceError, ValueError):
 
 
 class TrainingFailedError(HeadraceError, RuntimeError):
-    """`headrace train` ran and its result is worth nothing: the loss is not a number, or not the plain run's."""
+    """`headrace train` ran, but its result is worthless: the loss is not a number, or differs from the plain run's."""
 
 
 class WeightChangedError(StateError):

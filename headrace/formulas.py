@@ -41,25 +41,27 @@ def tokens_to_hide(
     total_over_active: float = 1.0,
     context_over_hidden: float = 0.0,
 ) -> float:
-    """Tokens per load from which a block's load hides behind its compute.
+    """The number of tokens per load from which a block's load hides behind its compute.
 
     n = b / k * F / B for b bytes moved and k operations per parameter and token: 2 in forward, 4 in backward, 6 in
     backward with recomputation. Attention adds compute, so it divides by (1 + S / 6H), with S / H given as
     `context_over_hidden` (half of it where a causal kernel skips what is masked); a mixture of experts multiplies by
     total over active parameters.
 
-    The tutorial ("Compute-Communication Overlap Analysis") has 9750 for an A100, which holds for forward, for the
-    rates as sold, and without attention; at what is reached (half of the operations, 25 GB/s) it is 6240.
+    The tutorial ("Compute-Communication Overlap Analysis") has 9750 for an A100. That holds for forward, for the
+    advertised rates, and without attention; at the rates reached in practice (half of the operations, 25 GB/s) it is
+    6240.
     """
     plain = bytes_per_parameter / flops_per_parameter * flops_per_second / link_rate
     return plain * total_over_active / (1 + context_over_hidden / 6)
 
 
 def batch_multiplier(transfer_seconds: float, compute_seconds: float) -> float:
-    """How many times more tokens hide the transfer; 1 when it hides already.
+    """How many times as many tokens hide the transfer; 1 if it hides already.
 
-    The tutorial (exercise 1) has 2.19 and then asks for 2.5. It believes that at twice the batch a layer computes for
-    80 ms; it is 50, beside a transfer of 54.7, so twice the batch is 91% efficient, and 2.19 times is enough.
+    The tutorial (exercise 1) has 2.19 and then asks for 2.5. It assumes that at twice the batch a layer computes for 80
+    ms. In fact it computes for 50 ms, beside a transfer of 54.7 ms, so twice the batch is 91% efficient, and 2.19 times
+    is enough.
     """
     return max(1.0, transfer_seconds / compute_seconds)
 
@@ -67,7 +69,8 @@ def batch_multiplier(transfer_seconds: float, compute_seconds: float) -> float:
 def resident_fraction(transfer_seconds: float, compute_seconds: float) -> float:
     """The share of blocks that has to stay on the device so that the rest hides: 1 - Tc / Tt, at least 0.
 
-    What helps where the transfer is the longer one and the number of tokens is fixed. The tutorial has no such formula.
+    This helps if the transfer takes longer than compute and the number of tokens is fixed. The tutorial has no such
+    formula.
     """
     return max(0.0, 1.0 - compute_seconds / transfer_seconds) if transfer_seconds else 0.0
 
@@ -75,11 +78,12 @@ def resident_fraction(transfer_seconds: float, compute_seconds: float) -> float:
 def step_seconds(
     compute_seconds: float, transfer_seconds: float, *, layers: int = 1, sync_seconds: float = 0.0
 ) -> float:
-    """A pass whose transfers run one layer ahead of compute, in totals over `layers` equal layers.
+    """Seconds of a pass whose transfers run one layer ahead of compute, from totals over `layers` equal layers.
 
-    t + (L - 1) max(t, c) + c + sync, for c and t of one layer: with one layer nothing overlaps and it is the sum; with
-    many it approaches max(Tc, Tt) + sync, which is what the tutorial ("Throughput Model") gives for any number.
-    In training each direction of the link is a transfer of its own: take the longer.
+    The formula is t + (L - 1) max(t, c) + c + sync, where c and t are those of one layer. With one layer nothing
+    overlaps, and it is the sum. With many layers it approaches max(Tc, Tt) + sync, which is what the tutorial
+    ("Throughput Model") gives for any number. In training each direction of the link is a transfer of its own: take the
+    longer one.
     """
     if layers < 1:
         raise ValueError(f"layers={layers}; at least 1")
@@ -88,10 +92,10 @@ def step_seconds(
 
 
 def efficiency(baseline_seconds: float, step_seconds: float) -> float:
-    """Baseline over offloaded step time; above 0.9 means an overhead under 11.1% of compute.
+    """The baseline's step time over the offloaded one. Above 0.9, the overhead is under 11.1% of compute.
 
-    The tutorial ("Efficiency Metric") says under 10%. The baseline is the step without offloading, or, where that
-    does not fit, compute alone.
+    The tutorial ("Efficiency Metric") says under 10%. The baseline is the step without offloading, or compute alone if
+    that does not fit.
     """
     return baseline_seconds / step_seconds
 
@@ -99,7 +103,7 @@ def efficiency(baseline_seconds: float, step_seconds: float) -> float:
 def overlap(compute_seconds: float, transfer_seconds: float, step_seconds: float) -> float:
     """The share of the transfers that hides: 1 - (step - compute) / transfer, between 0 and 1.
 
-    It complements the efficiency, which is high for a long compute, whatever hides. The tutorial has no measure of it.
+    It complements the efficiency, which is high if compute is long, whatever hides. The tutorial has no measure of it.
     """
     if not transfer_seconds:
         return 1.0
@@ -107,15 +111,15 @@ def overlap(compute_seconds: float, transfer_seconds: float, step_seconds: float
 
 
 def prefetch_depth(transfer_seconds: float | Sequence[float], compute_seconds: float) -> int | None:
-    """Blocks in flight that keep compute fed, or None where no number of them does.
+    """How many blocks in flight keep compute busy; None if no number of them does.
 
-    `transfer_seconds`: of one block over the link, or over each stage of a chain (disk to host, host to device);
-    `compute_seconds`: of one block. ceil(sum of stages / compute), if every stage keeps up; when one does not, the
-    slowest sets the pace whatever the depth: keep some blocks (`resident_fraction`) or process more tokens
-    (`batch_multiplier`).
+    `transfer_seconds` is the time of one block over the link, or over each stage of a chain (disk to host, host to
+    device), and `compute_seconds` is the compute time of one block. The result is ceil(sum of stages / compute) if
+    every stage keeps up with compute. If one does not, the slowest stage sets the pace, whatever the depth: keep some
+    blocks on the device (`resident_fraction`) or process more tokens (`batch_multiplier`).
 
-    The tutorial (exercise 6) gives ceil(Tt / Tc), 2 for 2 GB at 32 GB/s and 50 ms, and calls compute busy then: that
-    would be 40 GB/s over a link of 32.
+    The tutorial (exercise 6) gives ceil(Tt / Tc), which is 2 for 2 GB at 32 GB/s and 50 ms, and says that compute is
+    then busy. But that would need 40 GB/s over a link of 32.
     """
     stages = [transfer_seconds] if isinstance(transfer_seconds, int | float) else list(transfer_seconds)
     if any(stage > compute_seconds * (1 + 1e-9) for stage in stages):
@@ -125,9 +129,9 @@ def prefetch_depth(transfer_seconds: float | Sequence[float], compute_seconds: f
 
 @dataclass(frozen=True)
 class Compression:
-    """What a codec does to a transfer. Seconds without it, stage after stage, and in chunks with all stages at once.
+    """What a codec does to a transfer: seconds without it, stage after stage, and in chunks with all stages at once.
 
-    `needed_rate`: bytes per second that each stage of the codec must exceed, so that compression in chunks pays.
+    `needed_rate`: bytes per second that each stage of the codec must exceed for compression in chunks to pay.
     """
 
     plain_seconds: float
@@ -142,12 +146,12 @@ class Compression:
 
     @property
     def pays_serially(self) -> bool:
-        """Whether it saves time when each stage waits for all of the one before."""
+        """Whether it saves time when each stage waits until the one before is done."""
         return self.serial_seconds < self.plain_seconds * 0.999
 
     @property
     def gain(self) -> float:
-        """Times faster, in chunks; below 1: slower."""
+        """How many times as fast the transfer is in chunks; below 1, it is slower."""
         return self.plain_seconds / self.pipelined_seconds
 
 
@@ -156,12 +160,14 @@ def compression_break_even(
 ) -> Compression:
     """Whether compressing `nbytes` for a link or a drive saves time.
 
-    Rates in bytes per second, those of the codec of uncompressed bytes. For one direction give `math.inf` as the rate
-    of the stage that is not on its way: a write only compresses, a read only decompresses. In chunks it takes
-    max(M / C, M / (R B), M / D), so it needs C > B and D > B, and gains at most R. Below a ratio of 1.05 bytes go raw.
+    Rates are in bytes per second; the codec's count uncompressed bytes. For one direction, give `math.inf` as the rate
+    of the stage that is not used: a write only compresses, and a read only decompresses. In chunks the transfer takes
+    max(M / C, M / (R B), M / D), so it pays only if C > B and D > B, and gains at most R. With a ratio below 1.05,
+    bytes are not compressed.
 
     The tutorial (exercise 5) has one stage after the other and no decompression: C > B / (1 - 1 / R). That is right for
-    a program that compresses all and then writes. It concludes that ratios above 10 pay; with C below B none does.
+    a program that compresses everything and then writes it. The tutorial concludes that ratios above 10 pay; with C
+    below B, none does.
     """
     plain = nbytes / link_rate
     if ratio < 1.05:
@@ -179,15 +185,16 @@ DECODE_RATE = 0.38e9
 def codec_cores(*, read_rate: float, write_rate: float) -> int:
     """Cores that must do nothing else for compression to pay on weights and state between host and disk.
 
-    Chunk by chunk it pays when the codec outruns the disk, in each direction that is used; 0: none is. Measured with
-    byte planes and zstd at level 1 (1.46 times smaller, 0.39 GB/s of a core in, 0.38 GB/s out). The tutorial says that
-    LZ4 makes weights 1.3 to 1.5 times smaller; on bf16 weights it makes them 1.00 times smaller.
+    Chunk by chunk, it pays when the codec is faster than the disk in each direction that is used; the result is 0 if
+    none is used. Measured with byte planes and zstd at level 1 (1.46 times smaller; a core does 0.39 GB/s in and 0.38
+    GB/s out). The tutorial says that LZ4 makes weights 1.3 to 1.5 times smaller; on bf16 weights it makes them 1.00
+    times smaller.
     """
     return max(math.ceil(read_rate / DECODE_RATE), math.ceil(write_rate / ENCODE_RATE))
 
 
 def wear_steps(written_bytes_per_step: float, endurance_bytes: float) -> float:
-    """Optimizer steps until the drives' guaranteed writes are used up; the tutorial does not ask."""
+    """Optimizer steps until the drives' guaranteed writes are used up. The tutorial does not ask this."""
     return endurance_bytes / written_bytes_per_step if written_bytes_per_step else math.inf
 
 
@@ -199,9 +206,9 @@ _IN_USE = 2  # blocks: one computes while the next arrives, or while gradients o
 class Precision:
     """Bytes of one parameter: weight and gradient as they compute, the master copy, and all moments together.
 
-    The default is Adam in mixed precision, 2 + 2 + 4 + 8 = 16, as the tutorial has it ("Memory Savings"). Other usual
-    ones: everything in float32 (4, 4, 0, 8); a master that holds only the 16 bits the weight lacks, as
-    `headrace.optim` keeps it (2, 2, 2, 8); moments in 8 bits (state 2.0625); plain SGD (state 0).
+    The default is Adam in mixed precision, 2 + 2 + 4 + 8 = 16, as in the tutorial ("Memory Savings"). Other common
+    settings are everything in float32 (4, 4, 0, 8), a master that holds only the 16 bits that the weight lacks, as in
+    `headrace.optim` (2, 2, 2, 8), moments in 8 bits (state 2.0625), and plain SGD (state 0).
     """
 
     weight: float = 2.0
@@ -234,7 +241,7 @@ class MemoryTable:
         return sum(row.host_bytes for row in self.rows)
 
     def to_text(self) -> str:
-        """As a table, in GB of 10^9 bytes."""
+        """The rows as a table, in GB of 10^9 bytes."""
         rows = [(row.purpose, row.device_bytes, row.host_bytes) for row in self.rows]
         lines = [f"{'GB per device':<16}{'device':>10}{'host':>10}"]
         for purpose, device, host in [*rows, ("in all", self.device_bytes, self.host_bytes)]:
@@ -255,21 +262,22 @@ def memory_table(
 ) -> MemoryTable:
     """Bytes for each of `data` times `tensor` devices, and for each one's share of its host.
 
-    - `stage`: of ZeRO. 1 divides master and state by `data`, 2 the gradients too, 3 the weights too.
-    - `offload`: of "state" (with the master), "gradients" and "weights", what rests on the host.
-    - `block_parameters`: of the largest block. Of what is offloaded or gathered for use, the device has two blocks:
-      one computes while the next arrives, or leaves. With 0 this is left out.
-    - `activation_bytes`: of one device, see `layer_activation_bytes`.
+    - `stage`: the stage of ZeRO. 1 divides master and state by `data`, 2 also the gradients, 3 also the weights.
+    - `offload`: which of "state" (with the master), "gradients" and "weights" rest on the host.
+    - `block_parameters`: parameters of the largest block. The device holds two blocks of what is offloaded or gathered
+      for use: one computes while the other arrives or leaves. With 0 this is left out.
+    - `activation_bytes`: activations of one device; see `layer_activation_bytes`.
 
-    The tutorial's tables ("Memory Savings", "Offloading + ZeRO") have no blocks in use, so "only params" and "minimal
-    memory" come to less than a run holds. They call 16 to 2 bytes a reduction by 4; it is 8, and 4 at the peak.
-    The tutorial's code never frees gradients, so it stays at that peak; 2 bytes and two blocks are enough only if
-    gradients go to host memory as they come. For 175B it counts 1.4 TB of Adam's state, which lacks the master: 2.1 TB.
+    The tutorial's tables ("Memory Savings", "Offloading + ZeRO") leave out the blocks in use, so "only params" and
+    "minimal memory" come to less than a run holds. They call 16 to 2 bytes a reduction by 4; it is a reduction by 8,
+    and by 4 at the peak. The tutorial's code never frees gradients, so it stays at that peak; 2 bytes and two blocks
+    are enough only if gradients go to host memory as soon as they are computed. For 175B it counts 1.4 TB of Adam's
+    state, which lacks the master; with it, the state is 2.1 TB.
 
-    The tutorial ("Offloading + Tensor Parallelism") has 5.5 GB for 175B on 64 devices: that is the weights alone. With
+    The tutorial ("Offloading + Tensor Parallelism") has 5.5 GB for 175B on 64 devices. That is the weights alone. With
     gradients and state it is 43.75 GB.
 
-    Raises ValueError for a stage or an offload that does not exist, and degrees below 1.
+    Raises ValueError for a stage or an `offload` that does not exist, and for degrees below 1.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage}; ZeRO has the stages 0 to 3")
@@ -306,8 +314,8 @@ def layer_activation_bytes(
 ) -> float:
     """What backward needs of one transformer layer's forward, in 16 bits: 34 n H, or its input alone, 2 n H.
 
-    With `heads` and `sequence_length`, of attention that keeps its scores: 5 a S n more (fused attention keeps none).
-    `tensor` divides all but the 10 n H outside of matrices. From Korthikanti et al., "Reducing Activation
+    `heads` and `sequence_length` are for attention that keeps its scores: this adds 5 a S n (fused attention keeps
+    none). `tensor` divides everything but the 10 n H outside matrices. From Korthikanti et al., "Reducing Activation
     Recomputation in Large Transformer Models" (2022). The tutorial's case study calls activations "variable".
     """
     if recomputed:
@@ -319,7 +327,7 @@ def layer_activation_bytes(
 def reserved_peak_blocks(blocks: int, reserved: int) -> int:
     """Blocks on the device at once when the first `reserved` stay and as many are prefetched: min(2 R + 1, N).
 
-    MindIE-SD's page on CPU offload calls the setting the number of blocks that are always kept. Besides these, as
-    many are on their way, and one computes: with its default of 2 there are 5 on the device, not 2.
+    MindIE-SD's page on CPU offload calls this setting the number of blocks that are always kept. But in addition as
+    many are on their way, and one computes. So with the default of 2 there are 5 on the device, not 2.
     """
     return min(blocks, 2 * reserved + 1)

@@ -47,21 +47,23 @@ _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "m
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> Any:
     """Loads what `headrace.save` saved as `path` into `model` and `optimizer`, in place; returns `extra`.
 
-    Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), PEFT
-    (adapters), Lightning (`.ckpt`), torch.distributed.checkpoint, files of torch.save and of safetensors. Whatever else
-    they hold is returned (`scheduler`, ...). No code in any of them is run.
+    Checkpoints of other programs load as well: directories of transformers' Trainer, accelerate and
+    torch.distributed.checkpoint, adapters of PEFT, Lightning's `.ckpt`, and files of torch.save and of safetensors.
+    Whatever else they hold (`scheduler`, ...) is returned. No code in any of them is run.
 
     Tiers, budgets and blocks may differ from those at saving; if the dtypes agree, the run continues bit for bit. Other
-    dtypes are converted: float32 weights to low-precision ones, with exact masters if the optimizer keeps these, and
-    back; moments in 8 bits to float32 ones, and back. With `optimizer`, random states are restored as well.
+    dtypes are converted, in both directions: between float32 and low-precision weights (with exact masters, if the
+    optimizer keeps masters), and between moments in 8 bits and in float32. With `optimizer`, random states are restored
+    as well.
 
     In checkpoints that headrace wrote, every byte is checked as it is read. Names, shapes and sizes are compared before
-    the first tensor is written, so nothing has changed if they do not fit. Loading takes 64 MiB of host memory, or 96
-    MiB if weights rest on disk, and room for a tensor that has to be converted.
+    the first tensor is written, so if they do not fit, nothing has changed. Loading takes 64 MiB of host memory, or 96
+    MiB if weights rest on disk, and room for one tensor if any has to be converted.
 
-    Raises CheckpointError when the checkpoint is damaged, naming file and tensor, or does not fit the model or the
-    optimizer; StateError within a forward or backward; DiskError when a drive fails. After an error that came when
-    tensors were being written, calls of the model and `save` raise StateError until a later `load` has brought all.
+    Raises CheckpointError when the checkpoint is damaged (naming file and tensor) or does not fit the model or the
+    optimizer, StateError within a forward or backward, and DiskError when a drive fails. If an error comes while
+    tensors are being written, calls of the model and `save` raise StateError until a later `load` has loaded
+    everything.
     """
     check_model(model)
     directory = Path(path).expanduser().absolute()

@@ -15,26 +15,28 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def experts(module: _Module, *, argument: str | None = None) -> _Module:
-    """The experts of a module of your own travel one by one when its model is offloaded. Gives the module back.
+    """Makes the experts of your own module travel one by one once its model is offloaded. Returns the module.
 
-    All parameters of the module have the experts as first dimension: shape (experts, ...). `argument` names the
-    argument of its `forward` that says which experts a call uses: a tensor of integers of any shape, such as the
-    indices of a router's top k, shape (tokens, k). Numbers outside of 0 to experts - 1 are of none.
+    All parameters of the module must have the experts as their first dimension: shape (experts, ...). `argument` names
+    the argument of its `forward` that says which experts a call uses: a tensor of integers of any shape, such as the
+    indices of a router's top k, shape (tokens, k). Numbers outside 0 to experts - 1 stand for no expert.
 
-    A call brings those experts, where they are not on the device. The module may take them by number
-    (`self.weight[expert]`), several at once (`self.weight[index]`), in any order; others that it takes come as well.
-    What uses a weight otherwise (`torch.bmm` with all of it) brings all experts, as do calls that train more than half
-    of them. Results equal those of the plain module bit for bit.
+    A call loads those experts, unless they are on the device already. The module may index one expert
+    (`self.weight[expert]`) or several at once (`self.weight[index]`), in any order; if it indexes others, these are
+    loaded as well. Code that uses a weight in another way (`torch.bmm` with all of it) loads all experts. So do calls
+    that train more than half of them. Results equal those of the plain module bit for bit.
 
-    For a ModuleList or ModuleDict of modules that are experts there is no argument: each comes when it is called. Lists
-    whose name ends with "experts" need no mark in a model that is in eval mode when it is offloaded. In training it
-    pays where a batch uses few of them; `forward_backward` moves them once for each micro-batch.
+    If the module is a ModuleList or ModuleDict of experts, give no `argument`: each expert is loaded when it is called.
+    Lists whose name ends with "experts" need no call of this function if the model is in eval mode when it is
+    offloaded. In training the call pays if a batch uses few of the experts; `forward_backward` moves them once for each
+    micro-batch.
 
-    Call it before `offload()`. Copies of the module are marked, too. Models behind transformers' experts interface
-    need no such mark.
+    Call it before `offload()`. It holds for copies of the module, too. Models that use transformers' experts interface
+    do not need it.
 
-    Raises TypeError for what is no module, ValueError for an argument that `forward` does not have, or parameters
-    that do not all have one first dimension of at least two; StateError for a module that is offloaded.
+    Raises TypeError for anything but a module, ValueError for an argument that `forward` does not have and for
+    parameters that do not all have the same first dimension of at least two, and StateError for a module that is
+    offloaded.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module that holds the experts' weights")

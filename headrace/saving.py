@@ -45,33 +45,33 @@ def save(
     wait: bool = True,
     host_memory: Size | None = None,
 ) -> Saving:
-    """Saves a training run as the directory `path`, whatever tiers it uses. The checkpoint is complete, or not there.
+    """Saves a training run, whatever tiers it uses, to the directory `path`. A checkpoint is complete, or not there.
 
     The directory is a checkpoint that Hugging Face's libraries can read: `from_pretrained(path)` reads the weights (of
     a PEFT model, its adapters and whatever else is trained). `optimizer.pt` is what `torch.save(optimizer.state_dict(),
     ...)` writes: `optimizer.load_state_dict(torch.load("optimizer.pt", mmap=True))` reads it without headrace. Random
     states of Python, NumPy and PyTorch are saved, too. `headrace.load` checks every byte.
 
-    - `optimizer`: one, or several; of headrace or of PyTorch.
-    - `extra`: plain values, tensors, and lists and dicts of these; of an object with a `state_dict()` (a scheduler, a
-      GradScaler, a data loader) that is saved. `load` returns it.
-    - `files`: more files of the directory, by name, which `load` checks and does not use (a tokenizer's; what another
-      program resumes from).
-    - `keep`: how many checkpoints stay, of those next to `path` whose names differ only in the number at the end
-      (`step-300`); older ones are deleted once this one is complete.
-    - `wait`: False returns while the checkpoint is being written. Optimizers update a parameter only after it has been
-      read; before you write to parameters in any other way, call `wait()` on the result. One checkpoint is written at a
-      time: the next call waits for it, and raises what failed in it, if `wait()` has not. The process does not end
-      before it is written.
-    - `host_memory`: bytes of the buffers that it passes through, 24 MiB at least; default 32 MiB, or 256 MiB with
-      `wait=False`, by which the drive may lag behind.
+    - `optimizer`: one optimizer or several, of headrace or of PyTorch.
+    - `extra`: plain values, tensors, and lists and dicts of these. For an object with a `state_dict()` (a scheduler, a
+      GradScaler, a data loader), that dict is saved. `load` returns `extra`.
+    - `files`: more files for the directory, by name, such as a tokenizer's or those that another program resumes from.
+      `load` checks them but does not use them.
+    - `keep`: how many checkpoints to keep, counting those next to `path` whose names differ only in the number at the
+      end (`step-300`). Older ones are deleted once this one is complete.
+    - `wait`: with False, the call returns while the checkpoint is still being written. Optimizers update a parameter
+      only after it has been read; before you write to parameters in any other way, call `wait()` on the result. One
+      checkpoint is written at a time: the next call waits for the one before it, and raises its error unless `wait()`
+      has raised it. The process does not end before the checkpoint is written.
+    - `host_memory`: bytes of the buffers through which the checkpoint passes, 24 MiB at least. Default: 32 MiB, or 256
+      MiB with `wait=False`, so that the drive may lag behind by that much.
 
     Gradients are not saved: save after `optimizer.step()`.
 
     Raises StateError within a forward or backward and after a `load` that failed midway, DiskError when the drive fails
-    or is full, CheckpointError for what cannot be saved (tensors on meta, sparse or lazy; objects in `extra`),
-    ValueError and TypeError for arguments that make no sense. In all these cases nothing has been changed: a checkpoint
-    that was there is still there.
+    or is full, CheckpointError for what cannot be saved (meta, sparse or lazy tensors; objects in `extra`), and
+    ValueError and TypeError for arguments that make no sense. Nothing has been changed in any of these cases: a
+    checkpoint that was there is still there.
     """
     check_model(model)
     path, memory_bytes = _checked(path, keep, host_memory, _HOST_BYTES if wait else _HOST_BYTES_BESIDE)

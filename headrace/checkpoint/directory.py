@@ -96,9 +96,9 @@ class NewDirectory:
 
 
 def newest(directory: str | os.PathLike[str]) -> Path | None:
-    """The whole checkpoint in `directory` with the highest number at the end of its name; None when there is none.
+    """The complete checkpoint in `directory` with the highest number at the end of its name; None if there is none.
 
-    What a process that was killed while it saved has left there is put in order: it goes, or is whole again.
+    Also cleans up what a process that was killed while saving has left there: it is removed, or restored.
     """
     directory = Path(directory).expanduser()
     restore_interrupted(directory)

@@ -1,8 +1,8 @@
 """How does code written for DiffSynth-Studio's OffloadTrainingManager run on headrace? With the import changed.
 
-A leaf module is a block, and the next one arrives while it computes. The device budget is three times the largest
-block, and what stays: buffers, and parameters of modules that have submodules. What is trained while it stays on the
-device comes on top. What differs is in docs/coming_from/diffsynth.md, row by row.
+Each leaf module is a block, and the next one arrives while it computes. The device budget is three times the largest
+block, plus what stays: buffers, and parameters of modules that have submodules. Weights that are trained on the device
+come on top. What differs is in docs/coming_from/diffsynth.md, row by row.
 """
 
 import contextlib
@@ -46,11 +46,11 @@ MEGABYTE = 10**6
 class OffloadTrainingManager:
     """Weights visit `target_device` while they compute.
 
-    With `enable_optimizer_cpu_offload` gradients and optimizer are on the CPU. Without, trainable parameters are moved
-    to the device and stay there, with their gradients and an optimizer that was made for them, before or afterwards.
-    `cpu_offload_split_threshold` is in MB of 10**6 bytes; None makes every leaf module a block. The way back is
-    `remove()`: `handle.remove()` alone leaves trained parameters on the device. Raises what `headrace.offload` raises,
-    and ValueError for a threshold that is not positive.
+    With `enable_optimizer_cpu_offload`, gradients and optimizer are on the CPU. Without it, trainable parameters are
+    moved to the device and stay there, with their gradients and their optimizer, which may be made before or
+    afterwards. `cpu_offload_split_threshold` is in MB of 10**6 bytes; None makes every leaf module a block. To undo all
+    of it, call `remove()`: `handle.remove()` alone leaves trained parameters on the device. Raises what
+    `headrace.offload` raises, and ValueError for a threshold that is not positive.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class OffloadTrainingManager:
         self._move_trained(device)
 
     def after_backward(self) -> None:
-        """Waits until the device is done. Gradients are already where they belong."""
+        """Waits until the device is done. Gradients are where they belong already."""
         self.handle.synchronize()
 
     def remove(self) -> None:
-        """The model is an ordinary CPU model again. The state of an optimizer stays where it is."""
+        """Makes the model an ordinary CPU model again. The state of an optimizer stays where it is."""
         self.handle.remove()
         leave_to_user(self._trained, left=False)
         self._move_trained(torch.device("cpu"))
@@ -105,11 +105,11 @@ def launch_data_process_task(
     num_workers: int = 8,
     args: Any = None,
 ) -> None:
-    """The first of two stages: what `model` makes of each sample is saved, for the second one to train on.
+    """Runs the first of two stages: saves what `model` makes of each sample, for the second stage to train on.
 
     Sample `i` of a process goes to `{model_logger.output_path}/{accelerator.process_index}/{i}.pth`, with its tensors
-    in host memory. `args` (None, or parsed flags): with `enable_model_cpu_offload` the model is offloaded meanwhile, as
-    `enable_optimizer_cpu_offload` and `cpu_offload_split_threshold` say; otherwise it goes to `accelerator.device`.
+    in host memory. `args` is None, or parsed flags. With `enable_model_cpu_offload` the model is offloaded meanwhile,
+    as `enable_optimizer_cpu_offload` and `cpu_offload_split_threshold` say; otherwise it goes to `accelerator.device`.
     """
     directory = Path(model_logger.output_path) / str(accelerator.process_index)
     directory.mkdir(parents=True, exist_ok=True)

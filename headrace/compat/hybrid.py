@@ -20,14 +20,15 @@ __all__ = ["HybridDeviceOptimizer"]
 class HybridDeviceOptimizer(HostOptimizer):
     """An optimizer with `offload_fraction` of its state in host memory and the rest on the parameters' accelerator.
 
-    The first parameters are on the host, whole, as there.
-    `cpu_optimizer_cls` and `gpu_optimizer_cls` are classes, or `functools.partial` of them; None means the same as the
-    other one, and AdamW if both are None. If both name the same of Adam, AdamW, FusedAdam, SGD, FusedSGD and Muon, the
-    rule of `headrace.optim` by that name updates, with float32 masters of low-precision weights, whatever
-    `param_update_in_fp32` says. Any other classes (with `use_torch_optimizer`, these too) step by themselves, on whole
-    parameters. Parameters on the CPU are updated there, whatever the fraction. `pin_cpu_grads` and `pin_cpu_params` are
-    `pin` of `headrace.optim.AdamW`, `overlap_cpu_optimizer_d2h_h2d` is its `overlap_d2h_h2d`; other settings, and keys
-    of param groups, are those of the classes (of TransformerEngine's, too) and of `headrace.optim`.
+    As in Megatron, the first parameters are those on the host, each as a whole. `cpu_optimizer_cls` and
+    `gpu_optimizer_cls` are classes, or `functools.partial` of them. None means the same as the other one, or AdamW if
+    both are None. If both name the same one of Adam, AdamW, FusedAdam, SGD, FusedSGD and Muon, the optimizer of that
+    name in `headrace.optim` does the updates, with float32 masters of low-precision weights, whatever
+    `param_update_in_fp32` says. Any other classes (and with `use_torch_optimizer`, these too) take their own steps, on
+    whole parameters. Parameters on the CPU are updated there, whatever the fraction. `pin_cpu_grads` and
+    `pin_cpu_params` are `pin` of `headrace.optim.AdamW`, and `overlap_cpu_optimizer_d2h_h2d` is its `overlap_d2h_h2d`.
+    Other settings, and keys of param groups, are those of the classes (of TransformerEngine's, too) and of
+    `headrace.optim`.
 
     Raises ValueError for a fraction outside [0, 1], for LBFGS and SparseAdam, and for arguments that do not exist here.
     """
@@ -86,13 +87,14 @@ class HybridDeviceOptimizer(HostOptimizer):
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers whose settings and state count: this one."""
+        """The optimizers whose settings and state count. There is only this one."""
         return [self]
 
     def dummy_step(self) -> None:
         """Creates the state of every parameter, as a step would, but changes no weight; steps are counted from 0.
 
-        Raises ValueError where the classes step by themselves: not every one can take a step that leaves no trace.
+        Raises ValueError if the classes take their own steps, because not every class can take a step that leaves no
+        trace.
         """
         if isinstance(self, TorchSteps):
             raise ValueError(
@@ -121,7 +123,7 @@ class HybridDeviceOptimizer(HostOptimizer):
                     self.state[parameter]["step"].zero_()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Copies weights to their masters, after they were written in a way that leaves no trace (`p.data.copy_`)."""
+        """Copies weights to their masters. Needed after writes to weights that leave no trace (`p.data.copy_`)."""
         self.refresh()
 
 

@@ -49,10 +49,10 @@ class Settings:
 
 @dataclasses.dataclass(kw_only=True)
 class CPUOffloadConfig(Settings):
-    """Megatron's settings of layer-level CPU offloading. `num_layers`: of the model.
+    """Megatron's settings of layer-level CPU offloading. `num_layers` is the model's number of layers.
 
-    They may be changed one after another: `validate()` checks them again, and so does whatever uses them. Raises
-    ValueError for settings that cannot work. Recomputation and pipeline stages may be set as one likes.
+    You may change them one after another: `validate()` checks them again, and so does whatever uses them. Raises
+    ValueError for settings that cannot work. Recomputation and pipeline stages may have any values.
     """
 
     num_layers: int
@@ -101,7 +101,7 @@ class CPUOffloadConfig(Settings):
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig(Settings):
-    """Megatron's settings of one optimizer, with its defaults. `lr` None is the default of the class.
+    """Megatron's settings of one optimizer, with Megatron's defaults. If `lr` is None, the class's default applies.
 
     Settings that cannot work raise ValueError when they are used.
     """
@@ -154,7 +154,7 @@ class OptimizerConfig(Settings):
             raise ValueError("optimizer_cuda_graph=True: an update on the host is no part of a graph; set it to False")
 
     def optimizer_for(self, params: nn.Module | Iterable[Any], *, mesh: Any = None) -> HybridDeviceOptimizer:
-        """The optimizer of a model, of parameters, or of groups of them. Raises what `validate` raises.
+        """Makes the optimizer for a model, for parameters, or for groups of parameters. Raises what `validate` raises.
 
         `mesh`: the DeviceMesh of replicas over which `use_distributed_optimizer` deals state and updates out.
         """
@@ -206,7 +206,7 @@ class OptimizerConfig(Settings):
 
 @dataclasses.dataclass(kw_only=True)
 class TrainingConfig(Settings):
-    """How many steps of which batches: `global_batch_size` samples in a step, `micro_batch_size` at a time."""
+    """How many steps to train, with `global_batch_size` samples in each step, `micro_batch_size` at a time."""
 
     train_iters: int = 1
     global_batch_size: int = 1
@@ -242,12 +242,12 @@ class ConfigContainer(Settings):
 def apply(
     config: CPUOffloadConfig, model: nn.Module, *, device_memory: Size | None = None, min_bytes: Size | None = None
 ) -> headrace.Offloaded | headrace.ActivationOffloading | None:
-    """Makes `model` do what `config.cpu_offloading...` says, as Megatron's layers do by themselves: without a context.
+    """Makes `model` do what `config.cpu_offloading...` says, without a context, as Megatron's layers do by themselves.
 
-    With `cpu_offloading_weights` it is best on the CPU before: weights of offloaded layers then visit the accelerator,
-    and the others go there to stay. With `fine_grained_activation_offloading` what the modules save leaves whose names
-    have one of `offload_modules` in them. Returns the handle, or None with nothing to offload. The other settings are
-    as in `get_cpu_offload_context`. Raises what that raises.
+    With `cpu_offloading_weights` the model should be on the CPU: weights of offloaded layers then visit the
+    accelerator, and the others go there to stay. With `fine_grained_activation_offloading`, what leaves is what modules
+    save whose names contain one of `offload_modules`. Returns the handle, or None if there is nothing to offload. The
+    other settings are as in `get_cpu_offload_context`, which also says what is raised.
     """
     config.validate()
     settings = saving_settings(device_memory, min_bytes)
@@ -266,10 +266,10 @@ def apply(
 
 
 def override(config: ConfigContainer, assignments: Iterable[str]) -> None:
-    """Applies texts such as "optimizer.optimizer_offload_fraction=0.5". A value is of the type of the one it replaces.
+    """Applies texts such as "optimizer.optimizer_offload_fraction=0.5". A value gets the type of the one it replaces.
 
-    Raises ValueError for a text of another form or a value of another kind, AttributeError for a setting that does not
-    exist.
+    Raises ValueError for a text of another form or a value of another type, and AttributeError for a setting that does
+    not exist.
     """
     for text in assignments:
         path, equals, value = text.removeprefix("cfg.").partition("=")

@@ -26,14 +26,16 @@ _enabled: "WeakKeyDictionary[nn.Module, _Enabled]" = WeakKeyDictionary()
 
 
 def enable_offload(model: nn.Module, blocks: nn.ModuleList, min_reserved_blocks_count: int = 2) -> None:
-    """Blocks of `model` visit the device in turn; the first `min_reserved_blocks_count` and all else stay there.
+    """Makes `blocks` of `model` visit the device in turn; the first `min_reserved_blocks_count` and the rest stay.
 
-    Those that stay are `blocks[:min_reserved_blocks_count]`; others are loaded as many ahead. The device is this
-    machine's accelerator, else the CPU. If it is called again for the same blocks, the new count applies; if for other
-    blocks of the model, these travel as well. If such a call raises, what was enabled before stays as it was.
+    `blocks[:min_reserved_blocks_count]` stay; of the others, up to that many are loaded ahead. The device is this
+    machine's accelerator, or the CPU if there is none. If you call it again for the same blocks, the new count applies;
+    if you call it for other blocks of the model, these travel as well. If such a call raises, what was enabled before
+    stays as it was.
 
-    Raises TypeError when `model` or a block is no Module, `blocks` no ModuleList, the count no int; ValueError for no
-    blocks and for a count below 0 or not below `len(blocks)`; and what `headrace.offload` raises.
+    Raises TypeError when `model` or a block is not a Module, `blocks` is not a ModuleList, or the count is not an int.
+    Raises ValueError for no blocks and for a count below 0 or not below `len(blocks)`, and what `headrace.offload`
+    raises.
     """
     _check(model, blocks, min_reserved_blocks_count)
     before = _enabled.pop(model, None)
@@ -51,7 +53,7 @@ def enable_offload(model: nn.Module, blocks: nn.ModuleList, min_reserved_blocks_
 def handle_of(model: nn.Module) -> headrace.Offloaded:
     """The handle that `headrace.offload` returned for `model`; a new one after each `enable_offload`.
 
-    Raises ValueError when `enable_offload` was not called for it.
+    Raises ValueError if `enable_offload` was not called for it.
     """
     if model not in _enabled:
         raise ValueError(f"this {type(model).__name__} is not offloaded; call enable_offload first")
@@ -59,7 +61,7 @@ def handle_of(model: nn.Module) -> headrace.Offloaded:
 
 
 def disable_offload(model: nn.Module) -> None:
-    """`model` is an ordinary CPU model again. Raises ValueError when `enable_offload` was not called for it."""
+    """Makes `model` an ordinary CPU model again. Raises ValueError if `enable_offload` was not called for it."""
     handle_of(model).remove()
     del _enabled[model]
 

@@ -50,18 +50,18 @@ def get_cpu_offload_context(
     device_memory: Size | None = None,
     min_bytes: Size = _MIN_BYTES,
 ) -> tuple[Context, Sync]:
-    """A context for each layer's call, and a function for its output; what the first layers save leaves the device.
+    """Returns a context for each layer's call and a function for its output. What the first layers save is offloaded.
 
-    These are layers 0 to `num_layers` - 1 of `model_layers`; 0 means off, and the last one stays. Several forwards may
-    come before their backwards, and layers may be recomputed. `model`: offloading is hooked into the model instead, and
-    the context does nothing. `offload_weights` needs this, with the model on the CPU: weights of these layers then
-    visit the device, and the rest goes there to stay. `device_memory`: ceiling in bytes for saved tensors on the
-    device; by default all that these layers save leaves, however slow the link is. `min_bytes`: smaller tensors stay.
-    `double_buffering` and `retain_pinned_cpu_buffers` change nothing: the plan chooses the depth, and host memory is
-    kept in any case.
+    The first layers are 0 to `num_layers` - 1 of `model_layers`; 0 means off, and the last layer always stays. Several
+    forwards may come before their backwards, and layers may be recomputed. If `model` is given, offloading is hooked
+    into the model, and the context does nothing. `offload_weights` needs `model`, on the CPU: weights of the first
+    layers then visit the device, and the others go there to stay. `device_memory` is a ceiling in bytes for saved
+    tensors on the device; by default all that the first layers save leaves, however slow the link is. Tensors smaller
+    than `min_bytes` stay. `double_buffering` and `retain_pinned_cpu_buffers` change nothing: the plan chooses the
+    depth, and host memory is kept in any case.
 
-    Raises ValueError for other numbers of layers, with nothing to offload, and for `manual_synchronization` and
-    `offload_stream`; and what `headrace.offload` and `offload_activations` raise.
+    Raises ValueError for other numbers of layers, if there is nothing to offload, and for `manual_synchronization` and
+    `offload_stream`. Also raises what `headrace.offload` and `offload_activations` raise.
     """
     if not enabled or (num_layers == 0 and model_layers >= 0):
         return contextlib.nullcontext(), _unchanged

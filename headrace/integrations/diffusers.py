@@ -25,13 +25,14 @@ _parts: "weakref.WeakKeyDictionary[Any, nn.ModuleDict]" = weakref.WeakKeyDiction
 
 
 def offload_pipeline(pipeline: "DiffusionPipeline", **settings: Any) -> Offloaded:
-    """Offloads all models of a diffusers pipeline under one budget, all of which goes to the model that is running.
+    """Offloads all models of a diffusers pipeline under one budget. The model that is running gets all of it.
 
-    `settings` are those of `headrace.offload`, for all of them together; names begin with a component's, such as
-    "unet.mid_block". The handle is like that of one model, and its `remove()` applies to all. LoRAs may be loaded,
-    selected and deleted later; this takes effect at the next call.
+    `settings` are those of `headrace.offload`, for all models together. Names of modules begin with the name of their
+    component, such as "unet.mid_block". The handle is like that of one model, and its `remove()` applies to all. LoRAs
+    may be loaded, selected and deleted later; this takes effect at the next call.
 
-    Raises what `headrace.offload` raises, ValueError for a pipeline without models, TypeError for anything else.
+    Raises what `headrace.offload` raises, ValueError for a pipeline without models, and TypeError for anything that is
+    not a pipeline.
     """
     if not isinstance(getattr(pipeline, "components", None), dict):
         raise TypeError(f"pipeline is a {type(pipeline).__name__}; give a diffusers.DiffusionPipeline")

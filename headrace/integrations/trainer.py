@@ -41,12 +41,11 @@ _BY_NAME: dict[str, tuple[str, dict[str, Any]]] = {
 def optimizer_cls_and_kwargs(arguments: TrainingArguments, **settings: Any) -> tuple[type, dict[str, Any]]:
     """The `headrace.optim` optimizer that `arguments.optim` names, for `Trainer(optimizer_cls_and_kwargs=...)`.
 
-    Its learning rate, betas and eps are those of `arguments`, and weight decay follows the Trainer's parameter groups;
+    Learning rate, betas and eps are those of `arguments`, and weight decay follows the Trainer's parameter groups.
     `arguments.optim_args` override these, and `settings` (`overlap="forward"`, `tier="disk"`, ...) override both.
     `overlap="backward"` does not work, because the Trainer scales gradients after backward (by 1 if it does not clip).
 
-    Raises ValueError for a name to which no optimizer of headrace corresponds, and for `optim_args` that cannot be
-    read.
+    Raises ValueError for a name that no optimizer of headrace corresponds to, and for `optim_args` that cannot be read.
     """
     name = str(getattr(arguments.optim, "value", arguments.optim))
     if name not in _BY_NAME:
@@ -90,17 +89,17 @@ class _Mark:
 class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
     """Adds what the handle measured to the Trainer's logs, and saves checkpoints with `headrace.save` next to its own.
 
-    - `save`: whether to write a checkpoint of headrace for each one of the Trainer, to
-      `<output_dir>/headrace/step-<n>`. Training continues while it is written.
-      `trainer.train(resume_from_checkpoint="<output_dir>/headrace/step-<n>")` goes on from it, bit for bit;
-      `headrace.load` reads it, too, with the states of the scheduler and the Trainer as `extra`. `save_total_limit`
-      says how many are kept. With `save_only_model`, the Trainer's own are smaller, and training cannot go on from
-      them as it was.
+    - `save`: whether to write a headrace checkpoint to `<output_dir>/headrace/step-<n>` whenever the Trainer writes one
+      of its own. Training continues while it is written.
+      `trainer.train(resume_from_checkpoint="<output_dir>/headrace/step-<n>")` resumes from it, bit for bit;
+      `headrace.load` reads it, too, and returns the states of the scheduler and the Trainer as `extra`.
+      `save_total_limit` says how many are kept. With `save_only_model`, the Trainer's own checkpoints are smaller, and
+      training cannot resume from them exactly.
 
     Given as `callbacks=[...]`, it comes after the callbacks that report to TensorBoard and others, so these do not see
-    its numbers; `attach(trainer)` puts it before them. The numbers cover the time since the previous log, or, in the
-    last log, all of training: bytes that were moved, `headrace_stall_share` (stalls as a share of compute and stalls),
-    and tokens (`input_ids`, with padding) per second.
+    its numbers; `attach(trainer)` puts it before them. The numbers are the bytes moved, `headrace_stall_share` (stalls
+    as a share of compute and stalls), and tokens (`input_ids`, with padding) per second. They cover the time since the
+    previous log; those of the last log cover all of training.
     """
 
     def __init__(self, handle: Offloaded, *, save: bool = False) -> None:
@@ -112,12 +111,12 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         self._saving: Saving | None = None
 
     def attach(self, trainer: Trainer) -> "HeadraceCallback":
-        """Becomes the first of the trainer's callbacks."""
+        """Puts this callback before all others of the trainer."""
         trainer.callback_handler.callbacks.insert(0, self)
         return self
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
-        """Begins to count."""
+        """Starts counting."""
         self._stop_counting()
         self._counting = found["model"].register_forward_pre_hook(self._count, with_kwargs=True)
         self._began = self._logged = self._mark()
@@ -148,7 +147,7 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         self._logged = mark
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
-        """Saves beside the Trainer's checkpoint."""
+        """Saves a checkpoint beside the Trainer's own."""
         if self._save:
             self._saving = save(
                 Path(args.output_dir or ".") / "headrace" / f"step-{state.global_step}",
@@ -211,14 +210,14 @@ def _as_file(value: Any) -> bytes:
 
 
 def micro_batches_together(trainer: Trainer, handle: Offloaded, together: int | None = None) -> None:
-    """Makes the trainer take a step's micro-batches (`gradient_accumulation_steps`) by `handle.forward_backward`.
+    """Makes the trainer run a step's micro-batches (`gradient_accumulation_steps`) by `handle.forward_backward`.
 
-    Losses, gradients and weights are those of the trainer's own loop, except for dropout, as `forward_backward` says.
-    `together`: how many go through a block at once; None: all of a step. The whole step is computed when the loop
-    reaches its first micro-batch, so `on_substep_end` sees the gradients of the whole step.
+    Losses, gradients and weights are those of the trainer's own loop, except with dropout (see `forward_backward`).
+    `together` is how many micro-batches go through a block at once; None means all of a step. The whole step is
+    computed when the loop reaches its first micro-batch, so `on_substep_end` sees the gradients of the whole step.
 
-    Raises TypeError for a trainer whose steps do more than the Trainer's (TRL's GRPO), and ValueError for fp16, whose
-    loss is scaled before backward, and for TRL's own offloading of activations.
+    Raises TypeError for a trainer whose steps do more than the Trainer's (TRL's GRPO). Raises ValueError for fp16,
+    where the loss is scaled before backward, and for TRL's own offloading of activations.
     """
     own = type(trainer).training_step is Trainer.training_step
     around = getattr(trainer, "maybe_activation_offload_context", None)  # all that TRL's SFT, DPO... add to a step

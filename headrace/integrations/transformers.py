@@ -46,31 +46,32 @@ def __getattr__(name: str) -> Any:
 def from_pretrained(
     path_or_config: "str | os.PathLike[str] | PreTrainedConfig", *, trainable: bool = True, **settings: Any
 ) -> "tuple[PreTrainedModel, Offloaded]":
-    """Loads the model that `save_pretrained` wrote to the directory `path_or_config`, offloaded: model and handle.
+    """Loads and offloads the model that `save_pretrained` wrote to `path_or_config`; returns the model and its handle.
 
-    Its weights never take more host memory than `settings`, those of `headrace.offload`, allow: until they are placed
-    in blocks they are memory-mapped files. (Weights that torchao quantised are an exception: transformers loads them
-    whole.) They have the dtype in which they were saved; if the files mix several, one of these, preferably the
-    config's. The model is in evaluation mode.
+    `settings` are those of `headrace.offload`. The weights never take more host memory than these allow, because they
+    are memory-mapped files until they are placed in blocks. (Weights quantised by torchao are an exception:
+    transformers loads them whole.) Weights have the dtype in which they were saved; if the files have several dtypes,
+    they get one of them, preferably the config's. The model is in evaluation mode.
 
-    The directory of a diffusers model (a pipeline's "unet") works, too; load a whole pipeline with diffusers and give
-    it to `headrace.offload_pipeline`.
+    `path_or_config` may also be the directory of a diffusers model (a pipeline's "unet"). To load a whole pipeline, use
+    diffusers, and give the pipeline to `headrace.offload_pipeline`.
 
-    Given a transformers config instead, the model has random weights: the same as without headrace after the same
-    `torch.manual_seed`. With `disk`, they are written to files there, which temporarily need as much space as the
+    If `path_or_config` is a transformers config, the model has random weights: the same as without headrace after the
+    same `torch.manual_seed`. With `disk`, they are written to files there, which temporarily need as much space as the
     weights.
 
-    In a directory of adapters that PEFT wrote (by `headrace train --lora-rank`, too), these are put on the model that
-    they belong to, which is at the path in adapter_config.json. With `trainable` they alone require gradients. Needs
-    peft.
+    If it is a directory of PEFT adapters (`headrace train --lora-rank` writes one, too), the adapters are put on the
+    model that they belong to, which is loaded from the path in adapter_config.json. With `trainable`, only the adapters
+    require gradients. This needs peft.
 
-    A quantised model (by bitsandbytes, torchao and other quantisers of transformers) stays packed on every tier.
+    A quantised model (from bitsandbytes, torchao and other quantisers that transformers knows) stays packed on every
+    tier.
 
-    - `trainable`: whether parameters require gradients. With False, for inference and adapters, no memory is kept for
-      gradients. Quantised weights never require them.
+    - `trainable`: whether parameters require gradients. False is for inference and adapters: no memory is kept for
+      gradients then. Quantised weights never require gradients.
 
-    Raises CheckpointError when there is no sound config.json or safetensors file, TypeError for what is neither
-    directory nor config, and what `headrace.offload` raises. Needs transformers.
+    Raises CheckpointError when there is no valid config.json or safetensors file, TypeError for anything that is
+    neither a directory nor a config, and what `headrace.offload` raises. Needs transformers.
     """
     if not isinstance(path_or_config, str | os.PathLike):
         model = _new_model(_checked(path_or_config), settings.get("disk"))

@@ -1,7 +1,8 @@
 """Which settings do Adafactor and Muon have, which need a whole matrix at once? Those of torch.optim.
 
-DTensors that are cut are dealt out to the ranks of their mesh, each of which updates its own for all: `step()` and
-`consolidate_state_dict()` are collectives, and `state_dict()` is as with `mesh` (see `headrace.optim.AdamW`).
+Sharded DTensors are assigned as wholes to the ranks of their mesh. Each rank updates its own and sends the result to
+all others. So `step()` and `consolidate_state_dict()` are collectives, and `state_dict()` is as with `mesh` (see
+`headrace.optim.AdamW`).
 """
 
 import re
@@ -25,10 +26,10 @@ _TABLE = re.compile(
 
 
 class Adafactor(HostOptimizer, torch.optim.Adafactor):
-    """torch.optim.Adafactor with state and update in host memory; other settings as in `headrace.optim.AdamW`.
+    """torch.optim.Adafactor with state and update in host memory. Other settings are as in `headrace.optim.AdamW`.
 
-    The float32 state is a row and a column per matrix. `state_dtype` stays torch.float32. With `tier="disk"`, only
-    state of 16 KiB or more rests on disk: for matrices, the masters of low-precision weights.
+    The state is a row and a column per matrix, in float32; `state_dtype` cannot be changed. With `tier="disk"`, only
+    state of 16 KiB or more rests on disk; for matrices, that is the masters of low-precision weights.
     """
 
     _updates_whole = True
@@ -91,15 +92,15 @@ class Muon(HostOptimizer, torch.optim.Muon):
     """torch.optim.Muon with state and update in host memory, and AdamW for all other parameters, in one optimizer.
 
     Give it all parameters of a model, or `model.named_parameters()`. A group with both kinds of parameters is split in
-    two. Muon gets those of two dimensions, except embeddings and output heads, which are recognised by name: the
-    parameter's last module is named embed*, *embedding(s), wte, wpe, shared, relative_attention_bias, *lm_head, head,
-    output, classifier or score. Names are known for offloaded models, and from named_parameters(); without names, Muon
-    gets every matrix. `use_muon` in a group, True or False, decides for the whole group. The groups of AdamW have
-    "use_muon": False, and come after those of Muon.
+    two. Muon gets parameters of two dimensions, except embeddings and output heads. These are recognised by the name of
+    the module that holds the parameter: embed*, *embedding(s), wte, wpe, shared, relative_attention_bias, *lm_head,
+    head, output, classifier or score. Names are known for offloaded models, and from named_parameters(); without names,
+    Muon gets every matrix. `use_muon` in a group, True or False, decides for the whole group. AdamW's groups have
+    "use_muon": False, and come after Muon's.
 
-    State: a float32 momentum, 4 bytes per parameter; for AdamW 8 bytes. `state_dtype` stays torch.float32. The other
-    settings are as in `headrace.optim.AdamW`, and its own are `adamw_lr` and `adamw_weight_decay` (None: the group's),
-    `adamw_betas` and `adamw_eps`.
+    The state is a float32 momentum, 4 bytes per parameter; for AdamW, 8 bytes. `state_dtype` cannot be changed. AdamW's
+    own settings are `adamw_lr` and `adamw_weight_decay` (None: the group's), `adamw_betas` and `adamw_eps`. Other
+    settings are as in `headrace.optim.AdamW`.
     """
 
     _updates_whole = True
@@ -149,12 +150,12 @@ class Muon(HostOptimizer, torch.optim.Muon):
             super().add_param_group(part)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, or two where it has matrices and others. Raises as with every optimizer of headrace."""
+        """Adds a group, or two if it has matrices and other parameters. Raises what every optimizer here raises."""
         for part in self._parts(param_group):
             super().add_param_group(part)
 
     def _parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """The group as one or two: what goes by Muon, and what goes by AdamW with the settings of that."""
+        """The group as one or two: what Muon updates, and what AdamW updates, with AdamW's settings."""
         params = group["params"]
         if isinstance(params, set):
             raise TypeError("parameters of a group are a set, which has no order; give a list")
@@ -202,7 +203,7 @@ def _muon_step(group: dict[str, Any], state: dict[str, Any], weight: torch.Tenso
 
 
 def _goes_by_muon(parameter: torch.Tensor, name: str | None = None) -> bool:
-    """Whether a parameter is a matrix and, as far as its name tells, no table."""
+    """Whether a parameter is a matrix and, as far as its name tells, not an embedding or an output head."""
     if parameter.dim() != 2:
         return False
     if name is None and unit_of(parameter) is not None:

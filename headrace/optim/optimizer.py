@@ -43,12 +43,14 @@ _OWN = ("_options", "_not_finite", "skipped_steps", "last_step_skipped", "last_g
 class HostOptimizer(Optimizer):
     """An optimizer whose state and update live in host memory, for parameters on the host or on an accelerator.
 
-    It stands before a stock optimizer of torch.optim among the bases of a class, which adds the rule: param groups,
-    defaults, validation and the format of `state_dict` are the stock one's; the state and the step are ours.
+    A class of this package has it as a base before a stock optimizer of torch.optim, and adds the rule. Param groups,
+    defaults, validation and the format of `state_dict` are those of the stock optimizer; the state and the step are
+    ours.
 
     `skipped_steps` counts steps that were skipped because the norm of the gradients was not finite (with
-    `max_grad_norm`); `last_step_skipped` says whether the last one was, and `last_grad_norm` is its norm before
-    clipping. `not_finite_steps` counts steps that were not skipped although some gradient was not finite.
+    `max_grad_norm`); `last_step_skipped` says whether the last step was skipped, and `last_grad_norm` is the norm of
+    its gradients before clipping. `not_finite_steps` counts steps that were not skipped although some gradient was not
+    finite.
     """
 
     asks_before_write = True  # as runtime.capture wants it: for each parameter, when its update begins
@@ -85,9 +87,9 @@ class HostOptimizer(Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch.optim does. Raises ValueError for a parameter that is in it twice, or in another.
+        """Adds a group, as torch.optim does. Raises ValueError for a parameter that is in it twice or in another group.
 
-        LayoutError for one that is not plain bytes: of a class of its own, sparse, quantised, on meta.
+        Raises LayoutError for a parameter that is not plain bytes: a tensor subclass, sparse, quantised, or on meta.
         """
         refusals.check_duplicates(param_group)
         super().add_param_group(param_group)
@@ -126,12 +128,13 @@ class HostOptimizer(Optimizer):
     # the step ---------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. `closure`, when given, is called once before it; its result is returned.
+        """Takes one step. Before it, calls `closure`, if given, once, and returns its result.
 
         Parameters without a gradient are left alone. Raises RuntimeError for sparse or complex gradients, LayoutError
-        for what is not plain bytes any more, ValueError for parameters of two offloaded models and for `overlap` with
-        none and weights on an accelerator, DiskError when a drive failed before anything was changed, StateError
-        when it did so later: then nothing goes on before a state was loaded.
+        for parameters that are not plain bytes any more, and ValueError for parameters of two offloaded models and for
+        `overlap` with weights on an accelerator but no offloaded model. When a drive fails before anything has changed,
+        raises DiskError. When it fails later, raises StateError, and so does every later step until a state has been
+        loaded.
         """
         self._join_node()
         if not self._owners.shares:
@@ -272,14 +275,14 @@ class HostOptimizer(Optimizer):
 
     @property
     def not_finite_steps(self) -> int:
-        """How many steps updated weights with gradients of which some were NaN or infinite. Waits for updates.
+        """How many steps updated weights although some gradients were NaN or infinite. Waits for updates.
 
-        Those that `max_grad_norm` skipped are not among them.
+        Steps that `max_grad_norm` skipped do not count.
         """
         return self.count_not_finite_steps(wait=True)
 
     def count_not_finite_steps(self, *, wait: bool) -> int:
-        """The same; without `wait` of those steps whose updates are over."""
+        """The same. Without `wait`, counts only steps whose updates are over."""
         if not wait:
             return self._not_finite.known()
         self.synchronize()
@@ -291,17 +294,17 @@ class HostOptimizer(Optimizer):
         return self._updates.overlaps
 
     def synchronize(self) -> None:
-        """The host waits for updates that are under way (with `overlap`). Raises what failed in one."""
+        """Waits for updates that are under way (with `overlap`). Raises the error of one that failed."""
         self._updates.updater.synchronize()
 
     def refresh(self) -> None:
-        """The next step reads all weights anew: after writes that leave no trace in them (`p.data.copy_`)."""
+        """Makes the next step read all weights anew. Needed after writes that leave no trace (`p.data.copy_`)."""
         self.synchronize()
         for master in self._states.masters.values():
             master.suspect()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim has it. Without `set_to_none` it waits for updates that are under way and read gradients."""
+        """As in torch.optim. Without `set_to_none` it waits for updates that still read gradients."""
         self._join_node()
         if set_to_none:
             for parameter in parameters_of(self):
@@ -319,9 +322,10 @@ class HostOptimizer(Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """State by parameter, as torch.optim has it. Waits for updates that are under way.
+        """State by parameter, as in torch.optim. Waits for updates that are under way.
 
-        With DTensor parameters a mapping made anew, over the same tensors: what is put into it is seen by nobody.
+        With DTensor parameters, each call returns a new mapping of the same tensors: what you put into it has no
+        effect.
         """
         self._join_node()
         self.synchronize()
@@ -340,7 +344,7 @@ class HostOptimizer(Optimizer):
         return self._states.disk is not None
 
     def state_at_rest(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
-        """As `state`; what is on disk is read when it is wanted. Waits for updates that are under way."""
+        """As `state`, but what is on disk is read only when it is accessed. Waits for updates that are under way."""
         self._join_node()
         self.synchronize()
         if self._owners.shares:
@@ -359,28 +363,28 @@ class HostOptimizer(Optimizer):
         return self._master_of(parameter).form
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim has it. Where parameters are dealt out to ranks, with the state of this rank's alone.
+        """As in torch.optim. If parameters are assigned to ranks, it has the state of this rank's parameters only.
 
-        That of the others is something empty which cannot be pickled; `consolidate_state_dict` gets it.
+        For the others it has an empty placeholder that cannot be pickled; `consolidate_state_dict` gets their state.
         """
         found = super().state_dict()
         self._owners.with_others(found["state"], parameters_of(self))
         return found
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """One rank of the mesh gets the state of all, in host memory; until the next step its `state_dict()` has it.
+        """Gathers the state of all ranks in one rank's host memory, for its `state_dict()` until the next step.
 
-        All ranks call this. Where no parameters are dealt out to ranks it does nothing.
+        All ranks call this. If no parameters are assigned to ranks, it does nothing.
         """
         self._join_node()
         self._owners.consolidate(self.state, parameters_of(self), to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict()` of this or of the stock optimizer returned. Moments keep their values.
+        """Loads a `state_dict()` of this optimizer or of the stock one. Moments keep their values.
 
-        Raises ValueError when groups or shapes do not match; nothing has changed then. Updates that a drive cut short
-        are no error any more: loading is what makes up for them. Where parameters are dealt out to ranks, each rank
-        takes the state of its own.
+        Raises ValueError when groups or shapes do not match; nothing has changed then. Loading makes up for updates
+        that a failing drive cut short: steps are possible again. If parameters are assigned to ranks, each rank takes
+        the state of its own.
         """
         before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
         self._join_node()
@@ -433,7 +437,7 @@ class HostOptimizer(Optimizer):
         return set(filter(self._owners.is_elsewhere, parameters_of(self)))
 
     def held_bytes(self) -> int:
-        """Bytes of host memory that state, masters and copies take; the user's own tensors do not count."""
+        """Bytes of host memory that state, masters and copies take. The user's own tensors do not count."""
         self.synchronize()
         return self._states.held_bytes() + self._updates.held_bytes()
 

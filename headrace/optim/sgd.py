@@ -1,4 +1,4 @@
-"""Which settings do SGD and Lion have? Those of their authors, and where state and update live."""
+"""Which settings do SGD and Lion have? Their authors' own, and those that say where state and update live."""
 
 from typing import Any, Unpack
 
@@ -13,7 +13,7 @@ __all__ = ["SGD", "Lion"]
 
 
 class SGD(HostOptimizer, torch.optim.SGD):
-    """torch.optim.SGD with state and update in host memory; the other settings are those of `headrace.optim.AdamW`.
+    """torch.optim.SGD with state and update in host memory. Other settings are those of `headrace.optim.AdamW`.
 
     float32 parameters change bit for bit as with `torch.optim.SGD(fused=True)` on the CPU.
     """
@@ -74,7 +74,7 @@ class _LionGroups(Optimizer):
 class Lion(HostOptimizer, _LionGroups):
     """Lion (Chen et al., 2023): the sign of an interpolated momentum, with decoupled weight decay.
 
-    The other settings are those of `headrace.optim.AdamW`. State: "exp_avg", 4 bytes per parameter.
+    Other settings are those of `headrace.optim.AdamW`. The state is "exp_avg", 4 bytes per parameter.
     """
 
     def __init__(

@@ -11,17 +11,16 @@ __all__ = ["ActivationStats"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationStats:
-    """Measured since activations were offloaded or since `reset_stats()`; bytes and seconds.
+    """What was measured since activations were offloaded or since `reset_stats()`, in bytes and seconds.
 
-    `host_held_bytes` wait on the host now; `host_bytes` is the memory allocated for them, `host_peak_bytes` its peak,
-    `host_locked_bytes` the page-locked part of it. `device_peak_bytes` were on their way out or back, at most.
-    `offload_bytes` left in `offloads` copies, `onload_bytes` came back in `onloads`. Of the uses in backward, `hits`
-    found their tensor on the device or on its way there, `demand_onloads` did not. `spill_bytes` went to disk,
-    `fetch_bytes` came from there. `stall_seconds` is how long compute waited for copies. `skipped` tensors were of
-    kinds that cannot be offloaded (subclasses, sparse, quantised, parts of memory that others may write to).
-    `pool_growths`: how often host memory was allocated. `planned_forwards` followed a plan; `similar_forwards` had
-    sizes for which there was no plan, and kept to the ceiling of another one; `recorded_forwards` were the first of
-    their kind.
+    `host_held_bytes` wait on the host now. `host_bytes` is the memory allocated for them, `host_peak_bytes` its peak,
+    and `host_locked_bytes` its page-locked part. `device_peak_bytes` is the most that was on its way out or back at
+    once. `offload_bytes` left in `offloads` copies, and `onload_bytes` came back in `onloads` copies. Of the uses in
+    backward, `hits` found their tensor on the device or on its way there; `demand_onloads` did not. `spill_bytes` went
+    to disk, and `fetch_bytes` came from there. `stall_seconds` is how long compute waited for copies. `skipped` counts
+    tensors that cannot be offloaded (subclasses, sparse, quantised, parts of memory that others may write to).
+    `pool_growths` is how often host memory was allocated. `planned_forwards` followed a plan, `recorded_forwards` were
+    the first of their kind, and `similar_forwards` had sizes without a plan and kept to the ceiling of another one.
     """
 
     host_held_bytes: int
@@ -45,7 +44,7 @@ class ActivationStats:
     recorded_forwards: int
 
     def rows(self) -> list[Row]:
-        """Each number with its name."""
+        """Each number, with its name."""
         rows = [
             ("activations on the host, peak", format_bytes(self.host_peak_bytes)),
             ("activations in flight, peak", format_bytes(self.device_peak_bytes)),
@@ -70,7 +69,7 @@ class ActivationStats:
 
     @staticmethod
     def advice(beyond_bytes: int, names: Sequence[str]) -> str:
-        """What to do about activations that neither fit nor hide."""
+        """What to do about activations that do not fit and whose copies do not hide."""
         layers = ", ".join(name or "the model itself" for name in names)
         return (
             f"{format_bytes(beyond_bytes)} of activations neither fit in device_memory nor hide behind compute:"

@@ -22,7 +22,7 @@ VERSION = 3
 
 
 class Stall(NamedTuple):
-    """A visit waited, and the copy that ended last before it went on ("" when no copy did)."""
+    """A visit that waited, and the copy that ended last before the visit went on ("" if there was none)."""
 
     visit: str
     seconds: float
@@ -32,7 +32,7 @@ class Stall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What the plan of the visits predicts of a step; `lower_bound_seconds` no schedule can beat."""
+    """What the plan of the visits predicts for a step. No schedule can beat `lower_bound_seconds`."""
 
     cycle_seconds: float
     compute_seconds: float
@@ -45,9 +45,9 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run. `stats`: None where activations alone are offloaded; `activations`: what they did, none where they stay.
+    """One run. `stats` is None if only activations are offloaded, and `activations` is empty if they stay.
 
-    `rates`: bytes per second of each lane when it was probed alone. `ranks`: how several of them share the work.
+    `rates` has each lane's bytes per second when it was probed alone. `ranks` says how several ranks share the work.
     """
 
     device: str
@@ -71,29 +71,29 @@ class RunRecord:
 
     @property
     def lanes(self) -> list[str]:
-        """Compute first, the others as they come."""
+        """All lanes: compute first, the others in the order in which they appear."""
         return list(dict.fromkeys(["compute", *(span.lane for span in self.spans)]))
 
     def of_lane(self, lane: str) -> list[Span]:
         return [span for span in self.spans if span.lane == lane]
 
     def busy_seconds(self, lane: str) -> float:
-        """How long something was under way on the lane; a drive takes several requests at a time."""
+        """How long something was under way on the lane. (A drive takes several requests at a time.)"""
         return _covered([span for span in self.of_lane(lane) if span.name != "stall"])
 
     def moved_bytes(self, lane: str) -> int:
         return sum(span.nbytes for span in self.of_lane(lane))
 
     def achieved_rate(self, lane: str) -> float:
-        """Bytes per second while the lane was busy; 0 when it moved nothing."""
+        """The lane's bytes per second while it was busy; 0 if it moved nothing."""
         seconds = self.busy_seconds(lane)
         return self.moved_bytes(lane) / seconds if seconds else 0.0
 
     def stalls(self) -> list[Stall]:
         """Who waited for whom, the longest first.
 
-        A visit waits for its blocks' copies to the device. Where the block was still being read from disk for most of
-        the wait, that is what held it up.
+        A visit waits for its blocks' copies to the device. If a block was still being read from disk for most of the
+        wait, the read is what held the visit up.
         """
         return list(self._stalls)
 

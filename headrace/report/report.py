@@ -21,7 +21,7 @@ _SHOWN = 5  # stalls
 
 @dataclass(frozen=True)
 class Report:
-    """A run's record and the ways to show it; `print` shows the text."""
+    """A run's record, and the ways to show it. `print` shows the text."""
 
     record: RunRecord
 
@@ -29,7 +29,7 @@ class Report:
         return self.to_text()
 
     def to_text(self) -> str:
-        """The counters, each beside its limit; the last step lane by lane, measured against planned and the floor."""
+        """The counters, each beside its limit, and the last step lane by lane: measured, planned, lower bound."""
         sections = [self.record.stats.to_text()] if self.record.stats is not None else []
         for rows in (self.record.ranks, self.record.activations):
             if rows:
@@ -39,7 +39,7 @@ class Report:
         return "\n".join(sections) + "\n"
 
     def step_rows(self) -> list[Row]:
-        """The last step: lanes, planned and floor, stalls."""
+        """The last step: its lanes, the planned time, the lower bound, and the stalls."""
         record = self.record
         step = record.step_seconds
         compute = f"{_seconds(step)}: {_seconds(record.compute_seconds)} of compute"
@@ -65,7 +65,7 @@ class Report:
         return rows
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """One page that needs nothing else: time line to zoom and hover, memory by tier, stalls. Works from a file."""
+        """Writes one self-contained page: a time line to zoom and hover, memory by tier, and stalls. Works offline."""
         template = files("headrace.report").joinpath("page.html").read_text()
         shown = {
             "record": json.loads(self.record.to_json()),
@@ -79,11 +79,11 @@ class Report:
         Path(path).write_text(template.replace("/*DATA*/null", data))
 
     def to_png(self, path: str | os.PathLike[str]) -> None:
-        """Time line and memory as a picture. Raises ModuleNotFoundError without matplotlib, and says how to get it."""
+        """Writes time line and memory as a picture. Raises ModuleNotFoundError if matplotlib is not installed."""
         draw(self.record, path)
 
     def to_trace(self, path: str | os.PathLike[str], *, profiler_trace: str | os.PathLike[str] | None = None) -> None:
-        """A Chrome trace (Perfetto). With `profiler_trace`, which torch.profiler exported, both in one file."""
+        """Writes a Chrome trace (Perfetto), merged with `profiler_trace` if that is given: one of torch.profiler's."""
         samples = self.record.samples
         write_trace(
             path,
@@ -94,7 +94,7 @@ class Report:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """The record as JSON, for `headrace report`."""
+        """Writes the record as JSON, for `headrace report`."""
         Path(path).write_text(self.record.to_json())
 
 

@@ -10,27 +10,27 @@ __all__ = ["Stats"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Measured since the model was offloaded or since `reset_stats()`; bytes and seconds.
+    """What was measured since the model was offloaded or since `reset_stats()`, in bytes and seconds.
 
-    `device_peak_bytes` counts what `device_budget_bytes` caps: the buffers of managed weights (resident, visiting and
-    arriving) and managed buffers. `device_gradient_peak_bytes` are gradients on their way out, `host_bytes` is all that
-    the model's handle holds in host memory, without what optimizers hold (`optimizer.held_bytes()`). Of these,
-    `host_locked_bytes` are page-locked now, and `host_refused_bytes` should be, but the system refused: compute waits
-    for their copies. `demand_onloads` were not foreseen, and came too late to be hidden. `stall_seconds` is how long
-    compute waited for blocks and activations, `compute_seconds` the rest of the visits' time. `onload_bytes` went to
-    the device in `onloads` transfers, `row_bytes` of them as single rows of embedding tables, and `expert_bytes` as
-    single experts: forward and backward used experts `expert_uses` times, of which `expert_loads` had to load one.
-    Of experts that rest on disk, `expert_host_loads` loads found one in host memory, to where `expert_kept_bytes` came
-    back from the device, which had no room for them any more.
-    `offload_bytes` are gradients that left it, `fetch_bytes` were read from disk and `spill_bytes` written there.
-    `packed_bytes` of those that were read were packed, and became `unpacked_bytes` of weights; so did
-    `onload_packed_bytes` of those that crossed the link become `onload_unpacked_bytes`. `steps` counts optimizer
-    steps over managed parameters, `skipped_steps` those of them that changed nothing because gradients were not finite
-    (with `max_grad_norm` of an optimizer of headrace), `not_finite_steps` those in which such an optimizer updated
+    `device_peak_bytes` counts what `device_budget_bytes` limits: managed weights on the device (resident, visiting and
+    arriving) and managed buffers. `device_gradient_peak_bytes` is the peak of gradients on their way out. `host_bytes`
+    is all that the model's handle holds in host memory, without what optimizers hold (`optimizer.held_bytes()`). Of
+    these, `host_locked_bytes` are page-locked now. `host_refused_bytes` should be, too, but the system refused, so
+    compute waits for their copies. `demand_onloads` counts loads that were not planned, and came too late to be hidden.
+    `stall_seconds` is how long compute waited for blocks and activations, and `compute_seconds` is the rest of the
+    visits' time. `onload_bytes` went to the device in `onloads` transfers: `row_bytes` of them as single rows of
+    embedding tables, and `expert_bytes` as single experts. Forward and backward used experts `expert_uses` times, and
+    had to load the expert in `expert_loads` of these. For experts that rest on disk, `expert_host_loads` of the loads
+    found the expert in host memory; `expert_kept_bytes` came back to there from the device when it had no room for them
+    any more. `offload_bytes` are gradients that left the device. `fetch_bytes` were read from disk, and `spill_bytes`
+    were written there. Of the bytes read, `packed_bytes` were packed, and became `unpacked_bytes` of weights; of the
+    bytes that crossed the link, `onload_packed_bytes` were packed, and became `onload_unpacked_bytes`. `steps` counts
+    optimizer steps over managed parameters. `skipped_steps` of them changed nothing because gradients were not finite
+    (with `max_grad_norm` of one of headrace's optimizers). In `not_finite_steps` of them, such an optimizer updated
     weights although gradients were not finite (`stats(wait_for_updates=False)` counts only updates that are over). In
     `forward_backward()`, `micro_batches_together` went through the model together, and `micro_batches_in_turn` one
-    after the other, as a warning says. Checkpoints of `saved_bytes` were written in `save_seconds`; with `wait=False`
-    most of that time overlaps with training, which waited `save_wait_seconds` for it.
+    after the other, as a warning says. Checkpoints of `saved_bytes` were written in `save_seconds`. With `wait=False`
+    most of that time overlaps with training; training waited `save_wait_seconds` for it.
     """
 
     device_peak_bytes: int
@@ -75,7 +75,7 @@ class Stats:
         return self.stall_seconds / total if total else 0.0
 
     def rows(self) -> list[Row]:
-        """Each number with its name, beside its limit."""
+        """Each number, with its name and its limit."""
         loads = f"{counted(self.onloads, 'load')}, {self.demand_onloads} on demand"
         if self.row_bytes:
             loads += f"; {format_bytes(self.row_bytes)} of it tables, by rows"
@@ -148,5 +148,5 @@ class Stats:
         return skipped + taken
 
     def to_text(self) -> str:
-        """The numbers as a small table, each measured one beside its limit."""
+        """The numbers as a small table, each measured number beside its limit."""
         return rows_text(self.rows())

@@ -56,21 +56,23 @@ _RATE = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([kKMGTP]?)(B|FLOPS?)(?:/s)?\s
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One machine (node) of `devices` equal accelerators. Bytes, bytes per second, operations per second.
+    """One machine (node) with `devices` equal accelerators. In bytes, bytes per second and operations per second.
 
-    - `flops_per_second`: of matrix products in 16 bits, as reached in practice, not as advertised.
-    - `onload_bytes_per_second`, `offload_bytes_per_second`: from and to page-locked host memory, of each device;
-      both directions at once unless `duplex_share` is below 1 (the part of each that is left when both run).
-    - `dram_bytes_per_second`: of the host, which copies, optimizer and disk share; `host_memory_bytes` of RAM.
-    - `update_bytes_per_second`: DRAM traffic of the optimizer's update alone, on all its threads; 0: all of DRAM's.
-    - `dram_latency_seconds`, `link_latency_seconds`, `disk_latency_seconds`: added to each transfer's bytes over the
-      rate; 0 when not known. They hardly matter for large blocks, but do for small ones on hard disks.
-    - `disk_duplex_share`: of the drives' rates, what is left of each while they are read and written at once.
-    - `disk_...`: of all drives together; 0: no disk. `disk_endurance_bytes`: the bytes that they are rated to write in
-      their lifetime; 0 when not known.
-    - `peer`: how devices reach each other: "fabric", "pcie" or "none"; `collective_bytes_per_second`: each device's, to
-      the others of the node; `node_bytes_per_second`: of the whole node to other nodes, each way.
-    - `sources`: field -> where the figure comes from.
+    - `flops_per_second`: rate of matrix products in 16 bits, as reached in practice, not as advertised.
+    - `onload_bytes_per_second`, `offload_bytes_per_second`: rates of each device from and to page-locked host memory.
+      `duplex_share` is the part of each rate that is left when both directions run at once.
+    - `dram_bytes_per_second`: rate of the host's memory, which copies, optimizer and disk share. `host_memory_bytes`:
+      the size of its RAM.
+    - `update_bytes_per_second`: memory traffic that the optimizer's update reaches alone, on all its threads. 0: as
+      much as `dram_bytes_per_second`.
+    - `dram_latency_seconds`, `link_latency_seconds`, `disk_latency_seconds`: added to the time of each transfer; 0 if
+      not known. They hardly matter for large blocks, but they do for small blocks on hard disks.
+    - `disk_duplex_share`: the part of each of the drives' rates that is left when they are read and written at once.
+    - `disk_...`: figures of all drives together; 0: no disk. `disk_endurance_bytes`: how many bytes they are rated to
+      write in their lifetime; 0 if not known.
+    - `peer`: how devices reach each other: "fabric", "pcie" or "none". `collective_bytes_per_second`: rate from each
+      device to the others of the node. `node_bytes_per_second`: rate from the whole node to other nodes, each way.
+    - `sources`: for each field, where its figure comes from.
     """
 
     name: str
@@ -117,15 +119,16 @@ class Hardware:
 
     @property
     def update_rate(self) -> float:
-        """Bytes per second of DRAM traffic that the update reaches when nothing else uses it."""
+        """Bytes per second of memory traffic that the update reaches when nothing else uses the memory."""
         return min(self.update_bytes_per_second or self.dram_bytes_per_second, self.dram_bytes_per_second)
 
     def changed(self, **figures: Any) -> Hardware:
-        """The same machine with other figures, whose source is the caller: fields by name, or in short:
+        """The same machine with other figures, whose source is the caller. Give fields by name, or these short forms:
 
-        - `link`, `disk` (each way), `host` (memory, and updates in it), `update`, `device` (its memory), `peers` (from
-          each device to the others of the node), `network` (of the node, each way): rates such as "25GB/s", or bytes
-          per second; `flops`: such as "300TFLOPS". As reached in practice, not as sold.
+        - `link`, `disk` (each way), `host` (its memory, also for updates), `update`, `device` (its memory), `peers`
+          (from each device to the others of the node), `network` (of the node, each way): rates such as "25GB/s", or
+          bytes per second. `flops`: a rate such as "300TFLOPS". Give all rates as reached in practice, not as
+          advertised.
         - `drive`: "nvme-gen4", "nvme-gen5", "sata" or "hdd" in place of the machine's own drives, or several: "2xhdd".
 
         Raises ValueError for a figure that does not exist or makes no sense.

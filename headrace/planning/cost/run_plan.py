@@ -29,15 +29,15 @@ __all__ = ["RunPlan", "compare_text", "plan_run"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run planned before it starts, by `headrace.plan`. Bytes and seconds, per device unless stated otherwise.
+    """A run as `headrace.plan` plans it before it starts. In bytes and seconds, per device unless stated otherwise.
 
     - `fits`: whether any method fits. If not, `shortfall` says by how much and what would help, and `run` is None.
     - `run`: the recommended method with its bytes by tier, floors, lanes and step time; `run.visits` is the plan of its
-      visits, of the class that `handle.plan` has.
+      visits, an object like `handle.plan`.
     - `options`: all methods that were considered, the simplest first; `helps`: what would speed it up most.
-    - `orders`: how many micro-batches go through a block together (`handle.forward_backward(..., together=N)`) ->
-      seconds of the step; only numbers that fit.
-    - `decoding`: of inference on one device, what a token takes once the prompt has been read; None for other runs.
+    - `orders`: the seconds of a step by how many micro-batches go through a block together
+      (`handle.forward_backward(..., together=N)`). It has only numbers that fit.
+    - `decoding`: for inference on one device, what a token takes once the prompt has been read. None for other runs.
     """
 
     model: ModelShape
@@ -96,7 +96,7 @@ class RunPlan:
 
     @property
     def latency_share(self) -> dict[str, float]:
-        """Lane of copies -> the share of its time that is latency; large when blocks are small."""
+        """For each lane of copies, the share of its time that is latency. It is large when blocks are small."""
         if self.run is None:
             return {}
         step, hardware = self.run.step, self.hardware
@@ -115,7 +115,7 @@ class RunPlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all replicas together."""
+        """Tokens per second of all replicas together."""
         if self.run is None:
             return None
         return self.work.tokens * self.work.micro_batches * self.spread.data / self.run.seconds
@@ -126,26 +126,26 @@ class RunPlan:
 
     @property
     def hiding_tokens(self) -> dict[str, float]:
-        """Lane -> tokens from which it hides behind compute."""
+        """For each lane, the number of tokens from which it hides behind compute."""
         return hiding_tokens(traffic_of(self._option.case), self._option.case)
 
     @property
     def written_bytes(self) -> int:
-        """To the node's disks in each step."""
+        """Bytes written to the node's disks in each step."""
         if self.run is None:
             return 0
         return self.run.moved_bytes[CostLane.SPILL] * self.hardware.devices
 
     @property
     def wear_steps(self) -> float | None:
-        """Steps until the drives' guaranteed writes are used up; None when nothing is written, or that is not known."""
+        """Steps until the drives' guaranteed writes are used up; None if nothing is written, or they are not known."""
         if not self.written_bytes or not self.hardware.disk_endurance_bytes:
             return None
         return wear_steps(self.written_bytes, self.hardware.disk_endurance_bytes)
 
     @property
     def codec_cores(self) -> int:
-        """Cores of the node that compression of what crosses to disk would take up to pay; 0 when nothing does."""
+        """Cores that must do nothing else for compression of disk traffic to pay; 0 if there is no such traffic."""
         if self.run is None:
             return 0
         moved, hardware = self.run.moved_bytes, self.hardware
