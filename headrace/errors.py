@@ -25,8 +25,8 @@ class BudgetError(HeadraceError, ValueError):
     """A request does not fit a budget. The message has the numbers and says what to change.
 
     `offload()` raises it before anything is allocated. The first pass with gradients raises it when `host_memory` has
-    no room for them, and any pass does that needs more blocks at once than `device_memory` holds. `tier`
-    says whose budget it is.
+    no room for them, and any pass does that needs more blocks at once than `device_memory` holds. `tier` says whose
+    budget is too small.
     """
 
     def __init__(self, message: str, *, tier: Literal["device", "host"] = "device") -> None:
