@@ -481,12 +481,32 @@ def test_large_buffers_travel_with_their_block(on_disk: bool, tmp_path: Path) ->
             one[4].qweight.data.bitwise_xor_(3)
             one[5].qweight.data = one[5].qweight.data ^ 9
             one[1].qweight.set_(one[3].qweight.clone())
+            Tensor.set_(one[3].scales, one[0].scales.clone())
         assert torch.equal(model(batch()), plain(batch())), "what the user writes is seen"
         assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
         assert type(pickle.loads(pickle.dumps(model[0].qweight))) is Tensor
         model.load_state_dict(packed().state_dict())
         assert torch.equal(model(batch()), packed()(batch()))
     assert all(type(buffer) is Tensor for buffer in model.buffers())
+
+
+def test_a_large_buffer_of_another_shape_is_refused() -> None:
+    model = packed()
+    with torch.no_grad(), offload(model, device_memory=3 * LAYER_BYTES):
+        model(batch())
+        model[1].qweight.t_()
+        with pytest.raises(headrace.LayoutError, match=r"'1.qweight' was offloaded with shape"):
+            model(batch())
+
+
+def test_copies_made_in_forward_have_plain_buffers_on_the_host(compute_device: torch.device) -> None:
+    model, copies = packed(), []
+    with torch.no_grad(), headrace.offload(model, device=compute_device, device_memory=3 * LAYER_BYTES):
+        model[1].register_forward_pre_hook(lambda module, _: copies.append(copy.deepcopy(module)))
+        model(batch().to(compute_device))
+    for name, buffer in copies[0].named_buffers():
+        assert (type(buffer), buffer.device) == (Tensor, CPU), name
+        assert torch.equal(buffer, packed()[1].get_buffer(name)), name
 
 
 class Queue(nn.Module):

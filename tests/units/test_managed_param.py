@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import headrace.weights.passes.parameter_access  # noqa: F401  # what uses leaves that are away comes through it
 from headrace.errors import LayoutError, StateError
 from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.autograd import without_overrides

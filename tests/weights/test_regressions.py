@@ -245,3 +245,79 @@ def test_what_a_graph_of_a_gradient_has_saved_stays_as_it_was(compute_device: to
             for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
                 assert torch.equal(ours, theirs)
         assert handle.stats().onload_bytes > weight_bytes(model)
+
+
+class Scaling(nn.Module):
+    """Multiplies element by element, to the same bits whatever the strides of its weight are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def _reversed(model: nn.Sequential) -> None:
+    state, last = model.state_dict(), len(model) - 1
+    model.load_state_dict({name: state[f"{last - int(name[0])}{name[1:]}"] for name in state}, assign=True)
+
+
+def _swapped(model: nn.Sequential) -> None:
+    one, other = model[0], model[1]
+    one.weight, other.weight = nn.Parameter(other.weight.data), nn.Parameter(one.weight.data)
+
+
+def _transposed(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(model[1].weight.data.t())
+    model[2].weight.data = model[2].weight.data.t()
+
+
+@pytest.mark.parametrize("change", [_reversed, _swapped, _transposed])
+def test_parameters_that_take_the_memory_of_others_have_its_values(change: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Scaling(64) for _ in range(4)))
+    model, x = copy.deepcopy(plain), torch.randn(64, 64)
+    with headrace.offload(model, device="cpu", device_memory=3 * 64 * 64 * 4, blocks=list(model)):
+        model(x).sum().backward()
+        for one in (plain, model):
+            change(one)
+        for _ in range(2):
+            assert_same(model(x), plain(x))
+        assert_same(model.state_dict(), plain.state_dict())
+    assert_same(model(x), plain(x))
+
+
+@pytest.mark.parametrize("keep", [lambda weight: weight.data, lambda weight: weight.detach(), lambda weight: weight])
+def test_what_somebody_keeps_of_a_parameter_outlives_that(keep: Any) -> None:
+    model, x = nn.Sequential(*(Scaling(64) for _ in range(4))), torch.randn(64, 64)
+    with headrace.offload(model, device="cpu", device_memory=3 * 64 * 64 * 4, blocks=list(model)):
+        model(x)
+        kept = keep(model[1].weight)
+        before = kept.detach().clone()
+        model[1].weight = nn.Parameter(torch.ones(64, 64))
+        model(x)
+        assert_same(kept.detach(), before)
+        assert_same(model[1].weight.detach(), torch.ones(64, 64))
+
+
+class Growing(nn.Module):
+    """Its buffer has one more element after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0))
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.data = torch.cat((self.seen, x.detach().mean().view(1)))
+        return x * self.weight
+
+
+def test_a_buffer_that_forward_gives_another_shape_has_it_for_whoever_asks(compute_device: torch.device) -> None:
+    model = nn.Sequential(Growing(), Growing())
+    with headrace.offload(model, device=compute_device):
+        for count in (1, 2):
+            model(torch.ones(3))
+            seen = model[0].seen
+            assert (len(seen), seen.numel(), seen.size(0), seen.shape[0]) == (count,) * 4

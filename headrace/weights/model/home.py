@@ -38,6 +38,7 @@ __all__ = [
     "as_home",
     "as_parameter",
     "home_of",
+    "lie_alike",
     "owner_of",
     "raw_data",
 ]
@@ -111,6 +112,9 @@ class Home(PlainCopies, nn.Parameter):
         """`self.data = value`, unnoticed."""
         data_of.__set__(self, value)
 
+    def follow(self) -> None:
+        """It is what `shown` is, which may have got other memory or another shape in a way that tells nobody."""
+
     def plain(self) -> nn.Parameter:
         """As in PlainCopies. The host waits until no optimizer writes the home any more."""
         owner_of(self).wait_for_updates()
@@ -177,6 +181,14 @@ class AliasHome(Home):
     def shown(self) -> torch.Tensor:
         """As in Home."""
         return self.tensor if self.is_buffer else self
+
+    def follow(self) -> None:
+        """As in Home."""
+        if self.is_buffer:
+            shown = data_of.__get__(self.tensor)
+            if not lie_alike(shown, raw_data(self)):
+                owner_of(self).give(shown)
+                data_of.__set__(self, shown)
 
     def point(self, value: torch.Tensor) -> None:
         """As in Home."""
@@ -311,6 +323,16 @@ def as_parameter(home: nn.Parameter) -> nn.Parameter:
     home.__dict__.pop(OWNER, None)
     home.__class__ = nn.Parameter
     return home
+
+
+def lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory."""
+    if one.data_ptr() != other.data_ptr() or one.shape != other.shape:
+        return False
+    strides = one.stride(), other.stride()
+    return strides[0] == strides[1] or all(
+        size == 1 or stride == its for size, stride, its in zip(one.shape, *strides, strict=True)
+    )
 
 
 def owner_of(home: Home | WatchedBuffer) -> Any:

@@ -10,12 +10,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import LayoutError, StateError
+from headrace.memory.buffers import references_beside
 from headrace.memory.disk import copy_on_disk
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.pending import Unit
 from headrace.weights.model.accumulation import node_is_kept
 from headrace.weights.model.data_parallel import ADVICE
-from headrace.weights.model.home import AliasParam, AwayLeaf, Home, Leaf, as_home, as_parameter, raw_data
+from headrace.weights.model.home import AliasParam, AwayLeaf, Home, Leaf, as_home, as_parameter, lie_alike, raw_data
 
 __all__ = ["REMOVED", "Layout", "ManagedParam", "Token"]
 
@@ -107,6 +108,7 @@ class ManagedParam:
         self.leaf.__class__ = AwayLeaf
         self.home: Home = as_home(parameter, self)
         self._move_in()
+        self._own_references = references_beside(self.rest) - self.in_place  # to the home's place, beside the home
 
     @property
     def shown(self) -> torch.Tensor:
@@ -121,7 +123,12 @@ class ManagedParam:
     @property
     def in_place(self) -> bool:
         """Whether the home's data is the arena's, so that the block's one copy carries it."""
-        return self.home.data_ptr() == self._rest_address
+        return self.home.data_ptr() == self._rest_address and lie_alike(self.home, self.rest)
+
+    @property
+    def memory_is_kept(self) -> bool:
+        """Whether somebody refers to the home's place in the arena (`kept = p.data`), beside the home."""
+        return references_beside(self.rest) > self._own_references + self.in_place
 
     @property
     def token(self) -> Token:
@@ -242,7 +249,11 @@ class ManagedParam:
         )
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
+        """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now.
+
+        It moves to the home's place in the arena, unless somebody refers to that memory: a parameter that took another
+        home's place, whose values are those that were here, or who keeps these values.
+        """
         kind = type(parameter if type(parameter) is not nn.Parameter else raw_data(parameter))
         if kind not in (nn.Parameter, torch.Tensor, AliasParam):
             advice = f": {ADVICE}" if kind.__name__ == "DTensor" else ""
@@ -263,7 +274,8 @@ class ManagedParam:
         as_parameter(self.home)
         self.home = as_home(parameter, self)
         self.changed_untraced()  # its version may count as the other one's did
-        self._move_in()
+        if self.casts or self.in_place or not self.memory_is_kept:
+            self._move_in()
 
     def check_shape(self, data: torch.Tensor | None = None) -> None:
         """Raises LayoutError when the home, or `data` that it is to have, is not as it was laid out."""
@@ -287,6 +299,7 @@ class ManagedParam:
             if self.in_place:
                 self.home.point(rest)
             self._keep(rest)
+        self._own_references = references_beside(rest) - self.in_place
 
     def live_at(self, place: torch.Tensor, *, keeps: bool = False) -> None:
         """A home that casts lies there from now on; `keeps`: with what it holds."""

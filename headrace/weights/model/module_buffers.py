@@ -49,7 +49,10 @@ class HostBuffer(PlainCopies):
 
     def stale(self) -> None:
         """The device's copy may hold something else from now on."""
+        here, there = data_of.__get__(self), self.on_device
         self._become(StaleBuffer)
+        if there is not None and (here.shape, here.dtype) != (there.shape, there.dtype):
+            self.make_good()  # who asks for these is told at once
 
     def _become(self, kind: type) -> None:
         self.__class__ = kind
@@ -99,7 +102,7 @@ class StaleBuffer(StandIn, HostBuffer):
 def plain_buffer(buffer: torch.Tensor | None) -> torch.Tensor | None:
     """A buffer in a tensor of no class of ours, on the host."""
     if isinstance(buffer, PlainCopies):
-        return buffer.plain()
+        buffer = buffer.plain().detach()
     return buffer if buffer is None else buffer.to("cpu")
 
 

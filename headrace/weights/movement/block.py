@@ -120,7 +120,6 @@ class Block:
             slot.unit = self
             slot.on_change = self._changed
         self.rest.take_homes(self.slots)
-        self._homes = [slot.home for slot in self.slots]
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self.see_homes()
@@ -155,6 +154,7 @@ class Block:
             self.generation += 1
             seen = zip(self.slots, versions, self._versions, addresses, self._addresses, strict=True)
             for slot, version, last_version, address, last_address in seen:
+                slot.home.follow()
                 if version != last_version:
                     self.written = slot.generation = self.generation
                 elif address != last_address:
@@ -164,7 +164,7 @@ class Block:
 
     def see_homes(self) -> None:
         """They lie elsewhere, or are others: another generation, and what `look` compares with from now on."""
-        self._homes = [slot.home for slot in self.slots]
+        self._homes = [slot.shown for slot in self.slots]
         self._versions = list(map(_VERSION_OF, self._homes))
         self._addresses = list(map(_ADDRESS_OF, self._homes))
         self.generation += 1
@@ -185,8 +185,8 @@ class Block:
         self.leaves.touched()
         if self.users:
             self.places.hide_leaves()  # modules that are asked for one have it brought once more
-        if self._homes[self.slots.index(slot)] is not slot.home:
-            self._homes = [one.home for one in self.slots]
+        if self._homes[self.slots.index(slot)] is not slot.shown:
+            self._homes = [one.shown for one in self.slots]
 
     # bytes ------------------------------------------------------------------------------------------------------------
     def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
