@@ -37,7 +37,7 @@ from headrace.runtime.tensors import parameters_of
 __all__ = ["HostOptimizer"]
 
 # Kept by copies and pickles, beside what the stock one keeps.
-_OWN = ("_options", "_not_finite", "skipped_steps", "last_step_skipped", "last_grad_norm")
+_OWN = ("_options", "_adamw", "_not_finite", "skipped_steps", "last_step_skipped", "last_grad_norm")
 
 
 class HostOptimizer(Optimizer):
@@ -442,7 +442,7 @@ class HostOptimizer(Optimizer):
         return self._states.held_bytes() + self._updates.held_bytes()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in _OWN}
+        own = {name: self.__dict__[name] for name in _OWN if name in self.__dict__}  # `_adamw` is Muon's
         return {**super().__getstate__(), **own, "_owned_by": self._owners.map.owners}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

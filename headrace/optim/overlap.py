@@ -39,6 +39,7 @@ class Updater:
         Another optimizer's update of any of these that was submitted before comes first. `others` perform parts of it.
         The gradients are let go of at its end. If it fails, they are the parameters' again.
         """
+        self._under_way = [pending for pending in self._under_way if not pending.done()]
         held = list(members)
         parameters = [member.parameter for member in members]
         before = [pending for pending in unit.updates if pending.writes(parameters)]

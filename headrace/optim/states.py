@@ -117,10 +117,11 @@ class ParamStates:
         What somebody removed is gone there, too.
         """
         parameter = master.parameter
-        lent = self._lent.pop(parameter, {})
+        lent = self._lent.get(parameter, {})
         for key in self._keys(parameter) if lent else ():
             disk.take_back(key)
-            disk.drop(key, lent.keys() - state.keys())
+            disk.drop(key, [name for name, value in lent.items() if state.get(name) is not value])
+        self._lent.pop(parameter, None)  # not before: what a drive did not take is taken back by the next step
         if isinstance(rule, MatrixRule):
             tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
             present = {name: value.dtype for name, value in tensors.items() if value.nbytes >= LEAST_BYTES}

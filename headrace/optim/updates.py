@@ -58,11 +58,7 @@ class Updates:
         """Updates all of `members`, or begins to. `scale` multiplies their gradients; `parameters`: the optimizer's."""
         mine = [one for one in parameters if not owners.is_elsewhere(one)] if self._options.device_fraction else []
         if not self.overlaps:
-            if owners.shares:
-                before_write([member.parameter for member in members])
-            owners.update(members, lambda batch: self._perform_now(batch, scale, mine))
-            if owners.shares:
-                self._mark_written(members)
+            self._perform_alike(members, scale, owners, mine)
             return
         with self.interruption.guard_partial_step(members, self.updater.drain):
             units, alone = by_unit(members)
@@ -70,7 +66,18 @@ class Updates:
             for pending, travelling in under_way:
                 if any(member.shared for member in travelling):
                     pending.settle()
-            self._perform_now(alone, scale, mine)
+            if alone:
+                self._perform_alike(alone, scale, owners, mine)
+
+    def _perform_alike(
+        self, members: list[Member], scale: float, owners: Ownership, mine: Sequence[torch.Tensor]
+    ) -> None:
+        """Updates all of them now, each on the ranks that are its owners. A collective of these."""
+        if owners.shares:
+            before_write([member.parameter for member in members])
+        owners.update(members, lambda batch: self._perform_now(batch, scale, mine))
+        if owners.shares:
+            self._mark_written(members)
 
     def submit(
         self,

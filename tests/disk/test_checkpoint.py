@@ -295,6 +295,14 @@ def test_unsound_files_are_refused(case: str, tmp_path: Path) -> None:
             load(content)
 
 
+def test_a_header_may_say_more_of_a_tensor(tmp_path: Path) -> None:
+    content = file_of({"a": {**entry(), "name": "of mine", "file": 1}}, b"\0\0\0\x40")
+    assert load(content)["a"] == 2
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with opened(tmp_path / "model.safetensors") as checkpoint:
+        assert checkpoint.tensor("a") == 2
+
+
 @settings(max_examples=150, deadline=None)
 @given(position=st.integers(0, 200), byte=st.integers(0, 255), cut=st.none() | st.integers(0, 250))
 def test_a_changed_byte_is_refused_or_read_as_the_library_does(

@@ -151,6 +151,14 @@ def test_narrow_matrices(nursery: Nursery, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_matrices_of_a_plain_model_with_overlap(nursery: Nursery, tmp_path: Path, name: str) -> None:
+    """Their updates are done when step() returns."""
+    call = f"dealt.matrices_step_as_whole_ones, {name!r}, (2,), False, torch.float32, {{'overlap': 'forward'}}, None"
+    run_ranks(nursery, tmp_path, 2, call)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_tensor_parallel_matrices(nursery: Nursery, tmp_path: Path, name: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"dealt.tensor_parallel_matrices, {name!r}")
 

@@ -17,7 +17,7 @@ from torch import nn
 import headrace
 import headrace.optim
 from headrace.errors import DiskError, StateError
-from headrace.memory.disk import DirectFile
+from headrace.memory.disk import DirectFile, Mapping
 from headrace.optim import AdamW, disk_state, states
 from tests.disk.test_faults import spill_file
 from tests.optim.references import copies, give_gradients, parameters
@@ -89,6 +89,45 @@ def test_no_step_goes_on_from_a_broken_one(
         optimizer.step()
     reference.step()
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_shown_state_that_a_drive_did_not_take_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has changed; the next step brings it there, or says that pages of it were lost meanwhile."""
+    ours, theirs = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
+    optimizer = getattr(headrace.optim, name)(ours, tier="disk", disk=tmp_path)
+    reference = getattr(headrace.optim, name)(theirs)
+    for step in range(4):
+        give_gradients(ours, theirs, step)
+        if step in (1, 2):
+            weights = copies(ours)
+            for one in (optimizer, reference):
+                state = one.state[one.param_groups[0]["params"][0]].values()
+                next(value for value in state if value.is_floating_point() and value.dim()).mul_(0.5)
+            with monkeypatch.context() as patch:
+                patch.setattr(Mapping, "flush", refuse)
+                for _ in range(2):
+                    with pytest.raises(DiskError, match="did not reach the disk"):
+                        optimizer.step()
+            assert_same(ours, weights)
+        optimizer.step()
+        reference.step()
+        assert_same(ours, theirs)
+    shown = optimizer.state[ours[0]]
+    with monkeypatch.context() as patch:
+        patch.setattr(Mapping, "flush", refuse)
+        with pytest.raises(DiskError, match="did not reach the disk"):
+            optimizer.step()
+    for value in (value for value in shown.values() if value.dim()):
+        value.view(-1).view(torch.uint8)[0] ^= 1  # as if the kernel had dropped its pages
+    weights = copies(ours)
+    with pytest.raises(DiskError, match="are not those that were written"):
+        optimizer.step()
+    assert_same(ours, weights)
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def restore(optimizer: Any, weights: list[nn.Parameter], saved_weights: list[torch.Tensor], saved: Any) -> None:

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import headrace
 from headrace.errors import StateError
 from headrace.optim import Adafactor, AdamW, update
 from headrace.optim.early import EarlyUpdates
 from headrace.optim.update import Update
 from headrace.runtime.autograd import without_overrides
+from headrace.runtime.pending import Pending
 from tests.optim.test_overlap import SETTINGS, BrokenError, batch, decoder, offloaded, raw, slow, train
 from tests.support.compare import assert_same
 from tests.support.held import weight_bytes
@@ -59,6 +61,20 @@ def test_backward_equals_none(
     assert_same(*trained)
     assert in_backward.count == len(list(model.parameters())) * 7  # all, from the fourth step on
     assert emu_device.take_reports() == []
+
+
+def test_updates_that_are_over_are_not_kept() -> None:
+    """Nobody waits for all of them where each begins in a backward: what is asked of them takes as long in any step."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    with headrace.offload(model, device="cpu", device_memory="1MiB", blocks=list(model)):
+        optimizer = AdamW(model.parameters(), overlap="backward")
+        for _ in range(20):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        kept = [one for one in gc.get_objects() if type(one) is Pending]
+        assert len(kept) <= 2 * len(model)
 
 
 def test_with_a_schedule_and_checkpoints(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

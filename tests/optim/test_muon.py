@@ -114,6 +114,14 @@ def test_state_dicts_and_pickles_go_on(expected: Model) -> None:
     assert_same(on_cpu(model.state_dict()), expected.state_dict())
 
 
+def test_a_copy_takes_groups_as_the_first_does() -> None:
+    """Also one that goes by AdamW, with the settings of that."""
+    first = Muon([nn.Parameter(torch.zeros(4, 4))], adamw_lr=0.25)
+    for one in (first, copy.deepcopy(first)):
+        one.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        assert [(group["use_muon"], group["lr"]) for group in one.param_groups[1:]] == [(False, 0.25)]
+
+
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_checkpoints_go_on(tier: str, expected: Model, tmp_path: Path) -> None:
     settings = {"tier": tier, "disk": tmp_path / "state"} if tier == "disk" else {}

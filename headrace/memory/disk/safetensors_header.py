@@ -5,6 +5,8 @@ tensors' bytes without holes.
 """
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -48,7 +50,7 @@ def read_header(file: SavedFile) -> list[TensorInFile]:
         length = int.from_bytes(file.peek(0, _LENGTH_BYTES), "little")
         header = json.loads(file.peek(_LENGTH_BYTES, length))
         header.pop("__metadata__", None)
-        tensors = [_tensor(file, _LENGTH_BYTES + length, name, **entry) for name, entry in header.items()]
+        tensors = [_tensor(file, _LENGTH_BYTES + length, name, entry) for name, entry in header.items()]
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{file.path} is not a sound safetensors file: {error}. Download or save it again."
@@ -56,15 +58,14 @@ def read_header(file: SavedFile) -> list[TensorInFile]:
     return sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes))
 
 
-def _tensor(
-    file: SavedFile, data: int, name: str, *, dtype: str, shape: list[int], data_offsets: tuple[int, int]
-) -> TensorInFile:
-    """One entry of the header; `data` is where the tensors' bytes begin."""
+def _tensor(file: SavedFile, data: int, name: str, entry: Mapping[str, Any]) -> TensorInFile:
+    """One entry of the header; `data` is where the tensors' bytes begin. It may say more than the format asks for."""
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"{name!r} is of {dtype}, and PyTorch has {', '.join(DTYPES)}")
     if dtype == "F4" and shape:
         shape = [*shape[:-1], shape[-1] // 2]
-    tensor = TensorInFile(name, file, data + data_offsets[0], torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
-    if tensor.nbytes != data_offsets[1] - data_offsets[0]:
+    tensor = TensorInFile(name, file, data + begin, torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
+    if tensor.nbytes != end - begin:
         raise ValueError(f"{name!r} of two values a byte has rows of an odd number of values")
     return tensor

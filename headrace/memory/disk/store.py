@@ -331,6 +331,8 @@ class DiskStore:
             self._unflushed.discard(extent)
             self._log.note(Access.WRITE, extent.name, extent.nbytes, begun_at)
         except OSError as error:
+            if not (again or within or within is None):  # nothing is known, and from now on the kernel may drop pages
+                self._checksums.note_all(extent, mapping.address)
             self._unflushed.add(extent)
             raise DiskError(
                 error.errno,
