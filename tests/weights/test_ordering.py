@@ -135,7 +135,8 @@ def test_threads_of_headrace_choose_the_device(emu_device: ModuleType, tmp_path:
             model(torch.randn(8, 128, device="emu:0")).sum().backward()
         names = {thread.name.split("_")[0] for thread in threading.enumerate()}
         assert names >= {"headrace-fetch", "headrace-send", "headrace-activations", "headrace-pace", "headrace-host"}
-        assert emu_device.take_threads_without_device() <= {threading.main_thread().name}
+        without = emu_device.take_threads_without_device()  # the user's, and autograd's own, are not ours to set
+        assert not {name for name in without if name.startswith("headrace")}
 
 
 def test_a_state_dict_of_device_tensors_is_loaded_when_no_copy_reads_the_homes(emu_device, decoder, tokens):
