@@ -182,7 +182,7 @@ class Meter(Counts):
         return Sample(0.0, *self._ledger.held_in_tiers(), time.time_ns())
 
     def spans(self, others: Sequence[Moved], waits: Sequence[Waited]) -> list[Span]:
-        """Spans of the last cycle and of copies since it began, also `others`, cut by `waits`. Waits for all of them."""
+        """Spans of the last cycle and of copies since it began, also `others`, cut by `waits`. Waits for all of it."""
         if self.last_cycle is None:
             return []
         visits, end = self.last_cycle

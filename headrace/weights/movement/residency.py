@@ -76,7 +76,7 @@ class Residency:
             self.gathers.fetching = fetching
 
     def way_from_disk(self) -> Fetching:
-        """The way of blocks from disk. Opened here if Ctrl-C, after the first blocks moved, kept it from being opened."""
+        """What fetches blocks from disk. Opens it where Ctrl-C, after the first blocks moved, prevented that."""
         if self.fetching is None:
             self.open_way()
         if self.fetching is None:
