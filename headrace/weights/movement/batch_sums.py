@@ -22,10 +22,10 @@ _Part = tuple[torch.Tensor, torch.Tensor | None]  # a gradient on the host, and 
 class BatchSums:
     """Gradients of one backward over `count` micro-batches. `number`: the micro-batch whose gradients come now.
 
-    Parameters in `apart` (tied weights) get gradients in several blocks, so many as it says. A loop would first add up
-    those of one micro-batch. So each micro-batch's wait in host memory, which is made here, as locking pages would
-    stall backward. Parameters in `one_by_one`, too, get each gradient in a backward of its own (reentrant checkpoints):
-    a loop adds each to the present gradient.
+    Parameters in `apart` (tied weights) get gradients in several blocks, whose number it gives. A loop would first add
+    up those of one micro-batch. So each micro-batch's gradients wait in host memory, which is made here, as locking
+    pages would stall backward. Those of the parameters in `one_by_one` come each in a backward of its own (reentrant
+    checkpoints): a loop adds each to the present gradient.
     """
 
     def __init__(

@@ -63,8 +63,8 @@ class Block:
     ) -> None:
         self.name = name
         self.index = -1  # its number among the blocks that stream; -1: it is resident
-        self.row_bytes = 0  # the size of a row, in a table of which only rows travel (movement/rows.py); 0: it is none
-        self.experts: Experts | None = None  # experts that travel one by one (movement/slices.py); None: it has none
+        self.row_bytes = 0  # the size of a row, if only rows of it travel (movement/rows.py); 0: it travels whole
+        self.experts: Experts | None = None  # if they travel one by one (movement/slices.py); None: it travels whole
         self.trains_whole = False  # whether its experts were used as a whole weight while they were trained
         self.called: Key | None = None  # layer and number of an expert that is a module (movement/called.py)
         self.buffer: torch.Tensor | None = None
@@ -510,7 +510,7 @@ def _flush(block: "weakref.ref[Block]", generation: int, ranges: Sequence[Range]
 
 @dataclass(frozen=True)
 class BlockPart:
-    """Ranges of a block on disk that are fetched without the rest of it. `Fetching` takes it as it takes a block."""
+    """Ranges of a block on disk that are fetched without the rest of it. `Fetching` treats this like a block."""
 
     block: Block
     ranges: tuple[Range, ...]
@@ -523,7 +523,7 @@ class BlockPart:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes on the device."""
+        """The bytes that the ranges take on the device."""
         return self.own_bytes
 
     def look(self) -> int:

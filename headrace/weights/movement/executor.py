@@ -376,7 +376,7 @@ class Executor:
             return 0  # experts that are modules make room among themselves
         if self._course is not None:
             return self._course.next_use(block.index)
-        return self._clock - self._last_used.get(block, 0)  # unknown: supposes that the last used is needed first
+        return self._clock - self._last_used.get(block, 0)  # unknown: the last used counts as needed first
 
     # learning ---------------------------------------------------------------------------------------------------------
     def _open(self, entry: Entry) -> None:

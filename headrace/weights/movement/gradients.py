@@ -64,7 +64,7 @@ class Gradients(GradientFlow):
 
     def _lacking(self, block: Block) -> list[ManagedParam]:
         """Also looks whether hooks watch gradients, and readies memory for the next ones: other memory, where a user
-        keeps the last ones. It does not while an update reads the last ones, which will free them in time.
+        keeps the last ones. While an update reads the last ones, memory has to wait: the update frees them in time.
         """
         missing: list[ManagedParam] = []
         being_updated = bool(block.updates) and block.being_updated

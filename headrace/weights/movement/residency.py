@@ -76,7 +76,7 @@ class Residency:
             self.gathers.fetching = fetching
 
     def way_from_disk(self) -> Fetching:
-        """What fetches blocks from disk. Opens it where Ctrl-C, after the first blocks moved, prevented that."""
+        """What fetches blocks from disk. Opens it here where Ctrl-C, after the first blocks moved, prevented that."""
         if self.fetching is None:
             self.open_way()
         if self.fetching is None:
@@ -108,7 +108,7 @@ class Residency:
                 block.buffer = buffer
                 block.loaded = -1
                 block.leaves.point(self._buffers.views(buffer, block.kind, block.layouts))
-                block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
+                block.allocated = self._lanes.mark()  # the copy comes after all earlier uses of this memory
                 block.becomes(Presence.RESERVED)
             except BaseException:
                 self._undo(block, buffer)
@@ -354,7 +354,7 @@ class Residency:
             if block.presence is not Presence.ABSENT and self.addresses.has(block):
                 held.append(block)
                 if block.presence is Presence.RESERVED:
-                    block.loaded = -1  # nothing was copied, whatever `copies_in` has noted
+                    block.loaded = -1  # it counts as not loaded, whatever was being submitted
             elif buffer is not None or block.presence is not Presence.ABSENT:
                 self._finish_copies(block)
                 block.lost()

@@ -45,7 +45,7 @@ class Slices:
         self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
         self._banks: list[Bank] = []  # on the device
         self._host_cache: HostExpertCache | None = None  # experts in host memory, beside a disk; None: there are none
-        self.unfinished: list[Callable[[], object]] = []  # each gives a module back its weights, once
+        self.unfinished: list[Callable[[], object]] = []  # each gives a module back its weights
         shares.banks_bytes = lambda: self.bytes_wanted
 
     # the budget -------------------------------------------------------------------------------------------------------

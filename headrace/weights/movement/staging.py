@@ -194,7 +194,7 @@ class Staging:
         return self._used if page is None else self._used + (page - self._used) % mmap.PAGESIZE
 
     def turn(self, additions: Additions) -> None:
-        """Called when the present half is full or sent: `additions` empties it. Unless empty, the other is next."""
+        """Called when the present half is full or sent: `additions` empties it. Halves swap unless it is empty."""
         self._under_way.append((self._turn if self._used else -1, additions))
         if self._used:
             self._turn, self._used = 1 - self._turn, 0
