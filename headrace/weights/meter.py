@@ -1,4 +1,4 @@
-"""What did a run move, and where did its time go? Counters, and the ticks from which seconds are taken afterwards."""
+"""What did a run move, and where did its time go? Counters, and ticks from which seconds are computed afterwards."""
 
 import time
 from collections import deque
@@ -18,15 +18,15 @@ __all__ = ["Checkpointed", "Meter", "Timing", "VisitRecord"]
 
 @dataclass
 class VisitRecord:
-    """One visit as it happened: which blocks, in which phase, and the compute lane's ticks around the wait for them."""
+    """One visit as it happened: its blocks, its phase, and the compute lane's ticks around the wait for its blocks."""
 
     blocks: tuple[int, ...]
     phase: Phase
     name: str
-    asked: Tick  # compute had done what came before
-    began: Tick  # and the blocks had arrived
-    other_bytes: int = 0  # what had been sent for besides blocks since the beginning
-    sample: Sample | None = None  # what was held when the host was here
+    asked: Tick  # when compute had finished what came before
+    began: Tick  # when the blocks had arrived, too
+    other_bytes: int = 0  # bytes of activations and experts, not blocks, that were ever onloaded until then
+    sample: Sample | None = None  # what was held when the host came to the visit
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,23 @@ class Timing:
 
 
 class Checkpointed(Protocol):
-    """A checkpoint of the model."""
+    """A checkpoint of the model that is being saved, or was."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def seconds(self) -> float:
-        """That writing it took."""
+        """The seconds that writing it took."""
 
     @property
     def waited_seconds(self) -> float:
-        """That updates waited for it."""
+        """The seconds that updates waited for it."""
 
 
 @dataclass
 class Counts:
-    """What was moved and used since the last reset: `Stats` says what each is."""
+    """What was moved and used since the last reset; `Stats` explains each count."""
 
     onloads: int = 0
     demand_onloads: int = 0
@@ -79,7 +79,7 @@ class Counts:
 
 
 class Meter(Counts):
-    """Counts what moves. Seconds are read from ticks cycles later, when reading them waits for nothing."""
+    """Counts what moves. Reads seconds from ticks a few cycles later, when that waits for nothing."""
 
     def __init__(self, lanes: Lanes, ledger: Ledger | None = None) -> None:
         self._lanes = lanes
@@ -93,23 +93,23 @@ class Meter(Counts):
         self.reset()
 
     def reset(self) -> None:
-        """Counters start anew."""
+        """Sets all counters to zero."""
         super().__init__()
-        self.ahead_bytes = 0  # on their way from disk before an onload asked for them
+        self.ahead_bytes = 0  # bytes whose reads from disk began before an onload asked for them
         self._stall_seconds = self._compute_seconds = 0.0
         self._unread.clear()
-        self._saved = (0, 0.0, 0.0)  # bytes, seconds, seconds waited, of checkpoints before
-        self._saving: Checkpointed | None = None  # the last one
+        self._saved = (0, 0.0, 0.0)  # bytes, seconds and seconds waited of earlier checkpoints
+        self._saving: Checkpointed | None = None  # the last checkpoint
 
     def counts(self) -> dict[str, Any]:
-        """What the stats say of what was counted, checkpoints too."""
+        """All counts by their names in `Stats`, those of checkpoints too."""
         found = {field.name: getattr(self, field.name) for field in fields(Counts)}
         return found | dict(
             zip(("saved_bytes", "save_seconds", "save_wait_seconds"), self._saved_so_far(), strict=True)
         )
 
     def checkpoint_begun(self, saving: Checkpointed) -> None:
-        """A checkpoint is being saved; those before it have ended."""
+        """Called when the saving of a checkpoint begins; earlier ones have ended."""
         self._saved, self._saving = self._saved_so_far(), saving
 
     def _saved_so_far(self) -> tuple[int, float, float]:
@@ -120,42 +120,42 @@ class Meter(Counts):
         return nbytes + last.nbytes, seconds + last.seconds, waited_seconds + last.waited_seconds
 
     def onloaded(self, nbytes: int) -> None:
-        """The onload of a block was submitted."""
+        """Called when the onload of a block was submitted."""
         self.onloads += 1
         self.onload_bytes += nbytes
         self.lane_use.weights_bytes += nbytes
 
     def rows_onloaded(self, nbytes: int) -> None:
-        """As `onloaded`, of rows of a table."""
+        """Called when the onload of rows of a table was submitted."""
         self.onloaded(nbytes)
         self.row_bytes += nbytes
 
     def expert_onloaded(self, nbytes: int) -> None:
-        """As `onloaded`, of one expert."""
+        """Called when the onload of one expert was submitted."""
         self.onloaded(nbytes)
         self.lane_use.experts_bytes += nbytes
         self.expert_bytes += nbytes
         self.expert_loads += 1
 
     def arrived(self, transfer: Transfer | LateTransfer, what: str = "") -> None:
-        """A transfer of `what` is kept for timelines: of a block's onload when compute is told to wait for it."""
+        """Keeps a transfer of `what` for timelines. For a block's onload, called when compute must wait for it."""
         self.last_transfers.append(Moved(transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))
 
     def offloaded(self, transfer: Transfer, what: str = "") -> None:
-        """Copies of the gradients `what` to the host were submitted."""
+        """Called when copies of the gradients of `what` to the host were submitted."""
         self.offload_bytes += transfer.nbytes
         self.arrived(transfer, what)
 
     def spilled(self, nbytes: int) -> None:
-        """Bytes were written to disk."""
+        """Called when bytes were written to disk."""
         self.spill_bytes += nbytes
 
     def cycle_begins(self) -> None:
-        """The host begins a cycle."""
+        """Called when the host begins a cycle."""
         self._cycle_began_at = time.perf_counter()
 
     def cycle_ended(self, visits: list[VisitRecord], end: Tick) -> None:
-        """A cycle is over: its ticks are read when the next but one is."""
+        """Called when a cycle is over. Its ticks are read two cycles later."""
         if visits:
             self._unread.append((visits, end))
             self.last_cycle = visits, end
@@ -164,25 +164,25 @@ class Meter(Counts):
             self._read(*self._unread.popleft())
 
     def seconds(self) -> tuple[float, float]:
-        """Stall and compute seconds since the last reset; waits for the cycles that are still under way."""
+        """Stall and compute seconds since the last reset. Waits until the ticks of ended cycles can be read."""
         while self._unread:
             self._read(*self._unread.popleft())
         return self._stall_seconds, self._compute_seconds
 
     def timings(self, visits: list[VisitRecord], end: Tick) -> list[Timing]:
-        """The seconds of each visit of a cycle; waits until they are known."""
+        """The seconds of each visit of a cycle. Waits until they are known."""
         ticks = [tick for visit in visits for tick in (visit.asked, visit.began)]
         seconds = self._lanes.intervals([*ticks, end])
         return [Timing(*pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
 
     def sample(self) -> Sample | None:
-        """What is held now, by the ledger."""
+        """What is held now, as the ledger says; None: there is no ledger."""
         if self._ledger is None:
             return None
         return Sample(0.0, *self._ledger.held_in_tiers(), time.time_ns())
 
     def spans(self, others: Sequence[Moved], waits: Sequence[Waited]) -> list[Span]:
-        """The last cycle and the copies since its beginning, of `others` too, with their `waits`. Waits for them."""
+        """Spans of the last cycle and of copies since it began, also `others`, cut by `waits`. Waits for all of it."""
         if self.last_cycle is None:
             return []
         visits, end = self.last_cycle
@@ -199,7 +199,7 @@ class Meter(Counts):
         return [*spans, *spans_of((*self.last_transfers, *others), first, self._lanes), *self._disk_spans(first)]
 
     def _disk_spans(self, first: Tick) -> list[Span]:
-        """What the drive did since the host began the last cycle, counted from the tick of its first visit."""
+        """Spans of what the drive did since the host began the last cycle, counted from the tick of its first visit."""
         began_at = self._last_cycle_began_at
         moves = self.disk_log.since(began_at)
         offset = self._lanes.seconds_to_host(first, began_at) if moves else 0.0
@@ -228,6 +228,6 @@ class Meter(Counts):
             self._compute_seconds += timing.compute_seconds
 
     def link(self, lane: Lane | CollectiveLane = Lane.ONLOAD) -> "LinkSpeed":
-        """How long the last onloads, or gathers, took on their lane; waits until they are done."""
+        """The speed of the last onloads, or gathers, on their lane. Waits until they are done."""
         loads = [(size, begun, done) for on, _, size, begun, done in self.last_transfers if on is lane and size]
         return LinkSpeed([(size, self._lanes.seconds(begun, done)) for size, begun, done in loads])

@@ -1,4 +1,4 @@
-"""Whose memory is that? Buffers of blocks by the addresses at which they lie: asked for all that autograd saves."""
+"""Whose memory is that? Buffers of blocks by their addresses, looked up for every tensor that autograd saves."""
 
 import math
 from bisect import bisect_right
@@ -13,14 +13,14 @@ __all__ = ["Addresses"]
 
 
 class Addresses:
-    """The blocks that have a buffer on one device."""
+    """The blocks that have a buffer on one device, by its address."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[Block, torch.Tensor] = {}
-        # Where buffers begin, ascending, where each ends, and whose it is: in one list, as Ctrl-C may come in between.
+        # For each buffer, its begin (ascending), end and block: in one list, which Ctrl-C cannot leave half changed.
         self._in_order: list[tuple[int, int, Block]] = []
-        self.first, self.last = 0, -1  # what lies in a buffer lies between these, and is not empty
+        self.first, self.last = 0, -1  # any tensor in a buffer, unless it is empty, lies between these
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block in whose buffer `tensor` lies; None for any other tensor."""
@@ -29,7 +29,7 @@ class Addresses:
         address = tensor.data_ptr()
         if not address:
             return self._block_of_empty(tensor)
-        index = bisect_right(self._in_order, (address, math.inf)) - 1  # quicker than by its storage
+        index = bisect_right(self._in_order, (address, math.inf)) - 1  # quicker than a search by storage
         if index < 0:
             return None
         _, end, block = self._in_order[index]
@@ -40,15 +40,15 @@ class Addresses:
         return next((block for block, buffer in self._buffers.items() if _storage_of(buffer) == storage), None)
 
     def blocks(self) -> KeysView[Block]:
-        """All of them."""
+        """All blocks that have a buffer."""
         return self._buffers.keys()
 
     def has(self, block: Block) -> bool:
-        """Whether the block is known by the buffer that it has."""
+        """Whether the block is known with the buffer that it has now."""
         return block.buffer is not None and self._buffers.get(block) is block.buffer
 
     def add(self, block: Block, buffer: torch.Tensor) -> None:
-        """The buffer is the block's from now on."""
+        """Notes that the buffer is the block's."""
         self._buffers[block] = buffer
         if buffer.nbytes:
             begin = buffer.data_ptr()
@@ -57,7 +57,7 @@ class Addresses:
             self.first, self.last = self._in_order[0][0], self._in_order[-1][1]
 
     def remove(self, block: Block) -> None:
-        """The inverse of `add`, also where that was interrupted."""
+        """The inverse of `add`, also where `add` was interrupted."""
         self._buffers.pop(block, None)
         for index, (_, _, other) in enumerate(self._in_order):
             if other is block:
@@ -65,7 +65,7 @@ class Addresses:
                 break
 
     def reset(self, blocks: Iterable[Block]) -> None:
-        """Exactly these have a buffer, whatever was known."""
+        """Notes the buffers of `blocks` anew, and forgets all others."""
         self._buffers, self._in_order = {}, []
         for block in blocks:
             if block.buffer is not None:

@@ -1,6 +1,6 @@
-"""When has a block all the gradients that this backward will give it? When it has as many as in the two before.
+"""When does a block have all gradients of this backward? When it has as many as in each of the two before.
 
-Autograd does not say that a parameter's gradient is the last one: a reentrant checkpoint delivers once for each use.
+Autograd does not say which gradient of a parameter is the last: a reentrant checkpoint delivers one for each use.
 """
 
 from collections import Counter
@@ -14,27 +14,27 @@ from headrace.weights.model.managed_param import ManagedParam
 
 __all__ = ["Arrivals", "tell_of_failure", "tell_watchers"]
 
-_ALIKE = 2  # backwards that must have been alike before one is believed to be so too
+_ALIKE = 2  # backwards that must have been alike before the next is expected to be
 
 
 @dataclass
 class _Count:
-    """Gradients of one block."""
+    """How many gradients one block got, by parameter."""
 
     now: Counter[ManagedParam] = field(default_factory=Counter)
     last: Counter[ManagedParam] = field(default_factory=Counter)
-    alike: int = 0  # how many backwards in a row gave `last`
-    taken: bool = False  # updated in this backward
+    alike: int = 0  # how many backwards in a row have given `last`
+    taken: bool = False  # whether an update began in this backward
 
 
 class Arrivals:
-    """Counts the gradients of blocks that somebody watches."""
+    """Counts the gradients of blocks that have watchers."""
 
     def __init__(self) -> None:
         self._counts: dict[int, _Count] = {}
 
     def complete(self, slot: ManagedParam, unit: Unit) -> list[ManagedParam]:
-        """One more gradient came. If the block has all of them now, as far as one can tell: the slots that have one."""
+        """Called when one more gradient came. Returns the slots with a gradient, if the block seems to have all now."""
         count = self._counts.setdefault(id(unit), _Count())
         if count.taken:
             raise StateError(
@@ -46,11 +46,11 @@ class Arrivals:
         return list(count.now) if count.alike >= _ALIKE and count.now == count.last else []
 
     def taken(self, unit: Unit) -> None:
-        """The block is being updated already."""
+        """Called when an update of the block begins within this backward."""
         self._counts[id(unit)].taken = True
 
     def end(self, *, completed: bool) -> None:
-        """Backward is over."""
+        """Called when backward is over."""
         for count in self._counts.values():
             if completed and count.now:
                 count.alike = count.alike + 1 if count.now == count.last else 1
@@ -60,7 +60,7 @@ class Arrivals:
 
 
 def tell_watchers(slots: Iterable[ManagedParam], announced: Collection[ManagedParam]) -> None:
-    """Those of the units: the gradients are in homes."""
+    """Tells the watchers of these parameters' units that the gradients are in homes."""
     watched: dict[Watcher, dict[Any, bool]] = {}
     unit, watchers = None, []
     for slot in slots:
@@ -74,6 +74,6 @@ def tell_watchers(slots: Iterable[ManagedParam], announced: Collection[ManagedPa
 
 
 def tell_of_failure(announced: Iterable[ManagedParam]) -> None:
-    """Who was told of complete gradients has begun updates that a plain run would not make."""
+    """Called when backward failed: tells watchers that began updates, which a plain run would not have made."""
     for watcher in {watcher for slot in announced if slot.unit is not None for watcher in slot.unit.watchers}:
         watcher.abandoned()

@@ -1,11 +1,12 @@
 """How do the ranks of a node average gradients? Each sums up its part of every block, while backward goes on.
 
-A rank's gradients of a block leave its device for memory that all ranks of the node see. When those of all ranks are
-there, each rank adds up its part of them, in the order of the ranks, into the one copy that the node keeps. So the
-result is that of one process which accumulates the ranks' batches one after the other, bit for bit.
+A rank's gradients of a block leave its device for memory that all ranks of the node see. When the gradients of all
+ranks are there, each rank adds up its part of them, in the order of the ranks, into the one copy that the node keeps.
+So the result is that of one process which accumulates the ranks' batches one after the other, bit for bit.
 
-Blocks come in one order on all ranks, whatever a rank's own backward does: one that it did not reach gives nothing, and
-what comes too late for its block is averaged at the end. See docs/design/nodes.md.
+Blocks are averaged in one order on all ranks, whatever a rank's own backward does. For a block that its backward did
+not reach, a rank gives nothing; gradients that come too late for their block are averaged at the end. See
+docs/design/nodes.md.
 """
 
 from collections import deque
@@ -35,13 +36,13 @@ from headrace.weights.rest.placement import HostTiers
 
 __all__ = ["AveragedGradients"]
 
-_ARRIVED, _SUMMED = 0, 1  # counters: the last block whose gradients this rank has given, and has summed up
-_IN_A_PASS = 1 << 24  # so many blocks at most are averaged in one pass
-_GIVES, _ADDS = 1, 2  # what a rank says of each parameter: it has a gradient; it adds to one that there is
+_ARRIVED, _SUMMED = 0, 1  # counters: the last round whose gradients this rank has given, and has summed up
+_IN_A_PASS = 1 << 24  # numbers of rounds that each pass has: the most in one pass
+_GIVES, _ADDS = 1, 2  # what a rank says of each parameter: it gives a gradient; its home has one already
 
 
 class AveragedGradients(GradientFlow):
-    """Gradients of all ranks: each home has their average."""
+    """The gradient flow of several ranks: each home gets the average of all ranks' gradients."""
 
     def __init__(
         self,
@@ -53,36 +54,34 @@ class AveragedGradients(GradientFlow):
         common: CommonHomes,
         gathers: Gathers | None,
     ) -> None:
-        """`gathers`: devices add gradients up among themselves, too, and a part of the sums leaves each."""
+        """With `gathers`, devices also add up gradients by collectives, and each device sends a part of the sums."""
         super().__init__(lanes, ledger, meter, tiers, grad_dtype)
         self._common, self._node = common, common.node
         self._homes: dict[ManagedParam, NodeGradients] = {}
         self._counters = Counters(self._node, 2)
         self._sums: Sums = (DeviceSums if gathers else HostSums)(self._node, self)
-        self._keep_up: Callable[[], None] = gathers.keep_up if gathers else lambda: None  # for who waits for others
-        self._half_bytes = 0  # of each rank
+        self._keep_up: Callable[[], None] = gathers.keep_up if gathers else lambda: None  # while waiting
+        self._half_bytes = 0  # the bytes that each rank has of a half
         self._halves: list[SharedArena] = []
-        self._last_of_half: list[tuple[int, Job[list[ManagedParam]] | None]] = [
-            (0, None)
-        ] * 2  # the round that had it last
+        self._last_of_half: list[tuple[int, Job[list[ManagedParam]] | None]] = [(0, None)] * 2  # the last round in it
         self._meeting, self._summing = (OneThread(name, lanes.device) for name in ("headrace-average", "headrace-sum"))
         self._pass = self._rounds = 0
-        self._places: dict[Block, int] = {}  # in the order
-        self._open: dict[Block, dict[ManagedParam, torch.Tensor]] = {}  # gradients on the device
-        self._next = 0  # place of the first block whose round has not begun in this backward
-        self._late: dict[ManagedParam, torch.Tensor] = {}  # on the host: they came after the round of their block
-        self._unsynchronised: dict[ManagedParam, torch.Tensor] = {}  # on the host: of backwards within `no_sync`
-        self._of_this_backward: dict[ManagedParam, torch.Tensor] = {}  # the same, of one that is under way
+        self._places: dict[Block, int] = {}  # the place of each block in the order of rounds
+        self._open: dict[Block, dict[ManagedParam, torch.Tensor]] = {}  # gradients on the device, in no round yet
+        self._next = 0  # the place of the first block whose round has not begun in this backward
+        self._late: dict[ManagedParam, torch.Tensor] = {}  # on the host: gradients that came after their block's round
+        self._unsynchronised: dict[ManagedParam, torch.Tensor] = {}  # on the host: gradients of `no_sync` backwards
+        self._of_this_backward: dict[ManagedParam, torch.Tensor] = {}  # the same, of the one under way
         common.discards.append(self._discard)
         self._jobs: list[tuple[Round, Job[list[ManagedParam]]]] = []
-        self._averaged: set[ManagedParam] = set()  # in this backward
+        self._averaged: set[ManagedParam] = set()  # parameters that this backward has averaged
         self.synchronises = True  # whether backward averages
 
     def prepare(self, blocks: Iterable[Block]) -> None:
-        """To be called by all ranks, for the same parameters."""
-        if self._pass != self._common.passes:  # all ranks have begun it: nothing of the last one is under way
+        """Makes memory for gradients. To be called by all ranks, for the same blocks."""
+        if self._pass != self._common.passes:  # all ranks have begun the pass: none has a round of the last one
             self._pass, self._rounds, self._last_of_half = self._common.passes, 0, [(0, None)] * 2
-        # As backward comes to them, and then those that stay on the device.
+        # Blocks that stream, in the order in which backward comes to them, and then those that stay on the device.
         order = sorted(blocks, key=lambda block: block.index, reverse=True)
         if len(order) != len(self._places):
             self._places = {block: place for place, block in enumerate(order)}
@@ -93,7 +92,7 @@ class AveragedGradients(GradientFlow):
         return [slot for slot in block.slots if slot.home.requires_grad and slot not in self._homes]
 
     def _make(self, wanted: list[Wanted]) -> None:
-        """Makes also both halves of the memory through which gradients pass."""
+        """Also makes the two halves of the memory through which gradients pass."""
         half_bytes = max(self._half_bytes, aligned(len(self._places)))
         for block in self._places:
             slots = [slot for slot in block.slots if slot.home.requires_grad or slot in self._homes]
@@ -101,7 +100,7 @@ class AveragedGradients(GradientFlow):
         size = self._node.size
         more_bytes = 2 * (self._part_of(half_bytes * size) - self._part_of(self._half_bytes * size))
         self._tiers.check_gradients(more_bytes + sum(self._part_of(offsets[-1]) for _, _, offsets in wanted))
-        if half_bytes > self._half_bytes:  # before there are averages, which may rest on disk
+        if half_bytes > self._half_bytes:  # before memory for averages, which may be on disk
             self._halves, self._half_bytes = [], 0
             self._tiers.make_room(2 * whole_pages(size * half_bytes))
             given = self._node, size * half_bytes, self.lanes.device, self.ledger, PURPOSE
@@ -113,12 +112,12 @@ class AveragedGradients(GradientFlow):
             self._homes |= dict.fromkeys(slots, homes)
 
     def _part_of(self, nbytes: int) -> int:
-        """What this rank books of memory that the node shares."""
+        """The bytes that this rank books of memory that the node shares."""
         part = self._node.part(whole_pages(nbytes)) if nbytes else slice(0, 0)
         return int(part.stop - part.start)
 
     def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """One, of all rows: with several ranks tables and experts travel whole."""
+        """Takes one gradient, of all rows: with several ranks, tables and experts travel whole."""
         (gradient,) = gradients
         if not isinstance(slot.unit, Block):
             return
@@ -127,7 +126,7 @@ class AveragedGradients(GradientFlow):
                 f"parameter {slot.name!r} has a sparse gradient (nn.Embedding(sparse=True)), which ranks cannot"
                 " average; make it a dense one: sparse=False"
             )
-        _refuse_hooks(slot.unit)  # that came since forward
+        _refuse_hooks(slot.unit)  # hooks that were registered since forward
         if not self.synchronises:
             self._keep(self._of_this_backward, slot, gradient)
         elif self._places[slot.unit] < self._next:
@@ -139,16 +138,16 @@ class AveragedGradients(GradientFlow):
             held[slot] = held[slot] + gradient if slot in held else gradient
 
     def leave_block(self) -> None:
-        """Backward goes on to another block. Where devices add up those of two blocks leave, and the host waits for no
-        rank that is less than two behind.
+        """Called when backward goes on to another block: begins the rounds of those before. Where devices add up, the
+        gradients of two blocks may be leaving at once, and the host waits for no rank less than two rounds behind.
         """
         self._wait_for_all_but(self._sums.in_flight - 1)
         streamed = [self._places[block] for block in self._open if block.index >= 0]
-        if streamed:  # those that stay on the device come last
+        if streamed:  # blocks that stay on the device come last
             self._average_up_to(max(streamed))
 
     def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
-        """The end of backward, on all ranks: their averages are in the homes when this returns."""
+        """Called at the end of backward, on all ranks. When this returns, the averages are in the homes."""
         if not self.synchronises:
             for slot, gradient in self._of_this_backward.items():
                 self._keep(self._unsynchronised, slot, gradient)
@@ -159,7 +158,7 @@ class AveragedGradients(GradientFlow):
         self._finish_rounds()
         self._average_late()
         self._wait_for_all_but(0)
-        self._unsynchronised.clear()  # they are in the averages
+        self._unsynchronised.clear()  # the averages contain them
         self._next = 0
         with without_overrides():
             for homes in dict.fromkeys(self._homes.values()):
@@ -177,14 +176,14 @@ class AveragedGradients(GradientFlow):
         jobs, self._jobs = self._jobs, []
         for _, job in jobs:
             job.exception()
-        # The rounds of late ones are over, or their transfer was never submitted.
+        # Copies of a LateTransfer have ended, or were never submitted.
         self._leaving = deque(one for one in self._leaving if not isinstance(one.transfer, LateTransfer))
         super().abandon()
         self._averaged.clear()
         self._next = 0
 
     def close(self) -> None:
-        """Waits for what is under way, and ends the threads."""
+        """Waits for rounds that are under way, and ends the threads."""
         self._meeting.shutdown(wait=True)
         self._summing.shutdown(wait=True)
         self._sums.close()
@@ -195,19 +194,19 @@ class AveragedGradients(GradientFlow):
             del self._unsynchronised[slot]
 
     def _keep(self, kept: dict[ManagedParam, torch.Tensor], slot: ManagedParam, gradient: torch.Tensor) -> None:
-        """One more gradient of a parameter, on the host."""
+        """Adds one more gradient of a parameter to those in `kept`, on the host."""
         gradient = gradient.detach().to("cpu", self.dtype(slot), copy=slot not in kept)
         kept[slot] = kept[slot].add_(gradient) if slot in kept else gradient
 
     def _wait_for_all_but(self, last: int) -> None:
-        """Compute waits for what leaves the device, but for the last so many rounds."""
+        """Compute waits for gradients that are leaving the device, but for those of the `last` newest rounds."""
         while len(self._leaving) > last:
             self._leaving[0].transfer.done_while(self._keep_up)
             self._let_go()
 
     # rounds ----------------------------------------------------------------------------------------------------------
     def _average_up_to(self, place: int) -> None:
-        """Begins the rounds of all blocks up to that place of the order, as far as they have not begun."""
+        """Begins the rounds of all blocks up to that place in the order that have not begun."""
         order = list(self._places)
         while self._next <= place:
             block = order[self._next]
@@ -224,7 +223,7 @@ class AveragedGradients(GradientFlow):
         gradients: dict[ManagedParam, torch.Tensor],
         from_host: dict[ManagedParam, torch.Tensor],
     ) -> None:
-        block.wait_for_updates()  # which read the gradients before
+        block.wait_for_updates()  # updates read the gradients of the backward before
         self._wait_for_all_but(self._sums.in_flight - 1)
         number, half, before = self._next_round(f"room for gradients of {block.name!r}")
         says = []
@@ -251,8 +250,8 @@ class AveragedGradients(GradientFlow):
         self._last_of_half[self._rounds % 2] = number, job
 
     def _meet(self, given: Round) -> Any:
-        """On the meeting thread: gives this rank's gradients, when all ranks do, and hears what each says of each
-        parameter. Returns the transfer of what leaves the device only then.
+        """On the meeting thread: waits until all ranks have given their gradients, and reads what each says of each
+        parameter. Returns the transfer of the sums where devices add up; they leave the device only then.
         """
         node = self._node
         with torch.no_grad(), without_overrides():
@@ -261,7 +260,7 @@ class AveragedGradients(GradientFlow):
             said[node.rank].copy_(torch.tensor(given.says, dtype=torch.uint8))
             self._counters.post(_ARRIVED, given.number)
             self._counters.wait(_ARRIVED, given.number, f"its gradients of {given.block.name!r}")
-            given.heard = torch.stack(said)  # all ranks have read them when all have come to the next round
+            given.heard = torch.stack(said)  # once all have come to the next round, all have read these
             adds = given.heard & _ADDS
             uneven = (adds.amin(0) != adds.amax(0)).nonzero().flatten().tolist()
             if uneven:
@@ -270,7 +269,7 @@ class AveragedGradients(GradientFlow):
             return self._sums.exchange(given, given.heard & _GIVES)
 
     def _sum(self, given: Round, met: Job[Any]) -> list[ManagedParam]:
-        """On the summing thread: sums up this rank's part of what all have given. Returns what has an average."""
+        """On the summing thread: sums up this rank's part of all gradients. Returns the parameters with an average."""
         met.result()
         if given.left is not None:
             given.left.synchronize()
@@ -293,7 +292,7 @@ class AveragedGradients(GradientFlow):
                 continue
             common = self._homes[slot].common(slot, self.dtype(slot))[part]
             before = common if slot in self._averaged else _there_is(slot)[part] if adds[0, index] else None
-            # As one process adds to what there is; of several nodes, what they have summed up is added to it.
+            # As in one process, gradients are added to the present one; of several nodes, or by devices, their sum is.
             continued = before is not None and node.across is None and self._sums.on_host
             begin = before.clone() if before is not None and continued else None
             total = self._sums.average(given, gives, index, begin)
@@ -309,8 +308,8 @@ class AveragedGradients(GradientFlow):
         return averaged
 
     def _next_round(self, what: str) -> tuple[int, SharedArena, Job[list[ManagedParam]] | None]:
-        """The next round's number; its half of the memory, which no rank reads on the host any more; and the job that
-        summed up there last.
+        """The next round's number; its half of the memory; and the job that summed up there last. Where sums are made
+        on the host, first waits until no rank reads this half.
         """
         self._rounds += 1
         number, turn = self._pass * _IN_A_PASS + self._rounds, self._rounds % 2
@@ -323,7 +322,7 @@ class AveragedGradients(GradientFlow):
         return number, self._halves[turn], job
 
     def _finish_rounds(self) -> None:
-        """All rounds are over on all ranks."""
+        """Waits until all rounds are over on all ranks."""
         jobs, self._jobs = self._jobs, []
         for _, job in jobs:
             self._averaged.update(job.result())
@@ -331,7 +330,7 @@ class AveragedGradients(GradientFlow):
             self._counters.wait(_SUMMED, jobs[-1][0].number, "the end of its backward")
 
     def _average_late(self) -> None:
-        """What came too late, on any rank."""
+        """Averages the gradients that came too late on any rank."""
         blocks = list(self._places)
         units = {slot.unit for slot in self._late}
         late = torch.tensor([block in units for block in blocks], dtype=torch.uint8)
@@ -341,7 +340,7 @@ class AveragedGradients(GradientFlow):
         self._finish_rounds()
 
     def _agreed(self, mine: torch.Tensor) -> torch.Tensor:
-        """The largest of what the ranks say, on all of them."""
+        """The maximum of `mine` over all ranks. Also checks that nodes agree. A collective."""
         if not self._halves:
             return mine
         number, half, _ = self._next_round("room for what came late")
@@ -356,7 +355,7 @@ class AveragedGradients(GradientFlow):
         return agreed[: len(mine)]
 
     def _show(self, homes: NodeGradients) -> None:
-        """Averages become the homes' gradients. What this rank wrote to gradients before is in them."""
+        """Makes averages the homes' gradients. They contain what this rank wrote to its gradients before."""
         slots = [slot for slot in homes.offsets if slot in self._averaged]
         if not slots:
             return
@@ -373,7 +372,7 @@ class AveragedGradients(GradientFlow):
             slot.home.grad = homes.lend(slot, dtype)
 
     def _slots_of(self, block: Block) -> list[ManagedParam]:
-        """The parameters of a block that have memory for gradients: on all ranks the same."""
+        """The parameters of a block that have memory for gradients. They are the same on all ranks."""
         return [slot for slot in block.slots if slot in self._homes]
 
 
@@ -385,7 +384,7 @@ def _uneven(slot: ManagedParam, where: str) -> StateError:
 
 
 def _there_is(slot: ManagedParam) -> torch.Tensor:
-    """The elements of the home's gradient that there is."""
+    """The elements of the gradient that the home has."""
     gradient: Any = slot.home.grad
     return elements_of(gradient.detach(), slot, gradient.dtype)
 

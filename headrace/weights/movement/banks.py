@@ -1,4 +1,4 @@
-"""Which experts are in which slots of a buffer? On the device, and in host memory beside a disk (host_experts.py)."""
+"""Which experts are in which slots of a buffer, on the device or in host memory beside a disk (host_experts.py)?"""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -13,45 +13,45 @@ __all__ = ["Arrival", "Bank", "ExpertSlots"]
 
 
 class ExpertSlots:
-    """Equal slots in one buffer, all but `spare` of which have room for experts, of so many layers."""
+    """Equal slots in one buffer, for experts of so many layers. `spare`: how many slots stay empty."""
 
     def __init__(self, buffer: torch.Tensor, slot_bytes: int, layers: int, *, spare: int = 0) -> None:
         self.buffer = buffer
         self._slot_bytes = slot_bytes
         self.slots = len(buffer) // slot_bytes
         self.room = self.slots - spare
-        self.places: dict[Key, int] = {}  # which slot each expert is in, or on its way to
+        self.places: dict[Key, int] = {}  # the slot that each expert is in, or on its way to
         self.keeping = Keeping(self.room, layers)
-        self._generations: dict[int, int] = {}  # of a layer's homes when its experts were loaded
+        self._generations: dict[int, int] = {}  # by layer, the generation of its homes when its experts were loaded
 
     def memory(self, slot: int) -> torch.Tensor:
         """The bytes of one slot."""
         return self.buffer[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
 
     def experts_in(self, slots: Iterable[int]) -> dict[int, Key]:
-        """By slot, the experts that are in these, or on their way there."""
+        """By slot, the experts that are in these slots, or on their way there."""
         held = {slot: key for key, slot in self.places.items()}
         return {slot: held[slot] for slot in slots if slot in held}
 
     def free_slots(self) -> list[int]:
-        """Those that nothing is in."""
+        """The slots that no expert is in, or on its way to."""
         held = set(self.places.values())
         return [slot for slot in range(self.slots) if slot not in held]
 
     def forget(self, key: Key) -> None:
-        """An expert that is here is nothing any more."""
+        """Forgets an expert that is in a slot, which is free then."""
         del self.places[key]
         self.keeping.went(key)
 
     def forget_stale(self, layer: int, generation: int) -> None:
-        """Experts of the layer that were loaded from another generation of its homes are gone."""
+        """Forgets experts of the layer that were loaded from another generation of its homes."""
         if self._generations.get(layer) != generation:
             for key in [key for key in self.places if key[0] == layer]:
                 self.forget(key)
             self._generations[layer] = generation
 
     def generation_of(self, layer: int) -> int:
-        """The generation of its homes when the layer's experts were loaded; -1: none was."""
+        """The generation of the layer's homes when its experts were loaded; -1: none was loaded."""
         return self._generations.get(layer, -1)
 
 
@@ -60,7 +60,7 @@ class Arrival:
     """A copy into a slot that compute has not been told to wait for."""
 
     transfer: Transfer | LateTransfer
-    number: int | None  # among those from host memory; None: from disk
+    number: int | None  # its number among copies from host memory; None: it is from disk
 
 
 class Bank(ExpertSlots):
@@ -70,15 +70,15 @@ class Bank(ExpertSlots):
         super().__init__(buffer, slot_bytes, layers)
         self.layers = layers
         self.arriving: dict[int, Arrival] = {}  # by slot
-        self.called: tuple[Block, tuple[int, ...]] | None = None  # which block's experts the call under way has
-        self.passing = False  # whether that uses nearly all of them
+        self.called: tuple[Block, tuple[int, ...]] | None = None  # the block and the experts of the call under way
+        self.passing = False  # whether that call uses nearly all experts of the block
 
     def slot_for(self, layer: int, kept: Collection[Key]) -> int:
-        """The slot for another expert of the layer; of none that is kept."""
+        """The slot for another expert of the layer: a free one, or that of an expert which is not in `kept`."""
         free = self.free_slots()
         return free[0] if free else self.places[self.keeping.victim(layer, self.places, kept)]
 
     def hold(self, slot: int, key: Key) -> None:
-        """An expert is on its way to the slot, which nothing was in."""
+        """Called when an expert is on its way to a slot that was free."""
         self.places[key] = slot
         self.keeping.came(key, passing=self.passing)

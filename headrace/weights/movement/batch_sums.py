@@ -1,5 +1,5 @@
-"""How do gradients of several micro-batches become one, before they leave the device? Added up block by block there,
-in the order of the micro-batches, so that the sum has the bits of a loop that adds each one up on the host.
+"""How do gradients of several micro-batches become one, before they leave the device? They are added up block by block,
+in the order of the micro-batches, so that the sum has the same bits as a loop that adds each one up on the host.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,16 +16,16 @@ from headrace.weights.movement.gradients import Gradients, sum_of_rows
 
 __all__ = ["BatchSums", "bytes_apart"]
 
-_Part = tuple[torch.Tensor, torch.Tensor | None]  # a gradient on the host, and of which rows of a table; None: of all
+_Part = tuple[torch.Tensor, torch.Tensor | None]  # a gradient on the host, and the rows that it has; None: all
 
 
 class BatchSums:
-    """Gradients of one backward over `count` micro-batches. `number`: whose gradients come now.
+    """Gradients of one backward over `count` micro-batches. `number`: the micro-batch whose gradients come now.
 
-    Parameters in `apart` get gradients in several blocks (tied weights): a loop would add up those of one micro-batch
-    first. So what each micro-batch has given them waits in host memory, which is made here: locking pages would stall
-    backward. `apart` says how many blocks each has. Those `one_by_one` among them get each by a backward of its own
-    (reentrant checkpoints), and a loop adds each to what is there.
+    Parameters in `apart` (tied weights) get gradients in several blocks, whose number it gives. A loop would first add
+    up those of one micro-batch. So each micro-batch's gradients wait in host memory, which is made here, as locking
+    pages would stall backward. Those of the parameters in `one_by_one` come each in a backward of its own (reentrant
+    checkpoints): a loop adds each to the present gradient.
     """
 
     def __init__(
@@ -38,19 +38,18 @@ class BatchSums:
         self.number = 0
         self._gradients, self._lanes = gradients, gradients.lanes
         self._apart, self._one_by_one = apart, one_by_one
-        self._sums: dict[ManagedParam, torch.Tensor] = {}  # of the block that backward is at, on the device
-        self._of_rows: set[ManagedParam] = (
-            set()
-        )  # of which some micro-batch had rows alone there: each gradient goes by itself
-        self._waiting: list[dict[ManagedParam, list[_Part]]] = [{} for _ in range(count)]  # of each micro-batch
-        self._leaving: list[Transfer] = []  # which compute has not waited for
-        self._last: Event | None = None  # of the last of those that it has
-        # One block of a table whose rows travel alone gives a gradient of rows, of which nobody knows how many.
+        self._sums: dict[ManagedParam, torch.Tensor] = {}  # on the device: sums for the block that backward is at
+        # Parameters of that block for which a micro-batch gave only rows: their gradients leave one by one.
+        self._of_rows: set[ManagedParam] = set()
+        self._waiting: list[dict[ManagedParam, list[_Part]]] = [{} for _ in range(count)]  # by micro-batch
+        self._leaving: list[Transfer] = []  # transfers that compute has not waited for
+        self._last: Event | None = None  # the end of the last transfer that compute has waited for
+        # In a table of which only rows travel, one block gives a gradient of rows, whose number is not known.
         dense = {slot: count * (blocks - _is_table(slot)) for slot, blocks in apart.items()}
         self._room = {slot: [self._arena(_nbytes(slot)) for _ in range(parts)] for slot, parts in dense.items()}
 
     def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """A complete gradient of the present micro-batch, as `GradientFlow.take` has it."""
+        """Takes a complete gradient of the present micro-batch. Arguments: see `GradientFlow.take`."""
         if slot in self._apart:
             self._put_aside(slot, gradients[0] if rows is None else torch.cat(gradients), rows)
             return
@@ -67,7 +66,7 @@ class BatchSums:
             self._sums[slot] = gradients[0].to(dtype) if before is None else before.add_(gradients[0])
 
     def leave_block(self) -> None:
-        """All micro-batches have been at the block: sums go."""
+        """Called when all micro-batches have been at the block: hands its sums on."""
         sums, self._sums = self._sums, {}
         self._of_rows.clear()
         for slot, gradient in sums.items():
@@ -78,10 +77,10 @@ class BatchSums:
             self._last = transfer.done
 
     def end(self) -> None:
-        """All micro-batches have been everywhere: what waits is added up, in their order."""
+        """Called when all micro-batches are through: adds up gradients that wait, in the order of the micro-batches."""
         self.leave_block()
         if self._last is not None:
-            self._last.synchronize()  # of those on one lane, the last one ends last
+            self._last.synchronize()  # of transfers on one lane, the last one ends last
         for waiting in self._waiting:
             for slot, parts in waiting.items():
                 for gradient, rows in parts if slot in self._one_by_one else _added_up(parts):
@@ -109,7 +108,7 @@ class BatchSums:
 
 
 def _added_up(parts: list[_Part]) -> list[_Part]:
-    """What several blocks gave a parameter for one micro-batch: one gradient of all rows, and one of some of them."""
+    """Adds up what several blocks gave a parameter for one micro-batch: one gradient of all rows, and one of some."""
     sparse = [(one, rows) for one, rows in parts if one.layout != torch.strided]
     dense = [one for one, rows in parts if one.layout == torch.strided and rows is None]
     for other in (*dense[1:], *(one for one, _ in sparse if dense)):
@@ -121,7 +120,7 @@ def _added_up(parts: list[_Part]) -> list[_Part]:
 
 
 def bytes_apart(uses: Mapping[ManagedParam, int], count: int) -> int:
-    """Host memory for gradients of parameters that so many blocks use, of `count` micro-batches each, at most."""
+    """The most bytes of host memory that `count` micro-batches take for parameters used in so many blocks (`uses`)."""
     return count * sum(blocks * whole_pages(_nbytes(slot)) for slot, blocks in uses.items())
 
 

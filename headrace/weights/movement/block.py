@@ -28,16 +28,16 @@ from headrace.weights.rest.reads import Range
 
 __all__ = ["Block", "BlockPart", "Presence"]
 
-_KINDS: dict[tuple[Layout, ...], int] = {}  # of blocks that lie in their buffers alike
+_KINDS: dict[tuple[Layout, ...], int] = {}  # a number for each layout: blocks of one kind have the same layout
 _VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
 _ADDRESS_OF = torch.Tensor.data_ptr
 
 
 class Presence(Enum):
-    """Where a block's device copy stands."""
+    """The state of a block's device copy."""
 
     ABSENT = auto()
-    RESERVED = auto()  # there is a buffer, but nothing was copied into it: the homes are being updated
+    RESERVED = auto()  # there is a buffer, but no copy into it was submitted yet
     ARRIVING = auto()  # a copy into the buffer was submitted, and compute has not waited for it
     PRESENT = auto()
 
@@ -46,12 +46,12 @@ _NEXT = {
     Presence.ABSENT: {Presence.RESERVED},
     Presence.RESERVED: {Presence.ARRIVING, Presence.ABSENT},
     Presence.ARRIVING: {Presence.PRESENT},
-    Presence.PRESENT: {Presence.ABSENT, Presence.ARRIVING},  # arriving once more: homes have changed
+    Presence.PRESENT: {Presence.ABSENT, Presence.ARRIVING},  # it arrives once more where homes have changed
 }
 
 
 class Block:
-    """At rest its bytes are one arena of exact size; on the device one buffer, of which the leaves are views."""
+    """Parameters that travel together: their bytes are one arena at rest, and on the device one buffer of leaves."""
 
     def __init__(
         self,
@@ -62,29 +62,29 @@ class Block:
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
-        self.index = -1  # among the blocks that stream; -1 for a resident one
-        self.row_bytes = 0  # of a table whose rows alone travel, see movement/rows.py; 0: it travels whole
-        self.experts: Experts | None = None  # that travel one by one, see movement/slices.py; None: it travels whole
-        self.trains_whole = False  # they have been used otherwise than by their numbers while they were trained
-        self.called: Key | None = None  # an expert that is a module, see movement/called.py: of which layer, and which
+        self.index = -1  # its number among the blocks that stream; -1: it is resident
+        self.row_bytes = 0  # the size of a row, if only rows of it travel (movement/rows.py); 0: it travels whole
+        self.experts: Experts | None = None  # if they travel one by one (movement/slices.py); None: it travels whole
+        self.trains_whole = False  # whether its experts were used as a whole weight while they were trained
+        self.called: Key | None = None  # layer and number of an expert that is a module (movement/called.py)
         self.buffer: torch.Tensor | None = None
-        self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it
+        self.allocated: Event | None = None  # when the last user of the buffer's memory is done with it
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
-        self.users = 0  # visits under way that have it bound
-        self.lent = False  # one of them is a module that was only asked for a parameter: it can be taken back
-        self.may_be_saved = False  # autograd has saved leaves themselves, in a pass without visits
-        self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
-        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
+        self.users = 0  # how many visits under way have it bound
+        self.lent = False  # one user is a module that was only asked for a parameter: `take_back` can end that
+        self.may_be_saved = False  # autograd may have saved the leaves themselves, in a pass without visits
+        self.updates: list[Pending] = []  # these write the homes; whoever reads the homes waits for them
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # they are told when gradients are complete
         self.common: object = None  # the `CommonHomes` of a node whose ranks have one copy of the homes
-        self.agreed = -1  # the generation of which this rank knows whether it is its own alone
-        self.order = -1  # its place among those that a forward needs first
-        self.presence = Presence.ABSENT  # changes by `becomes` alone
+        self.agreed = -1  # the last generation that this rank has compared with what all ranks see
+        self.order = -1  # its place in the order in which a forward needs blocks
+        self.presence = Presence.ABSENT  # only `becomes` and `lost` change it
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
-        self.generation = 0  # of what the homes hold, as far as anybody has looked: see `look`
+        self.generation = 0  # a number for what the homes held at the last look, see `look`
         self.loaded = -1  # the generation that the device copy has; -1: there is none
-        self.last_loaded = -1  # ... and that the last one had, which may be gone
-        self.written = 0  # the generation at which a home was last written to, and not just handed out
-        self._as_arena = -1  # at which generation a copy of the arena was all that it took
+        self.last_loaded = -1  # the generation of the last device copy, which may be gone
+        self.written = 0  # the generation at which a home was last written to (handing one out does not count)
+        self._as_arena = -1  # the generation for which a copy of the arena alone was enough
         self._tiers = tiers
         self.manager: object = tiers  # each offloaded model has one
         self._lay_down(members, device, param_dtype)
@@ -96,15 +96,15 @@ class Block:
         self.places = Places(
             [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
         )
-        # The modules' attributes become the leaves; `adopts`: what took the place of homes becomes the home first.
+        # Makes leaves the modules' attributes; with `adopts`, what users put in place of homes becomes the home first.
         self.bind: Callable[..., None] = self.places.bind
-        self._own_references = self._references()  # to the memory of homes, beside which nobody has any yet
-        self._flushed = self.generation if self.rest.filled else -1  # the generation that the files have; -1: none
-        self._flushed_ranges: Sequence[Range] | None = None  # of which alone that is known; None: of all
+        self._own_references = self._references()  # counts of references to the homes' memory while no user has any
+        self._flushed = self.generation if self.rest.filled else -1  # the generation that the files hold; -1: none
+        self._flushed_ranges: Sequence[Range] | None = None  # the ranges that `_flushed` is known of; None: all
         self._flush(self.generation)
 
     def _lay_down(self, members: Sequence[Member], device: torch.device, param_dtype: torch.dtype | None) -> None:
-        """The homes' bytes come to where they rest, and each parameter gets a slot. For the constructor."""
+        """Called by the constructor: moves the homes' bytes to where they rest, and makes a slot for each parameter."""
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
         self.layouts, self.kind = layouts, _KINDS.setdefault(tuple(layouts), len(_KINDS))
@@ -125,26 +125,26 @@ class Block:
         self.see_homes()
 
     def becomes(self, new: Presence) -> None:
-        """The device copy stands elsewhere. Raises StateError where it cannot have come there."""
+        """Changes the state of the device copy. Raises StateError where `new` cannot follow the present state."""
         was = self.presence
         if new not in _NEXT[was]:
             raise StateError(f"block {self.name!r} is {was.name} and cannot become {new.name}")
-        if new is Presence.PRESENT:  # which it is with all of its leaves, also where Ctrl-C keeps some from following
+        if new is Presence.PRESENT:  # leaves first: Ctrl-C must not leave a PRESENT block with leaves that are away
             self.leaves.are(present=True)
         self.presence = new
         if was is Presence.PRESENT:
             self.leaves.are(present=False)
 
     def lost(self) -> None:
-        """A copy was broken off: the block is ABSENT, whatever it was before."""
+        """Makes the block ABSENT, whatever its state: a copy was broken off."""
         self.presence = Presence.ABSENT
         self.leaves.are(present=False)
 
     def look(self) -> int:
-        """The generation of what the homes hold now: another number than before where one of them may have changed.
+        """The generation of what the homes hold now. It is a new number where a home may have changed.
 
-        Writes through `data`, and those that an optimizer tells of, raise it by themselves (`_changed`). Of all others
-        autograd counts the version; who puts other memory in a home's place, its address.
+        Writes through `data`, and those that an optimizer announces, raise it at once (`_changed`). Other writes raise
+        the version that autograd counts; other memory in a home's place shows in the address. This compares both.
         """
         for compound in self.compounds:
             compound.notice_writes()
@@ -163,7 +163,7 @@ class Block:
         return self.generation
 
     def see_homes(self) -> None:
-        """They lie elsewhere, or are others: another generation, and what `look` compares with from now on."""
+        """Called when homes have moved or were replaced: begins a generation, with which `look` compares then."""
         self._homes = [slot.shown for slot in self.slots]
         self._versions = list(map(_VERSION_OF, self._homes))
         self._addresses = list(map(_ADDRESS_OF, self._homes))
@@ -173,37 +173,37 @@ class Block:
 
     @property
     def is_current(self) -> bool:
-        """Whether the device copy, if there is one, is what the homes hold."""
+        """Whether there is a device copy, and it has what the homes hold."""
         return self.look() == self.loaded
 
     def _changed(self, slot: ManagedParam, written: bool) -> None:
-        """A home may have changed: it was `written`, or just handed out."""
+        """Called when a home may have changed: it was `written`, or its memory was handed out."""
         self.generation += 1
         slot.generation = self.generation
         if written:
             self.written = self.generation
         self.leaves.touched()
         if self.users:
-            self.places.hide_leaves()  # modules that are asked for one have it brought once more
+            self.places.hide_leaves()  # a module that is asked for a leaf brings the block once more
         if self._homes[self.slots.index(slot)] is not slot.shown:
             self._homes = [one.shown for one in self.slots]
 
     # bytes ------------------------------------------------------------------------------------------------------------
     def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
-        """What to copy from host memory into the buffer so that it holds what the homes hold.
+        """The copies from host memory that bring the buffer up to what the homes hold.
 
-        The arena whole, and homes that the user re-pointed on top of it; with `only_changes`, into a buffer that holds
-        an older state, just the parameters that changed, unless they are most. Of a block on disk, which is fetched
-        whole, only homes that were re-pointed.
+        These are the whole arena, and then the homes that the user re-pointed. With `only_changes`, the buffer holds an
+        older state: only the parameters that changed are copied, unless most have. A block on disk is fetched whole, so
+        that only its re-pointed homes are copied.
         """
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")
         if self.updates:
             self.wait_for_updates()
         if self.presence is Presence.PRESENT:
-            self.keep_leaf_writes()  # they would be written over
+            self.keep_leaf_writes()  # the copies would overwrite them
         generation = self.look()
-        if self._as_arena == generation and not only_changes:  # nor has a shape changed
+        if self._as_arena == generation and not only_changes:  # so no shape has changed either
             self.loaded = self.last_loaded = generation
             return [] if self.rest.memory is None else [(self.buffer, self.rest.memory)]
         self.make_homes_readable()
@@ -213,32 +213,32 @@ class Block:
             if self.rest.memory is not None:
                 copies.append((self.buffer, self.rest.memory))
             changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
-        # Detached: a view would keep its base, of which `is_free` does not know.
+        # Detached: a view would hold a reference to its base that `is_free` does not expect.
         copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
         self.tell_autograd()
         for slot in self.slots:
             slot.loaded_token = slot.token
         self.loaded = self.last_loaded = generation
         if any(slot.others_may_write for slot in self.slots):
-            self.loaded = -1  # nobody can say
+            self.loaded = -1  # it cannot be known
         self._as_arena = generation if all(slot.in_place for slot in self.slots) else -1
         return copies
 
     def tell_autograd(self) -> None:
-        """Homes may have other contents than the device copy. A backward of what autograd has saved of these leaves
-        itself, in a forward without visits, raises an error then, as it would of homes.
+        """Called when homes may hold other values than the device copy. Raises the version of such leaves if autograd
+        may have saved them in a forward without visits: backward then raises an error, as it would for homes.
         """
         others = [slot for slot in self.slots if slot.is_old_on_device] if self.may_be_saved else []
         if others:
             with without_overrides():
                 torch.autograd.graph.increment_version([slot.leaf for slot in others])
-                self.leaves.note_writes_kept()  # it was none
+                self.leaves.note_writes_kept()  # raising a version wrote nothing
             for slot in others:
                 slot.note_version_raised()
 
     @property
     def memory_is_kept(self) -> bool:
-        """Whether somebody refers to the memory in which homes lie (`kept = p.data`): moving them would not free it."""
+        """Whether a user refers to the memory in which homes lie (`kept = p.data`), so that a move frees nothing."""
         pairs = zip(self.slots, self._references(), self._own_references, strict=True)
         return any(slot.in_place and now > own for slot, now, own in pairs)
 
@@ -247,12 +247,12 @@ class Block:
 
     @property
     def travels_in_parts(self) -> bool:
-        """Whether rows of it, or experts, come when they are used, and no visit brings the whole."""
+        """Whether its rows or experts come when they are used, so that no visit brings the whole block."""
         return bool(self.row_bytes) or self.experts is not None
 
     def fetch(self, by: Fetching, ranges: Sequence[Range] | None = None, *, always: bool = False) -> Fetch:
-        """What brings from disk what the homes hold now, in chunks of `by`; of `ranges` alone, which are `always` the
-        same.
+        """A fetch from disk of what the homes hold now, in chunks of `by`. With `ranges`, it fetches only these;
+        `always`: each fetch of this block has the same ranges.
         """
         generation = self.readable_generation()
         nbytes = self.nbytes if ranges is None else sum(nbytes for _, nbytes, _ in ranges)
@@ -265,72 +265,72 @@ class Block:
         return fetch
 
     def read_until(self, done: Event) -> None:
-        """The homes are being read, and may not be written before `done`."""
+        """Notes that the homes are being read, and may not be written before `done`."""
         self._last_read = done
 
     def wait_for_reads(self) -> None:
-        """The host waits until no copy reads the homes any more."""
+        """The host waits until no copy reads the homes."""
         if self._last_read is not None:
             self._last_read.synchronize()
             self._last_read = None
 
     @property
     def being_updated(self) -> bool:
-        """Whether an optimizer still writes the homes, or failed to and nobody was told yet."""
+        """Whether an optimizer is still writing the homes, or has failed to and nobody has been told."""
         for update in self.updates:  # noqa: SIM110  # asked at every visit
             if not update.done():
                 return True
         return False
 
     def wait_for_updates(self) -> None:
-        """The host waits until no optimizer writes the homes any more. Raises what failed in an update."""
+        """The host waits until no optimizer is writing the homes. Raises what failed in an update."""
         if self.updates:
             for update in list(self.updates):
                 update.wait()
             self.updates = [update for update in self.updates if not update.done()]
 
     def wait_until_free(self) -> None:
-        """The host waits until it may read and write the homes, because nobody else does."""
+        """The host waits until nobody else reads or writes the homes, so that it may."""
         self.wait_for_updates()
         self.wait_for_reads()
 
     def forked(self) -> None:
-        """In a process that was forked: no thread is here that would end what is under way in the other one."""
+        """Called in a forked process, where no thread ends what was under way: forgets reads, marks updates as lost."""
         self._last_read = None
         if self.being_updated:
             self.updates = [LostUpdate(f"block {self.name!r}")]
 
-    # files: do those that a block rests in have what its homes hold? Then it can be fetched, and updated there -------
+    # files: where they hold what the homes hold, the block can be fetched from them, and updated in them -------------
     @property
     def is_fetched(self) -> bool:
-        """Whether it has to be fetched before it can be copied to the device: it does not rest in host memory."""
+        """Whether it must be fetched before it can be copied to the device, as it does not rest in host memory."""
         return self.rest.memory is None
 
     def flush(self) -> None:
-        """Begins to bring to the files what was written to the homes, as the next fetch would."""
+        """Begins to write to the files what was written to the homes, as the next fetch would."""
         if self.is_fetched and self.rest.writable:
             self.make_homes_readable()
             self._flush(self.look())
 
     def readable_generation(self) -> int:
-        """What the homes hold, which may be read until the next update, and is where it can be fetched from."""
+        """Prepares the homes to be read or fetched until the next update, and returns their generation."""
         self.make_homes_readable()
         if self.is_fetched:
             self._leave_checkpoint()
         return self.look()
 
     def readable_table(self) -> torch.Tensor:
-        """The home of a table, whose rows may be read until the next update."""
+        """The home of a table, prepared so that its rows may be read until the next update."""
         self.keep_leaf_writes()
         self.wait_for_updates()
         self.slots[0].check_shape()
-        if self.is_fetched and self.look() != self._flushed:  # what was written leaves host memory
+        if self.is_fetched and self.look() != self._flushed:  # frees the host memory that writes took
             self._leave_checkpoint()
             self._flush(self.look())
         return self.slots[0].data
 
     def _leave_checkpoint(self) -> None:
-        """Homes in a checkpoint move to where changes are kept if they were written to, and not just handed out."""
+        """Moves homes from a checkpoint to where changes are kept, if they were written to, not just handed out."""
         if self.look() != self._flushed and not self.rest.writable:
             if self.rest.is_as_in_files and all(slot.in_place for slot in self.slots):
                 self.note_flushed()
@@ -338,12 +338,12 @@ class Block:
                 self.make_writable()
 
     def make_writable(self, *, keeps: bool = True) -> None:
-        """Homes in a checkpoint move to where changes are kept, with what they hold if `keeps`. BudgetError: no disk"""
+        """Moves homes from a checkpoint to where changes are kept; `keeps`: with their values. BudgetError: no disk."""
         if not self.rest.writable:
             self.spill(keeps=keeps)
 
     def spill(self, *, keeps: bool = True) -> None:
-        """The block moves to the disk tier, from host memory or a checkpoint. Its memory goes with its last user."""
+        """Moves the block to disk, from host memory or a checkpoint. Its memory is freed with its last user."""
         self.wait_until_free()
         before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded
         rest, keeps = self._tiers.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
@@ -353,14 +353,14 @@ class Block:
         rest.take_homes(self.slots, keeps=keeps)
         self.see_homes()
         if was_loaded and keeps:
-            self.loaded = self.generation  # they hold what they held
+            self.loaded = self.generation  # their values are unchanged
         if rest.filled:
             self.note_flushed()
         if not memory_is_kept:
             before.forget_writes()
 
     def make_homes_readable(self) -> None:
-        """No update is under way, and what travels in another dtype is what the homes hold."""
+        """Waits for updates, and casts anew the homes that travel in another dtype, where their casts are old."""
         self.wait_for_updates()
         self.look()
         for slot in self.slots:
@@ -370,15 +370,15 @@ class Block:
                 slot.cast()
 
     def _flush(self, generation: int, ranges: Sequence[Range] | None = None) -> None:
-        """The files of a block on disk get this generation, if they have another one; `ranges`: to be read."""
+        """Writes this generation to the files of a block on disk, unless they have it; `ranges`: what will be read."""
         known = self._flushed_ranges in (None, ranges)
         if self.is_fetched and (generation != self._flushed or not self.rest.flushed or not known):
             self.rest.flush(ranges)
             self._flushed, self._flushed_ranges = generation, ranges
 
     def move_written(self) -> bool:
-        """Homes that were written to in a checkpoint move to where changes are kept. False: somebody refers to their
-        memory, and so they stay.
+        """Moves homes that were written to from a checkpoint to where changes are kept. False: a user refers to their
+        memory, so they stay.
         """
         if self.memory_is_kept:
             return False
@@ -386,11 +386,12 @@ class Block:
             self.make_writable()
         return True
 
-    # as in Unit
+    # `may_be_updated_in_files` and `updated_in_files` are part of the protocol `Unit` -------------------------------
     def may_be_updated_in_files(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether an update of these homes, of which nothing is under way yet, may write the files in their place.
+        """Whether an update of these homes that has not begun may write the files instead of the homes.
 
-        The files have what the homes hold then. Nobody else writes this block meanwhile: all that is trained is here.
+        If so, the files hold what the homes hold, and `parameters` are all that is trained of this block: nobody else
+        writes it meanwhile.
         """
         known = {id(parameter) for parameter in parameters}
         alone = all(id(slot.home) in known or not slot.home.requires_grad for slot in self.slots)
@@ -400,28 +401,31 @@ class Block:
         return self.in_files
 
     def updated_in_files(self) -> None:
-        """An update of all homes was written to the files in their place."""
+        """Called when an update of all homes was written to the files instead."""
         self.rest.was_written()
         self.note_flushed()
 
     @property
     def in_files(self) -> bool:
-        """Whether the files have what the homes hold."""
+        """Whether the files hold what the homes hold."""
         return self.rest.has_own_files and self._flushed == self.look() and self.rest.flushed
 
     def note_flushed(self) -> None:
-        """The files have what the homes hold, although nothing was flushed."""
+        """Notes that the files hold what the homes hold, although nothing was flushed."""
         self._flushed, self._flushed_ranges = self.look(), None
 
     # binding ----------------------------------------------------------------------------------------------------------
     def unbind(self) -> None:
-        """The modules' attributes become the homes again."""
+        """Makes the homes the modules' attributes again."""
         if self.keep_leaf_writes():
             self.leaves.note_none_handed_out()
         self.places.unbind()
 
     def keep_leaf_writes(self) -> bool:
-        """What was written to leaves is the homes', too, before these are read, or either goes. Whether any may be."""
+        """Copies what the model wrote to leaves into the homes. Called before homes are read, or homes or leaves go.
+
+        Returns whether anything may have been written.
+        """
         with without_overrides():
             if not self.leaves.may_be_written():
                 return False
@@ -435,7 +439,7 @@ class Block:
         return True
 
     def _changed_alike(self, slot: ManagedParam) -> None:
-        """What the model wrote to a leaf is in its home now: the device copy is as current as it was before."""
+        """Called when a home got what the model wrote to its leaf: the device copy is as current as it was before."""
         was_current = self.loaded == self.generation
         self.generation += 1
         slot.generation = self.generation
@@ -443,19 +447,19 @@ class Block:
             self.loaded = self.generation
 
     def _before_touch(self) -> None:
-        """The user is about to get the memory of a home, and may write to it. The host waits until nobody else does."""
+        """Called before the user gets the memory of a home, and may write to it: waits until nobody else uses it."""
         self._tiers.in_place.handed_out(self)
         self.keep_leaf_writes()
         self.wait_until_free()
         before_write(slot.home for slot in self.slots)
 
     def _before_write(self) -> None:
-        """A home is about to be written to. From a checkpoint it moves first: changed pages would take host memory."""
+        """Called before a home is written to: moves it out of a checkpoint, where changed pages take host memory."""
         if self.common is None and not self.rest.writable:
             self.make_writable()
 
     def take_back(self) -> None:
-        """The block is not lent any more. Whoever keeps a leaf has the block brought again by using it."""
+        """Ends the lending of the block. Where a user keeps a leaf, using that leaf brings the block again."""
         if self.lent:
             if self.users == 1:
                 self.unbind()
@@ -463,21 +467,20 @@ class Block:
 
     @property
     def may_be_taken_back(self) -> bool:
-        """Whether it is bound for nothing but a parameter that a module was asked for."""
+        """Whether it is bound only because a module was asked for a parameter."""
         return self.lent and self.users == 1
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether a backward has yet to use leaves that autograd has saved itself, in a pass without visits."""
+        """Whether a backward has yet to use leaves themselves, which autograd saved in a pass without visits."""
         if self.may_be_saved:
             self.may_be_saved = self.buffer is not None and self.leaves.are_saved()
         return self.may_be_saved
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing speaks against its eviction: no visit, nobody who keeps a leaf that was lent, no graph that
-        has saved one, and no view of its buffer, whose memory would only be held on (by a node of backward that is just
-        being computed).
+        """Whether it may be evicted: no visit has it bound, no user keeps a leaf that was lent, no graph has saved one,
+        and no view of its buffer exists elsewhere (in a node that backward is computing), which would keep the memory.
         """
         if self.users and (not self.may_be_taken_back or self.leaves.are_kept(self.places.references)):
             return False
@@ -491,7 +494,7 @@ class Block:
         return references_beside(self.buffer) <= views
 
     def release(self) -> None:
-        """Homes are ordinary parameters again."""
+        """Makes the homes ordinary parameters again."""
         for slot in self.slots:
             slot.release()
         for compound in self.compounds:
@@ -499,7 +502,7 @@ class Block:
 
 
 def _flush(block: "weakref.ref[Block]", generation: int, ranges: Sequence[Range] | None) -> None:
-    """As the method, for a thread that reads a fetch: it does not keep alive a model that nobody else does."""
+    """Calls `Block._flush` on the thread that reads a fetch, which must not keep the model alive."""
     present = block()
     if present is not None:
         present._flush(generation, ranges)
@@ -507,26 +510,26 @@ def _flush(block: "weakref.ref[Block]", generation: int, ranges: Sequence[Range]
 
 @dataclass(frozen=True)
 class BlockPart:
-    """Ranges of a block that rests on disk, which are fetched alone: as Fetching takes them."""
+    """Ranges of a block on disk that are fetched without the rest of it. `Fetching` treats this like a block."""
 
     block: Block
     ranges: tuple[Range, ...]
-    always: ClassVar[bool] = False  # whether the same ones are fetched each time
+    always: ClassVar[bool] = False  # whether each fetch of the block has the same ranges
 
     @property
     def own_bytes(self) -> int:
-        """Of the ranges."""
+        """The bytes of the ranges."""
         return sum(nbytes for _, nbytes, _ in self.ranges)
 
     @property
     def nbytes(self) -> int:
-        """What it takes on the device."""
+        """The bytes that the ranges take on the device."""
         return self.own_bytes
 
     def look(self) -> int:
-        """As the block's."""
+        """The generation of what the block's homes hold, see `Block.look`."""
         return self.block.look()
 
     def fetch(self, by: Fetching) -> Fetch:
-        """As the block's."""
+        """A fetch of these ranges, see `Block.fetch`."""
         return self.block.fetch(by, self.ranges, always=self.always)

@@ -1,6 +1,6 @@
-"""When do experts come that are modules of their own? When they are called, and in backward just before.
+"""When do experts that are modules of their own come? When they are called, and in backward just before that.
 
-See docs/design/experts.md. They are blocks as others are, but in no plan: which ones a pass calls is not known.
+See docs/design/experts.md. They are blocks like others, but in no plan, as it is not known which ones a pass calls.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ __all__ = ["CalledExperts"]
 class CalledExperts:
     """Experts of one model that are modules: which ones were called, and which make room for others.
 
-    `evict`: unless a block is in use.
+    `evict`: evicts a block, unless it is in use.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class CalledExperts:
         self._layers = len({block.called[0] for block in blocks if block.called is not None})
         self._keeping: Keeping | None = None
         self._room = 0  # how many experts `_keeping` was made for
-        self._layer = -1  # whose experts are being called
+        self._layer = -1  # the layer whose experts are being called
         self._layer_call: set[Key] = set()  # experts that this call of the layer has used
-        self._forward: list[Block] = []  # in the order of forward's calls: those that backward has not come back to
+        self._forward: list[Block] = []  # forward's calls, in order, that backward has not come back to
 
     def begin_cycle(self) -> None:
-        """A cycle begins: what an earlier forward called is forgotten."""
+        """Called when a cycle begins: forgets what an earlier forward called."""
         self._forward.clear()
 
     def note_use(self, block: Block) -> None:
-        """An expert is called. A call of its layer ends when one is called again, or one of another layer is."""
+        """Called when an expert is. Another layer's expert, or the same one again, begins a new call of a layer."""
         key = block.called or (-1, -1)
         self._meter.expert_uses += 1
         if key[0] != self._layer or key in self._layer_call:
@@ -54,8 +54,8 @@ class CalledExperts:
         self._layer_call.add(key)
 
     def follow(self, called: Sequence[Block], phase: Phase, *, gradients_follow: bool) -> Block | None:
-        """The experts `called` are visited. In backward, returns the one that forward called before them: it is needed
-        next, unless nothing was computed with its output. None: there is none, or this is a forward.
+        """Called when the experts `called` are visited. In backward, returns the one that forward called before them:
+        it is needed next, unless its output was not used. None: there is none, or this is a forward.
         """
         if phase is Phase.FORWARD and gradients_follow:
             self._forward += called
@@ -65,7 +65,7 @@ class CalledExperts:
         return None
 
     def make_room(self, block: Block, keep: Sequence[Block]) -> None:
-        """Evicts as many others as it takes for `block`; none of those in `keep`, and none in use."""
+        """Evicts other experts until there is room for `block`, but none that are in `keep` or in use."""
         held = {one.called: one for one in self._residency.present() if one.called is not None}
         room_bytes = self._shares.called_bytes - block.nbytes - sum(one.nbytes for one in held.values())
         stay = {one.called for one in keep if one.called is not None}
@@ -80,7 +80,7 @@ class CalledExperts:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """What is loaded inside counts as an expert in the report."""
+        """Counts what is loaded within the `with` block as an expert in the report."""
         before = self._meter.onload_bytes
         yield
         self._meter.expert_bytes += self._meter.onload_bytes - before
@@ -88,7 +88,7 @@ class CalledExperts:
 
     @property
     def _keeps(self) -> Keeping:
-        """Which experts stay, made anew when the room for them has changed."""
+        """The rule for which experts stay. It is made anew when the room for experts has changed."""
         room = max(1, self._shares.called_bytes // max(1, self._shares.largest_called_bytes))
         if self._keeping is None or room != self._room:
             self._keeping, self._room = Keeping(room, self._layers), room

@@ -1,8 +1,8 @@
-"""How do the ranks of a node keep one copy of a model? What users write on all ranks is published, part by part.
+"""How do the ranks of a node keep one copy of a model? They publish what users write on all ranks, part by part.
 
 Each rank sees homes through a view of its own, in which its writes stay. When a pass with gradients begins, and before
 an optimizer steps, all ranks say what was written. Each publishes its part of that, and all see the same again. Whether
-they meet is never decided by anything that a rank alone knows. In passes without gradients no rank waits for others.
+they meet never depends on anything that one rank alone knows. In passes without gradients no rank waits for others.
 """
 
 import threading
@@ -28,12 +28,12 @@ _WRITTEN, _TRAINED, _STEPS = "what was written into weights", "which parameters 
 
 
 class _Updates:
-    """Updates of one block, of several optimizers maybe, each of which ends when it likes."""
+    """Updates of one block, perhaps by several optimizers. They may end in any order."""
 
     def __init__(self, counters: Counters, index: int, what: str) -> None:
         self.counters, self.index, self.what = counters, index, what
         self._begun = self._ended = 0
-        self._early: set[int] = set()  # ended before one that was begun before them
+        self._early: set[int] = set()  # updates that ended while an earlier one had not
         self._lock = threading.Lock()
 
     def begin(self) -> "_Update":
@@ -41,7 +41,7 @@ class _Updates:
         return _Update(self, self._begun)
 
     def end(self, number: int) -> None:
-        """Posts how many have ended, of the first ones on."""
+        """Notes the end of an update, and posts up to which number all have ended. Called on any thread."""
         with self._lock:
             self._early.add(number)
             while self._ended + 1 in self._early:
@@ -63,7 +63,7 @@ class _Update:
         return self._updates.counters.have_come(self._updates.index, self._number)
 
     def wait(self) -> None:
-        # Threads post: the other rank itself may be in its next pass.
+        # `in_pass=False`: threads post, while the other rank itself may be in its next pass.
         self._updates.counters.wait(self._updates.index, self._number, self._updates.what, in_pass=False)
 
 
@@ -73,22 +73,22 @@ class CommonHomes:
     def __init__(self, node: Node, blocks: Callable[[], Sequence[Block]]) -> None:
         self.node = node
         self._blocks = blocks
-        self.passes = 0  # with gradients
+        self.passes = 0  # how many passes with gradients have begun
         self._agreements = 0
         self._places: dict[Block, int] = {}
-        self._said: Counters | None = None  # for each block what was written, and after these its updates
+        self._said: Counters | None = None  # for each block: whether it was written, its updates, its digest
         self._updates: dict[Block, _Updates] = {}
         # What the ranks of this node have agreed on since the start, for other nodes to compare.
         self._alike = {_WRITTEN: 0, _TRAINED: 0, _STEPS: 0}
         self.discards: list[Callable[[Iterable[Any]], None]] = []  # called when gradients of parameters are discarded
 
     def move_in(self, block: Block) -> None:
-        """A block was made on all ranks: what the first rank of the mesh has is what all have. A collective."""
+        """Called when a block was made on all ranks: gives all what the first rank of the mesh has. A collective."""
         block.common = self
         rest = block.rest
         if isinstance(rest, SharedRest):
             if rest.homes is not None:
-                rest.publish(self.node.part)  # the casts that each has made
+                rest.publish(self.node.part)  # publishes the casts that each rank has made
                 self.node.meet(f"block {block.name!r}, as it travels")
             rest.drop()
             for shared in () if self.node.across is None else (rest, *([] if rest.homes is None else [rest.homes])):
@@ -102,7 +102,7 @@ class CommonHomes:
         self._accept(block)
 
     def begin_pass(self, *, with_gradients: bool) -> None:
-        """A pass begins; one with gradients begins on all ranks."""
+        """Called when a pass begins. One with gradients begins on all ranks."""
         if with_gradients:
             self.passes += 1
             self.node.begin_pass(self.passes)
@@ -111,9 +111,9 @@ class CommonHomes:
             self._look()
 
     def agree(self, what: str) -> None:
-        """What the user has written is published, and all ranks see the same. A collective.
+        """Publishes what the user has written, so that all ranks see the same. A collective.
 
-        Raises StateError where not all ranks have written the same parameters.
+        Raises StateError where ranks train different parameters, or have written different ones or different values.
         """
         blocks = self._blocks()
         if self._said is None or len(self._places) != len(blocks):
@@ -150,7 +150,7 @@ class CommonHomes:
                 rest.publish(self.node.part)
             else:
                 blocks[index].make_writable()
-        self.node.meet(what)  # also: nobody writes the next answer before all have read this one
+        self.node.meet(what)  # also: no rank posts its next answer before all have read this one
         for index in written:
             rest = blocks[index].rest
             if isinstance(rest, SharedRest):
@@ -159,7 +159,7 @@ class CommonHomes:
         self.accept()
 
     def _look(self) -> None:
-        """Without gradients a pass computes with what this rank has, whatever others do."""
+        """Prepares a pass without gradients, which computes with what this rank has, whatever the others do."""
         for block in self._blocks():
             if block.look() != block.agreed:
                 written = self._is_written(block)
@@ -192,17 +192,17 @@ class CommonHomes:
                 )
 
     def accept(self) -> None:
-        """What homes hold now is what all ranks see: they agreed, or an optimizer wrote it for all."""
+        """Notes that all ranks see what homes hold now: they agreed on it, or an optimizer wrote it for all."""
         for block in self._blocks():
             self._accept(block)
 
     def _accept(self, block: Block) -> None:
         block.agreed = block.look()
         for slot in block.slots if isinstance(block.rest, SharedRest) and block.rest.homes is not None else ():
-            slot.is_cast()  # which all ranks see, too
+            slot.is_cast()  # all ranks see the cast, too
 
     def note_step(self, alike: Sequence[int]) -> None:
-        """The ranks of this node agreed on an optimizer's step, of which they have that alike."""
+        """Notes that the ranks of this node agreed on an optimizer's step; `alike`: the values that all have."""
         self._note(_STEPS, *alike)
 
     def _note(self, what: str, *values: object) -> None:
@@ -210,12 +210,12 @@ class CommonHomes:
             self._alike[what] = zlib.crc32(repr(value).encode(), self._alike[what])
 
     def seen(self) -> torch.Tensor:
-        """What nodes compare, as bytes: where nodes differ, the largest of each byte is nobody's."""
+        """The bytes that nodes compare. Where nodes differ, the maximum of each byte over nodes is no node's value."""
         agreed = torch.tensor(list(self._alike.values())).view(torch.uint8)
         return torch.cat([agreed, 255 - agreed])
 
     def check_nodes(self, largest: torch.Tensor) -> None:
-        """`largest`: of each byte of all nodes' `seen`. Raises StateError on all ranks where nodes differ."""
+        """Raises StateError on all ranks where nodes differ. `largest`: each byte's maximum over the nodes' `seen`."""
         differ = (largest != self.seen()).view(2, len(self._alike), -1).any(-1).any(0).tolist()
         for what, differs in zip(self._alike, differ, strict=True):
             if differs:
@@ -227,23 +227,23 @@ class CommonHomes:
                 )
 
     def unwritten(self) -> list[Block]:
-        """Blocks that nobody but headrace has written since."""
+        """The blocks that nobody but headrace has written since the ranks last agreed."""
         return [block for block in self._blocks() if block.look() == block.agreed]
 
     def still_unwritten(self, blocks: Iterable[Block]) -> None:
-        """These have other contents only as somebody says that an optimizer has stepped."""
+        """Called after a step: notes that its announcement alone made these blocks count as changed."""
         for block in blocks:
             if isinstance(block.rest, CheckpointRest):
                 block.note_flushed()
             self._accept(block)
 
     def discard(self, parameters: Iterable[Any]) -> None:
-        """Gradients of these are discarded, those that wait to be averaged, too."""
+        """Discards the gradients of these parameters that wait to be averaged."""
         for discard in self.discards:
             discard(parameters)
 
     def begin_update(self, block: Block) -> OtherRanks:
-        """The ranks begin to update the parameters of a block, each its own of them. After `agree`."""
+        """Called after `agree`, when the ranks begin to update the parameters of a block, each its own part."""
         if self._said is None:
             raise StateError(f"block {block.name!r} is to be updated before the ranks agreed")
         if block not in self._updates:
@@ -261,13 +261,13 @@ class CommonHomes:
 
     @torch.no_grad()
     def updated(self, slots: Iterable[ManagedParam]) -> None:
-        """An optimizer has written the homes of these for all; what travels in another dtype follows."""
+        """Called when an optimizer has written these homes for all ranks: casts those that travel in another dtype."""
         for slot in slots:
             if slot.casts and isinstance(slot.unit, Block) and isinstance(slot.unit.rest, SharedRest):
                 slot.unit.rest.common_places([slot.layout])[0].copy_(self.place_of(slot))
 
     def _is_written(self, block: Block) -> bool:
-        """Whether this rank's user has changed something, which all others should have as well."""
+        """Whether this rank's user has written to the block, as the users of all other ranks should have."""
         if not isinstance(block.rest, SharedRest | CheckpointRest):
             return False
         with torch.no_grad(), without_overrides():
@@ -279,20 +279,20 @@ class CommonHomes:
         block.make_homes_readable()
         written = block.rest.is_written
         if not written and isinstance(block.rest, SharedRest):
-            block.rest.drop()  # pages that were written with what they held would not follow what others write
+            block.rest.drop()  # a page written with its old value would not show what others write
         elif not written:
             block.note_flushed()
         return written
 
 
 def _renew(block: Block) -> None:
-    """A copy on the device may have been made since the user wrote, of what all ranks saw then."""
+    """Marks the homes as changed: a device copy may be from after the user's write, but of what all ranks saw then."""
     for slot in block.slots:
         slot.changed_untraced()
 
 
 def _trained(blocks: Sequence[Block]) -> int:
-    """A number that differs where other parameters are trained."""
+    """A number that differs between ranks that train different parameters."""
     with without_overrides():
         names = [slot.name for block in blocks for slot in block.slots if slot.home.requires_grad]
     return zlib.crc32("\n".join(names).encode())

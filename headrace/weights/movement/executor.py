@@ -1,4 +1,4 @@
-"""When do blocks come and go? As the plan for the expected trace says; what it did not foresee comes on demand.
+"""When do blocks come and go? When the plan for the expected trace says so; blocks that it lacks come on demand.
 
 The first cycle of its kind is recorded while blocks come on demand. From its trace, sizes, measured speeds and the
 budget the planner makes a plan; the executor walks it without deciding. Where a cycle strays from the trace, blocks are
@@ -31,7 +31,7 @@ _MOST_RECORDED_VISITS = 100_000  # in one cycle: beyond that (a forward in a loo
 
 
 class Executor:
-    """Walks plans, and serves what they did not foresee."""
+    """Walks plans, and loads on demand what they did not foresee."""
 
     def __init__(
         self, blocks: Sequence[Block], residency: Residency, lanes: Lanes, meter: Meter, max_ahead: int | None
@@ -39,8 +39,8 @@ class Executor:
         self._blocks = list(blocks)
         self._residency = residency
         self._gathers = residency.gathers
-        self._follows = False  # whether the cycle has the first rank's course, on which blocks are gathered
-        self._followed = False  # the same of the last cycle
+        self._follows = False  # whether the cycle follows the first rank's course, and so gathers blocks
+        self._followed = False  # `_follows` of the last cycle
         self._lanes = lanes
         self._meter = meter
         self._book = TraceBook()
@@ -50,62 +50,62 @@ class Executor:
         self._records: list[VisitRecord] = []
         self.take_turn(first=True, last=True)
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
-        self._changed_now: set[int] = set()  # those that changed after it began
+        self._changed_now: set[int] = set()  # streamed blocks whose homes changed after this cycle began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
-        self._leaving: dict[Block, None] = {}  # those that may go, see `_let_go`; the last one is needed last
+        self._leaving: dict[Block, None] = {}  # blocks that may go, see `_let_go`; the last one is needed last
         self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes, or for a pause to end
-        self._pauses = 0  # how many are under way
+        self._pauses = 0  # how many calls of `pause` have no `resume` yet
         self._clock = 0  # visits so far
-        self._cycle_clock = 0  # those before the cycle under way
+        self._cycle_clock = 0  # visits before the cycle under way
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
         self._has_called = any(block.called is not None for block in self._blocks)
         quantised = any(isinstance(slot.home, AliasHome) for block in self._blocks for slot in block.slots)
         plain = self._gathers is None and not quantised
         self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
-        self._indexes: dict[tuple[Block, ...], tuple[int, ...]] = {}  # of the blocks of each kind of visit
+        self._indexes: dict[tuple[Block, ...], tuple[int, ...]] = {}  # the indexes of the blocks that a visit has
         residency.next_use = self._next_use
         self.shares = Shares(self._blocks, lambda: residency.streaming_budget_bytes)
         self.rows = Rows(self._blocks, self.shares, residency, lanes, meter)
         self._called = CalledExperts(self._blocks, self.shares, residency, meter, self.evict)
         self.slices = Slices(self._blocks, self.shares, residency, lanes, meter)
-        self.everything_is_here = False  # all blocks are current, and none has to go: calls in this cycle are no visits
+        self.everything_is_here = False  # in this cycle: all blocks are current, and stay
 
     # cycles -----------------------------------------------------------------------------------------------------------
     def begin_pass(self, name: str) -> None:
-        """An outermost forward begins, and a cycle with it."""
+        """Called when an outermost forward begins: begins a cycle."""
         if self._entry is not None:  # a forward with gradients that no backward followed
             self._close()
         self._open(Entry(name, Phase.FORWARD, torch.is_grad_enabled()))
 
     @property
     def gradients_follow(self) -> bool:
-        """Whether the cycle under way has a backward, or is in it, also where gradients are off within."""
+        """Whether the cycle under way has a backward to come or under way, also inside `no_grad` within it."""
         return self._entry is not None and self._entry.gradients
 
     def take_turn(self, *, first: bool, last: bool) -> None:
-        """Another of several micro-batches computes, which make the same visits one after the other before the trace
-        goes on. The last one's count, so that nothing goes which the others need; and the `first` of all, with which
-        loads of what comes behind them begin.
+        """Called when another of several micro-batches computes. They make the same visits in turn, and then the trace
+        goes on. Visits of the `last` one advance the plan, so that nothing goes while others need it; so does the next
+        visit of the `first` one, so that the loads behind it begin early.
         """
         self._is_first, self._is_last = first, last
 
     def end_pass(self) -> None:
-        """The outermost forward ends: without gradients, no backward can follow."""
+        """Called when the outermost forward ends: ends the cycle if no backward can follow."""
         if self._entry is not None and not self._entry.gradients:
             self.end_cycle()
 
     def begin_backward(self) -> None:
-        """A backward begins: a part of the cycle of its forward, unless another backward has ended that.
+        """Called when a backward begins, in the cycle of its forward, unless another backward has ended that cycle.
 
-        What was written to homes whose leaves autograd has saved itself comes once more, whoever uses them.
+        Blocks whose leaves autograd itself has saved are loaded again where their homes were written to.
         """
         if self._entry is None:
             self._open(Entry("", Phase.BACKWARD, True))
         self.bring_back([one for one in self._blocks if one.may_be_saved and not one.is_current and one.is_in_graph])
 
     def end_cycle(self) -> None:
-        """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
+        """Ends the cycle, and submits loads for the next one, but for blocks whose homes will change before it."""
         self._close()
         self._followed, self._follows = self._follows, False
         if self._followed:
@@ -121,7 +121,7 @@ class Executor:
             self._fetch_ahead(but_not=self._changed)
 
     def abandon_cycle(self) -> None:
-        """The cycle was broken off by an exception: nothing is learned from it."""
+        """Called when an exception broke off the cycle: nothing is learned from it."""
         self._entry = None
         self._records = []
         self._course = None
@@ -129,8 +129,8 @@ class Executor:
         self._put_off.clear()
 
     def homes_changed(self) -> None:
-        """Homes were written (optimizer step, `refresh()`): old device copies go, loads that waited are submitted."""
-        self._note_changes()  # before loads make it look as if nothing had changed
+        """Called when homes were written (optimizer step, `refresh()`): evicts old copies, submits waiting loads."""
+        self._note_changes()  # first: after the loads, the change would not show
         self._drop_old_copies(renew=not self._pauses)
         self._fetch_ahead(but_not=frozenset())
 
@@ -146,10 +146,10 @@ class Executor:
                 self.evict(block)
         gathers = self._gathers
         if gathers is not None and self._entry is None:
-            return  # what a pass with gradients begins with is gathered by all ranks
+            return  # all ranks gather the blocks that a pass with gradients begins with
         for block in self._old_residents() if renew else ():
             if not (block.being_updated or (gathers is not None and gathers.is_due(block, -1))):
-                self._residency.renew(block)  # every pass begins with the residents: not behind what is loaded ahead
+                self._residency.renew(block)  # before loads ahead: every pass begins with the residents
         waiting, self._at_boundary = self._at_boundary, []
         for block in waiting:
             self.prefetch(block)
@@ -158,17 +158,17 @@ class Executor:
         return [one for one in self._residency.present() if one.index < 0 and not one.is_current]
 
     def replan(self) -> None:
-        """The budget for blocks that come and go has changed."""
+        """Called when the budget for blocks that come and go has changed: makes room, and drops all plans."""
         self.slices.give_way()
         self._course = None
         self._book.forget_plans()
 
     def pause(self) -> None:
-        """From now on a block is loaded when a visit needs it, and none ahead of that."""
+        """Stops loading ahead: from now on a block is loaded when a visit needs it."""
         self._pauses += 1
 
     def resume(self, *, loads: bool) -> None:
-        """The inverse of `pause`. With `loads`, those that were put off are submitted now if no cycle is under way;
+        """The inverse of `pause`. With `loads`, loads that were put off are submitted now, if no cycle is under way;
         within a cycle, the next visit submits them.
         """
         self._pauses -= 1
@@ -178,20 +178,20 @@ class Executor:
             self._load_updated()
 
     def close(self) -> None:
-        """Everything leaves the device, also what could not come from disk."""
+        """Evicts everything from the device, also blocks that could not come from disk."""
         self.slices.give_way()
         self.slices.leave_host()
         self._residency.close()
 
     def travels_whole(self, block: Block) -> None:
-        """More than parts of the block was needed: it travels as other blocks do from now on."""
+        """Called when a block that travels in parts was needed as a whole: from now on it travels whole."""
         block.row_bytes, block.experts = 0, None
         self.shares.sort()
         self.replan()
 
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
-        """Makes the blocks present, and does what the plan has for this visit: experts that are modules are in none."""
+        """Makes the blocks present, and does what the plan has for this visit (no plan has module experts)."""
         if self._has_called and any(block.called for block in blocks):
             self._visit_called(blocks, phase, name)
             return
@@ -220,7 +220,7 @@ class Executor:
                 self.prefetch(self._blocks[index])
         if self._residency.fetching is not None:
             self._fetch_ahead(but_not=self._changed)
-        for block in blocks:  # last: where this makes the host wait, the lanes and the drive have what comes next
+        for block in blocks:  # last: while the host waits here, lanes and drive have their next loads
             if block.presence is Presence.ARRIVING:
                 self._residency.arrive(block)
             if phase is Phase.FORWARD and self._last_used.get(block, -1) < self._cycle_clock:
@@ -232,7 +232,7 @@ class Executor:
             self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.experts_bytes, held))
 
     def _visit_called(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
-        """A visit of experts that are modules: makes them present, and in backward loads the next one."""
+        """Makes experts that are modules present for a visit, and in backward loads the one that is needed next."""
         self._clock += 1
         called = [block for block in blocks if block.called is not None]
         if len(called) < len(blocks):  # an expert shares weights with others
@@ -260,7 +260,7 @@ class Executor:
         return True
 
     def bring_back(self, blocks: Sequence[Block]) -> None:
-        """Makes blocks present that were there: what was written to homes since is loaded once more. Compute waits."""
+        """Makes blocks present and current, loading again those whose homes were written to. Compute waits for them."""
         for block in blocks:
             self.bring(block, keep=blocks)
         for block in blocks:
@@ -268,7 +268,7 @@ class Executor:
                 self._residency.arrive(block)
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
-        """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
+        """Submits the copies that make one block present and current; compute has yet to wait for its arrival."""
         if self._gathers is not None and self._reached < math.inf and self._gathers.is_due(block, self._reached):
             self._begin_gathers(until=block)
         if block.updates:
@@ -291,30 +291,29 @@ class Executor:
             self._residency.renew(block)
 
     def prefetch(self, block: Block) -> None:
-        """The block comes before it is needed, if there is room for it."""
+        """Loads the block before it is needed, if there is room for it."""
         if block.buffer is None and (self._residency.fits(block) or self._make_way(block)):
             self._residency.reserve(block)
         if block.buffer is not None and block.look() != block.loaded:
-            if (
-                self._pauses or self._put_off or (block.updates and block.being_updated)
-            ):  # loads keep the order in which they are needed
+            # `_put_off`: loads keep the order in which they are needed.
+            if self._pauses or self._put_off or (block.updates and block.being_updated):
                 self._put_off[block] = None
             else:
                 self._residency.renew(block)
 
     @property
     def _reached(self) -> float:
-        """The position of the visit that the pass has come to; infinite where this rank has left the agreed course, as
-        others wait for its gathers.
+        """The position of the visit that the pass has reached. Infinite where this rank has left the agreed course: the
+        other ranks wait for all of its gathers.
         """
         if self._follows and self._course is not None and not self._course.strayed:
             return self._course.position
         return math.inf
 
     def _begin_gathers(self, until: Block | None = None, *, to_the_end: bool = False) -> None:
-        """Begins the gathers that are due: as far as the first block whose homes are being updated, or at least as far
-        as the block `until`, or all. A rank that has left the agreed course begins them for the other ranks alone, and
-        uses none: others may need its gradients before these are due.
+        """Begins the gathers that are due, up to the first block whose homes are being updated, but at least up to the
+        block `until`; `to_the_end`: all. A rank that has left the agreed course begins them all at once for the sake of
+        the other ranks, and uses none: others may need its gradients before these gathers are due.
         """
         gathers, reached = self._gathers, math.inf if to_the_end else self._reached
         while gathers is not None and (block := gathers.due(reached)) is not None:
@@ -331,14 +330,14 @@ class Executor:
                 gathers.take_part(block)
 
     def _load_updated(self) -> None:
-        """Loads that were put off are submitted, up to the first whose update is not done yet."""
+        """Submits the loads that were put off, up to the first block whose update is not done."""
         waiting, self._put_off = self._put_off, {}
         for block in waiting:
             self.prefetch(block)
 
     def _fetch_ahead(self, *, but_not: frozenset[int]) -> None:
-        """Blocks on disk that the plan loads next begin their way, as far as the staging ring goes. Not those of the
-        next cycle that are in `but_not`, and none behind them: their homes change before.
+        """Begins to fetch blocks on disk that the plan loads next, as many as the staging ring holds. In the next
+        cycle, it stops at the first block in `but_not`, as the homes of these change before.
         """
         if self._residency.fetching is None or self._course is None or self._course.strayed:
             return
@@ -348,11 +347,10 @@ class Executor:
                 return
 
     def _let_go(self, indexes: Iterable[int], but_not: Sequence[int] = ()) -> None:
-        """The plan has no use for these blocks any more. They are evicted, unless they are in `but_not`.
+        """Evicts blocks that the plan no longer needs, unless they are in `but_not`.
 
-        Where it expects the homes to change before the next cycle, it lets go of a block because the copy will be old
-        by then. A further micro-batch would still find the copy current: so it stays until others need the room, or
-        until the homes have changed.
+        The plan may give up a block only because it expects the homes to change before the next cycle. A further
+        micro-batch would still find the copy current: so it stays until others need the room, or the homes change.
         """
         for index in indexes:
             block = self._blocks[index]
@@ -362,23 +360,23 @@ class Executor:
                 self.evict(block)
 
     def _make_way(self, block: Block) -> bool:
-        """Whether there is room for the block, once what the plan has let go of has gone as far as that takes."""
+        """Evicts blocks that the plan has let go of until `block` fits. Returns whether it does."""
         while not self._residency.fits(block) and self._leaving:
             self.evict(self._leaving.popitem()[0])
         return self._residency.fits(block)
 
     def evict(self, block: Block) -> None:
-        """The block leaves the device, unless it is in use."""
+        """Evicts the block from the device, unless it is in use."""
         if block.is_free:
             self._put_off.pop(block, None)
             self._residency.evict(block)
 
     def _next_use(self, block: Block) -> float:
         if block.called is not None:
-            return 0  # it has made room among its like
+            return 0  # experts that are modules make room among themselves
         if self._course is not None:
             return self._course.next_use(block.index)
-        return self._clock - self._last_used.get(block, 0)  # unknown: what was used last is needed first
+        return self._clock - self._last_used.get(block, 0)  # unknown: the last used counts as needed first
 
     # learning ---------------------------------------------------------------------------------------------------------
     def _open(self, entry: Entry) -> None:
@@ -410,12 +408,12 @@ class Executor:
             and self._all_are_current(self.shares.whole_blocks)
             and not self._needs_whole(self._course.trace)
         )
-        if self.everything_is_here:  # one record for all of it
+        if self.everything_is_here:  # one record for the whole cycle
             now, other_bytes = self._lanes.tick(), self._meter.lane_use.unplanned_bytes
             self._records.append(VisitRecord((), entry.phase, entry.site, now, now, other_bytes, self._meter.sample()))
 
     def _follow_first_rank(self, gathers: Gathers, entry: Entry) -> None:
-        """The ranks agree on the course of this pass, and on what is gathered in it."""
+        """Agrees with the other ranks on the course of this pass, and on the blocks that are gathered in it."""
         first = [*self._old_residents(), *self._at_boundary]
         agreed = gathers.agree(None if self._course is None else gathers.offer(self._course, first))
         if agreed is not None:
@@ -424,7 +422,7 @@ class Executor:
             self._course = Course(self._book.of(entry, agreed.visits), agreed.plan, agreed.turn)
 
     def _all_are_current(self, blocks: Sequence[Block]) -> bool:
-        """Whether these blocks are on the device with what their homes hold, as of the last look, and not being
+        """Whether these blocks are on the device with what their homes held at the last look, and are not being
         updated.
         """
         for block in blocks:
@@ -433,7 +431,7 @@ class Executor:
         return True
 
     def _needs_whole(self, trace: Trace) -> bool:
-        """Whether a visit of the trace needs all of a block that travels in parts."""
+        """Whether a visit of the trace needs a block as a whole that travels in parts."""
         in_parts = self.shares.in_parts
         return bool(in_parts) and any(not in_parts.isdisjoint(blocks) for blocks, _ in trace.visits)
 
@@ -459,7 +457,7 @@ class Executor:
         self._book.enter(entry, visits, self._compute_seconds(records, end), self._other_bytes(records))
 
     def _other_bytes(self, records: list[VisitRecord]) -> tuple[int, ...]:
-        """Bytes that were copied during each visit besides blocks (activations, experts); empty if there were none."""
+        """For each visit, the bytes of activations and experts (not blocks) that it sent for; empty: none."""
         counts = [*(record.other_bytes for record in records), self._meter.lane_use.unplanned_bytes]
         return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()
 
@@ -467,7 +465,7 @@ class Executor:
         return tuple(timing.compute_seconds for timing in self._meter.timings(records, end))
 
     def _plan_for(self, trace: Trace) -> Plan | None:
-        """The plan for the blocks that change now. None: the planner failed, and blocks come on demand."""
+        """The plan for a trace with the blocks that change now. None: the planner failed; blocks come on demand."""
         key = self._changed, trace.repeats, self.shares.rows_bytes
         if key in trace.plans:
             plan = trace.plans[key]

@@ -1,5 +1,5 @@
-"""How do gradients get from leaves to homes? They are taken when complete, leave block by block, and are all there when
-backward ends.
+"""How do gradients get from leaves to homes? They are taken when complete, leave the device block by block, and are all
+in homes when backward ends.
 """
 
 from abc import ABC, abstractmethod
@@ -20,15 +20,15 @@ from headrace.weights.rest.placement import HostTiers
 
 __all__ = ["PURPOSE", "GradientFlow", "Leaving", "Wanted"]
 
-PURPOSE = "gradients"  # what the ledger books their memory for
+PURPOSE = "gradients"  # the name under which the ledger books their memory
 
 
-# Parameters of a block that have no memory for gradients yet, the byte at which each will have its own, and the end.
+# A block, its parameters without memory for gradients, the byte at which each gradient will begin, and the end.
 Wanted = tuple[Block, list[ManagedParam], list[int]]
 
 
 class Leaving(NamedTuple):
-    """Gradients that the device holds until compute has waited for their copies."""
+    """Gradients that the device holds until compute has waited for their copies to the host."""
 
     number: int
     transfer: Transfer | LateTransfer
@@ -36,7 +36,7 @@ class Leaving(NamedTuple):
 
 
 class GradientFlow(ABC):
-    """Gradients of all blocks of one model, between the leaves that receive them and the homes that keep them."""
+    """Moves the gradients of one model's blocks from the leaves that receive them to the homes that keep them."""
 
     def __init__(
         self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: HostTiers, grad_dtype: torch.dtype | None
@@ -47,15 +47,15 @@ class GradientFlow(ABC):
         self._leaving: deque[Leaving] = deque()
 
     def prepare(self, blocks: Iterable[Block]) -> None:
-        """Makes memory for gradients of trainable parameters that have none. Not in backward: pinning takes time."""
-        # Memory of ours, in whatever transform the model is called; and a look at a gradient waits for nobody.
+        """Makes memory for gradients of trainable parameters that lack it. Called before backward: pinning is slow."""
+        # The memory is ours, whatever transform the model is called in; and looking at a gradient waits for nobody.
         with without_transforms(), without_overrides():
             lacking = [(block, slots) for block in blocks if (slots := self._lacking(block))]
             self._make([(block, slots, offsets_of(slots, self.dtype)) for block, slots in lacking])
 
     @abstractmethod
     def _lacking(self, block: Block) -> list[ManagedParam]:
-        """Looks through the parameters of a block before a pass: those that have no memory for gradients."""
+        """Called before a pass: the parameters of a block that have no memory for gradients."""
 
     @abstractmethod
     def _make(self, wanted: list[Wanted]) -> None:
@@ -63,41 +63,42 @@ class GradientFlow(ABC):
 
     @abstractmethod
     def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """A complete gradient on the device goes to its home with its block's.
+        """Takes a complete gradient on the device, which goes to its home with the others of its block.
 
-        With `rows`, that of some rows of a table, or of some experts, in pieces; without, that of all, in one.
+        With `rows`, it is the gradient of some rows of a table, or of some experts, in pieces; without, that of the
+        whole parameter, in one piece.
         """
 
     @abstractmethod
     def leave_block(self) -> None:
-        """Backward goes on to another block: what it had of those before leaves. Compute waits for what left before.
+        """Called when backward goes on to another block: sends its gradients so far. Compute waits for earlier ones.
 
         So the device holds the gradients of two blocks at most: those that leave, and those that are being computed.
         """
 
     @abstractmethod
     def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
-        """The end of backward: every gradient is in its home when this returns. Then the homes' own hooks fire.
+        """Called at the end of backward. Puts every gradient in its home, and then lets the homes' own hooks fire.
 
-        Where that takes another backward, `in_hooks` is called in it before any of them.
+        Where hooks take another backward, `in_hooks` is called in that before any hook.
         """
 
     def abandon(self) -> None:
-        """Backward raised: what it computed is dropped, once nothing is in flight any more."""
+        """Called when backward raised: drops what it computed, once nothing is in flight."""
         while self._leaving:
             self._let_go()
         self.ledger.add(Tier.DEVICE, PURPOSE, -self.ledger.held_bytes(Tier.DEVICE, PURPOSE))
 
     @abstractmethod
     def close(self) -> None:
-        """The model is let go of: threads end."""
+        """Called when the model is let go of: ends threads."""
 
     def dtype(self, slot: ManagedParam) -> torch.dtype:
-        """The dtype of the gradient in the home."""
+        """The dtype that the gradient in the home has."""
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
 
     def _let_go(self) -> None:
-        """Compute waits for the copies of the oldest gradients under way; then the device may have their memory."""
+        """Compute waits for the copies of the oldest gradients under way; then their device memory is free."""
         leaving = self._leaving.popleft()
         self.lanes.wait(leaving.transfer.done)
         leaving.rows.clear()

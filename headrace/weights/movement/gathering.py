@@ -1,10 +1,11 @@
-"""How does a block come to the devices of all ranks of a node at once? Each brings its range, and gets the others'.
+"""How does a block come to the devices of all ranks of a node at once? Each brings a range, and gets the others'.
 
-Ranks may not decide for themselves which blocks come so, and in which order. In a pass with gradients, when all have
+A rank may not decide alone which blocks are gathered, and in which order. In a pass with gradients, when all ranks have
 met, the first rank says which plan it follows, and all follow it: the loads that the plan lists are gathered, in its
-order, whatever becomes of the plan on a rank. One that has no use for a block takes part all the same, beside its
-budget. When each begins is its own matter, but all that were due before it waits for others. Every other load (on
-demand, without gradients, between passes) brings the whole block over the rank's own link. See docs/design/nodes.md.
+order, whatever becomes of the plan on a rank. A rank that has no use for a block takes part all the same, beside its
+budget. A rank may begin a gather at any time, but it begins all that come before it in that order first. Every other
+load (on demand, without gradients, between passes) brings the whole block over the rank's own link. See
+docs/design/nodes.md.
 """
 
 from collections import deque
@@ -33,17 +34,17 @@ from headrace.weights.rest.fetching import Fetch, Fetching, Target
 
 __all__ = ["Agreed", "Gathered", "Gathers"]
 
-_PURPOSE = "gathers"  # in which a rank takes part for the others' sake
+_PURPOSE = "gathers"  # for the ledger: memory of gathers in which a rank takes part for the others' sake
 _BEGUN, _ENTERED, _BEFORE, _AGREED = range(4)  # counters
-_MOST_AGREED = 64  # that are remembered
-_IN_A_PASS = 1 << 10  # numbers of what is agreed on, for each pass
+_MOST_AGREED = 64  # the most agreements that are remembered
+_IN_A_PASS = 1 << 10  # numbers of agreements that each pass has
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks follow in a pass: a turn of a plan for these visits, and what is gathered, in that order.
+    """What all ranks follow in a pass: one turn of a plan for these visits, and the loads that are gathered, in order.
 
-    `loads`: from which visit on, and the place of the block among all of the model.
+    `loads`: for each, the visit from which on it may begin, and the block's place among all of the model.
     """
 
     visits: tuple[VisitKey, ...]
@@ -53,7 +54,7 @@ class Agreed:
 
 
 class Gathered(LateTransfer):
-    """A block on its way from all ranks."""
+    """A gather under way. Asking for its end waits until all ranks have begun it."""
 
     def __init__(self, nbytes: int, submitted: "Future[Transfer]", others_come: Callable[[], None]) -> None:
         super().__init__(CollectiveLane.GATHER, nbytes, submitted)
@@ -65,7 +66,7 @@ class Gathered(LateTransfer):
         return super().done
 
     def settle(self) -> None:
-        """Waits until nothing is written any more, whatever came of it."""
+        """Waits until nothing is being written to the buffer, whether the gather succeeds or not."""
         with suppress(Exception):
             self.synchronize()
 
@@ -76,24 +77,24 @@ class Gathers:
     def __init__(
         self, common: CommonHomes, blocks: Callable[[], Sequence[Block]], pace: Pace, meter: Meter, ledger: Ledger
     ) -> None:
-        """`blocks`: all of the model, on all ranks the same."""
+        """`blocks`: gives all blocks of the model, the same on all ranks."""
         self._blocks = blocks
         self._common, self._node = common, common.node
         self._lanes, self._pace, self._meter, self._ledger = pace.lanes, pace, meter, ledger
         self._group = DeviceGroup(self._node, self._lanes.device)
         self._counters = Counters(self._node, 4)
         self._thread = OneThread("headrace-gather", self._lanes.device)
-        self._agenda: deque[tuple[float, Block]] = deque()  # from which visit of the pass on, and which block
-        self._begun = 0  # on this rank, ever
-        self._known: list[Agreed] = []  # on all ranks the same
-        self._scratch: torch.Tensor | None = None  # for blocks of which this rank has no use
-        self.fetching: Fetching | None = None  # of blocks that rest on disk
+        self._agenda: deque[tuple[float, Block]] = deque()  # gathers to come: from which visit on, and the block
+        self._begun = 0  # how many gathers this rank has ever begun
+        self._known: list[Agreed] = []  # earlier agreements, the same on all ranks
+        self._scratch: torch.Tensor | None = None  # where blocks are gathered that this rank has no use for
+        self.fetching: Fetching | None = None  # fetches blocks from disk; None: nothing rests there
 
     # what all ranks do -----------------------------------------------------------------------------------------------
     def agree(self, offer: Agreed | None) -> Agreed | None:
-        """What the first rank offers, on all ranks; None: nothing is gathered in this pass. After they have met.
+        """Called on all ranks, after they have met. Returns what the first rank offers; None: nothing is gathered.
 
-        What one of them has begun of the pass before, all have begun then; the rest of it nobody does.
+        First, each rank begins what any rank has begun of the pass before. The rest of that pass's gathers is dropped.
         """
         base, number = self._common.passes * _IN_A_PASS, 0
         if self._node.is_first and offer is not None:
@@ -122,7 +123,7 @@ class Gathers:
         return agreed
 
     def offer(self, course: Course, first: Iterable[Block]) -> Agreed:
-        """What all ranks would do to follow a course; the blocks `first` come when the pass begins."""
+        """What all ranks are to follow, made of a course. The blocks `first` come when the pass begins."""
         places = {block: place for place, block in enumerate(self._blocks())}
         streamed = {block.index: block for block in places if block.index >= 0}
         turn = course.turn % len(course.plan.cycles)
@@ -133,20 +134,20 @@ class Gathers:
         return Agreed(course.trace.visits, course.plan, turn, gathered)
 
     def due(self, position: float) -> Block | None:
-        """The block that is to be gathered next, if it is at this visit."""
+        """The block that is to be gathered next, if that may begin at this visit; else None."""
         return self._agenda[0][1] if self._agenda and self._agenda[0][0] <= position else None
 
     def is_due(self, block: Block, position: float) -> bool:
-        """Whether it is to be gathered at this visit."""
+        """Whether the block is to be gathered at this visit."""
         return any(one is block and begin <= position for begin, one in self._agenda)
 
     def begin(self) -> None:
-        """What is due next is being gathered."""
+        """Called when the gather that is due next begins."""
         self._agenda.popleft()
 
     def keep_up(self) -> None:
-        """What other ranks have begun begins here, for their sake: where this one waits long for their gradients, they
-        may wait for that, as ranks that use layers differently have the same gradient at different visits.
+        """Begins the gathers that other ranks have begun. Called while this rank waits for their gradients, as they may
+        be waiting for this: ranks that use layers differently have the same gradient at different visits.
         """
         while self._agenda and any(self._counters.of(rank, _BEGUN) > self._begun for rank in range(self._node.size)):
             self.take_part(self._agenda.popleft()[1])
@@ -155,9 +156,9 @@ class Gathers:
     def onload(
         self, block: Block, buffer: torch.Tensor, copies: Sequence[Copy], after: Event
     ) -> tuple[Gathered, Event]:
-        """Submits this rank's part of what fills a block's buffer. Also returns when homes have been read.
+        """Submits the gather that fills a block's buffer, without waiting. Also returns the end of reading the homes.
 
-        `copies`: of the whole, where it rests in memory, and then of what comes on top of it. Neither blocks.
+        `copies`: first that of the whole block, where it rests in memory; then those that come on top of it.
         """
         part = self.part_of(block)
         brought: Transfer | LateTransfer
@@ -184,7 +185,7 @@ class Gathers:
         return gathered, gathered if others else read
 
     def part_of(self, block: Block) -> "OwnPart":
-        """What this rank brings of a block: one of as many equal ranges as there are ranks, and what is behind them."""
+        """What this rank brings of a block: one of equal ranges, as many as ranks, and the rest behind these."""
         unit, ranks = block.rest.range_bytes, self._node.size
         length = block.nbytes // ranks // unit * unit
         own = self._node.rank * length, length
@@ -193,7 +194,7 @@ class Gathers:
         return OwnPart(block, ranges, ranks * length)
 
     def take_part(self, block: Block) -> None:
-        """As `onload`, for the other ranks' sake alone."""
+        """Begins a gather for the other ranks' sake alone, into memory that this rank does not use."""
         block.wait_for_updates()
         if self._scratch is None or len(self._scratch) < block.nbytes:
             largest_bytes = max(one.nbytes for one in self._blocks())
@@ -218,7 +219,7 @@ class Gathers:
         self._group.close()
 
     def _begins(self, block: Block) -> tuple[int, str]:
-        """The number of a gather of that block, and what other ranks wait for."""
+        """Counts one more gather as begun. Returns its number, and what errors say that ranks wait for."""
         self._begun += 1
         self._counters.post(_BEGUN, self._begun)
         return self._begun, _what(block.name)
@@ -231,11 +232,11 @@ class Gathers:
         others: Sequence[Copy],
         number: int,
     ) -> Transfer:
-        """On the thread: the collective, once all ranks have come to it."""
+        """On the gather thread: the collective, once all ranks have come to it."""
         end, name = part.gathered_bytes, part.block.name
         what = _what(name)
         try:
-            here = brought.done  # raises what kept it from coming, before others count on this rank
+            here = brought.done  # raises what kept the part from coming, before other ranks count on it
             self._counters.post(_ENTERED, number)
             self._counters.wait(_ENTERED, number, what, in_pass=False)
             rows = buffer[:end].view(self._node.size, -1) if end else None
@@ -254,7 +255,7 @@ class Gathers:
     def _fill(
         self, bring: Callable[[], Transfer | LateTransfer], scratch: torch.Tensor, part: "OwnPart", number: int
     ) -> Transfer:
-        """On the thread: a gather of which this rank needs nothing. The next one may use the same memory."""
+        """On the gather thread: a gather that this rank does not need. Waits for it, as the next may use its memory."""
         moved = self._gather(bring(), scratch, part, (), number)
         moved.done.synchronize()
         return moved
@@ -266,8 +267,8 @@ def _what(name: str) -> str:
 
 @dataclass(frozen=True)
 class OwnPart(BlockPart):
-    """What this rank brings of a block: a range of its first `gathered_bytes`, which ranks send each other, and what is
-    behind these.
+    """What this rank brings of a block: its range of the first `gathered_bytes`, which ranks send each other, and all
+    bytes behind these.
     """
 
     gathered_bytes: int = 0
@@ -275,16 +276,16 @@ class OwnPart(BlockPart):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole block, which is what it takes on the device."""
+        """The bytes of the whole block, as all of it comes to the device."""
         return self.block.nbytes
 
     def copies(self, buffer: torch.Tensor, memory: torch.Tensor) -> list[Copy]:
-        """From the memory where the block rests."""
+        """The copies of these ranges from `memory`, in which the block rests, to its buffer."""
         return [(buffer[at : at + nbytes].detach(), memory[at : at + nbytes]) for at, nbytes, _ in self.ranges]
 
 
 def _fetched(fetching: Fetching, fetch: Fetch, scratch: torch.Tensor, after: Event) -> LateTransfer:
-    """On the thread: asks for what was promised, and waits for it."""
+    """On the gather thread: asks for a fetch that was promised, and waits for it."""
     try:
         fetch.ask(Target(scratch, after, ()))
         fetch.arrived.exception()

@@ -1,4 +1,4 @@
-"""How do the gradients of one process reach their homes? Block by block during backward, beside what computes.
+"""How do the gradients of one process reach their homes? Block by block during backward, while compute goes on.
 
 Where the home has no gradient yet, the copy goes straight into the memory that becomes `home.grad`. Otherwise (a second
 micro-batch, another dtype, a gradient that rests on disk) it goes into pinned staging memory, from which the host lane
@@ -39,7 +39,7 @@ _SEND_BYTES = 4 * 2**20  # gradients of a block are sent in pieces of about this
 
 
 class Gradients(GradientFlow):
-    """Gradients of one process: each home has what its leaf received, added to what it had before."""
+    """The gradient flow of one process: each home gets its leaf's gradient, added to the one that it had."""
 
     def __init__(
         self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: HostTiers, grad_dtype: torch.dtype | None
@@ -47,25 +47,24 @@ class Gradients(GradientFlow):
         super().__init__(lanes, ledger, meter, tiers, grad_dtype)
         self._memory: dict[ManagedParam, HostGradient] = {}
         self._staging = Staging(lanes.device, ledger, tiers.most_staged_bytes)
-        # Complete on the device, not submitted yet; of a table, the gradient may be that of some rows.
+        # Gradients that are complete and not submitted: parameter, pieces, and their rows where they are those of some.
         self._ready: list[tuple[ManagedParam, Sequence[torch.Tensor], torch.Tensor | None]] = []
         self._ready_bytes = 0
-        self._sending: list[Copy] = []  # being submitted: alive even if that is interrupted
-        self._last_sent: Event | None = None  # of the last copy; compute may have waited for it, the host has not
-        self._blocks_left = 0  # how many blocks backward has left behind
-        self._arriving: dict[
-            ManagedParam, torch.Tensor
-        ] = {}  # what is accumulated into homes at the end of this backward
-        self._writes: list[Request] = []  # to disk; the host lane's own
+        self._sending: list[Copy] = []  # copies being submitted: kept, should Ctrl-C interrupt that
+        self._last_sent: Event | None = None  # the end of the last copy, if the host has not waited for it
+        self._blocks_left = 0  # how many blocks backward has left so far
+        # On the host: gradients that are accumulated into homes at the end of this backward.
+        self._arriving: dict[ManagedParam, torch.Tensor] = {}
+        self._writes: list[Request] = []  # writes to disk under way; the host lane alone uses the list
         self._arrivals = Arrivals()
-        # Homes whose gradient was there before and is added to on the host lane, and whether others have it, too.
+        # Homes whose earlier gradient is added to on the host lane, and whether others refer to that gradient.
         self._added: dict[ManagedParam, bool] = {}
-        self._replaced: set[ManagedParam] = set()  # of those: what comes has been added on the device
-        self._announced: set[ManagedParam] = set()  # complete in this backward, as watchers were told
+        self._replaced: set[ManagedParam] = set()  # homes whose earlier gradient was added on the device (`continued`)
+        self._announced: set[ManagedParam] = set()  # parameters that watchers were told are complete
 
     def _lacking(self, block: Block) -> list[ManagedParam]:
-        """Also looks who watches gradients; and where the next gradients go, other memory is made ready if somebody
-        keeps the last ones. Not while an update reads those: it will be done with them in time.
+        """Also looks whether hooks watch gradients, and readies memory for the next ones: other memory, where a user
+        keeps the last ones. While an update reads the last ones, memory has to wait: the update frees them in time.
         """
         missing: list[ManagedParam] = []
         being_updated = bool(block.updates) and block.being_updated
@@ -98,7 +97,7 @@ class Gradients(GradientFlow):
             self._tiers.make_room(self._staging.missing_bytes)
 
     def add_on_host(self, slot: ManagedParam, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """As `take`, for a gradient that is in host memory already; the caller's thread adds it at once."""
+        """Takes a gradient that is in host memory already; the caller's thread adds it at once."""
         if gradient.layout != torch.strided:
             self.take(slot, gradient)
             return
@@ -110,7 +109,7 @@ class Gradients(GradientFlow):
         add_up([*rest, Staged(gradient, gradient, target, adds, disk, rows)], self._writes)
 
     def watched(self, blocks: Iterable[Block]) -> str | None:
-        """The name of a parameter of which somebody wants to see each gradient; None: of none."""
+        """The name of a parameter with a hook that is to see each gradient; None: there is none."""
         for slot in (slot for block in blocks for slot in block.slots if slot.home.requires_grad):
             slot.look_for_watchers()
             if slot.gradient_is_watched or late_hooks(slot.home):
@@ -119,7 +118,7 @@ class Gradients(GradientFlow):
 
     def continued(self, slot: ManagedParam) -> torch.Tensor | None:
         """A copy on the device of the gradient that the home has already. The caller adds to it and gives the sum to
-        `take`, which puts it in that gradient's place. None: there is no gradient that could be added to.
+        `take`, which replaces that gradient. None: there is no gradient that can be added to so.
         """
         there = slot.home.grad
         if there is None or not self._is_added_in_place(slot) or slot in self._arriving:
@@ -129,9 +128,9 @@ class Gradients(GradientFlow):
         return there.to(self.lanes.device, copy=True)
 
     def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        if slot not in self._memory and isinstance(slot.unit, Block):  # of a forward within a backward
+        if slot not in self._memory and isinstance(slot.unit, Block):  # a forward within a backward used it
             self.prepare([slot.unit])
-        self._announced.discard(slot)  # it was not complete
+        self._announced.discard(slot)  # it was not complete after all
         self._ready.append((slot, gradients, rows))
         for gradient in gradients:
             if gradient.layout == torch.strided:
@@ -144,16 +143,16 @@ class Gradients(GradientFlow):
             self._submit_ready()
 
     def _announce(self, unit: Unit, slots: list[ManagedParam]) -> None:
-        """All gradients of a unit are complete: who watches it may update its parameters at once."""
+        """Called when all gradients of a unit are complete: its watchers may update its parameters at once."""
         if any(slot.gradient_is_watched or late_hooks(slot.home) for slot in slots):
-            return  # they want to see gradients before anyone uses them
+            return  # hooks are to see gradients before anyone uses them
         if any(slot.leaf_may_be_written for slot in slots):
-            return  # by the model itself, computed again: that is kept first
+            return  # the model may have written to a leaf: the home gets that first
         if any(is_accumulated_itself(slot.home) for slot in slots):
-            return  # there is more to come
+            return  # autograd adds to these homes itself
         self._submit_ready()
         if any(self._added.get(slot) for slot in slots):
-            return  # others have the gradient, too, and may write it before the step
+            return  # others refer to the gradient, and may write it before the step
         sent, additions = self._last_sent, self._staging.under_way()
         targets = {slot: self._arriving.get(slot, slot.home.grad) for slot in slots}
         gradients = {slot.home: target for slot, target in targets.items() if target is not None}
@@ -194,7 +193,7 @@ class Gradients(GradientFlow):
                     seen[slot] = [arrived.pop(slot)]
             elif home._post_accumulate_grad_hooks:
                 hooked[slot] = None
-        with without_overrides():  # homes may be being updated already
+        with without_overrides():  # updates of these homes may be under way
             for slot, gradient in arrived.items():
                 home = slot.home
                 if home.grad is None and home.grad_dtype == gradient.dtype:
@@ -212,13 +211,13 @@ class Gradients(GradientFlow):
             tell_of_failure(announced)
             raise
         with without_overrides():
-            tell_watchers(hooked, announced)  # of what hooks have left
+            tell_watchers(hooked, announced)  # after hooks, which may change gradients
 
     def abandon(self) -> None:
         tell_of_failure(self._announced)
         self._ready.clear()
         self._ready_bytes = 0
-        if self._sending:  # Ctrl-C between a copy and its note: whatever was submitted is before an empty copy
+        if self._sending:  # Ctrl-C came before the copy was noted: an empty copy ends after it
             self.lanes.copy(Lane.OFFLOAD, (), self.lanes.mark()).done.synchronize()
             self._sending = []
         self._wait_for_sent()
@@ -230,20 +229,20 @@ class Gradients(GradientFlow):
         """There are no threads to end."""
 
     def _wait_for_sent(self) -> None:
-        """The host waits for every copy: of those on one lane, the last one ends last."""
+        """The host waits for every copy (on one lane, the last one ends last), and for all additions."""
         if self._last_sent is not None:
             self._last_sent.synchronize()
             self._last_sent = None
         self._staging.wait()
 
     def _forget(self) -> None:
-        """The backward is over: nothing is left of what it noted."""
+        """Called when backward is over: forgets what it noted, once compute has waited for what left."""
         while self._leaving:
             self._let_go()
         self._arriving, self._added, self._replaced, self._announced = {}, {}, set(), set()
 
     def _submit_ready(self) -> None:
-        """Copies out the gradients that are complete, in several transfers where staging memory is short."""
+        """Submits copies of the complete gradients to the host, in several transfers where staging memory is short."""
         direct: list[Copy] = []
         staged: list[Staged | Remainder] = []
         self.ledger.add(Tier.DEVICE, PURPOSE, self._ready_bytes)
@@ -252,13 +251,13 @@ class Gradients(GradientFlow):
         for slot, gradients, rows in ready:
             gradient, memory = gradients[0], self._memory[slot]
             if gradient.layout is not torch.strided:
-                if slot in self._arriving:  # a dense one, which has to be there
+                if slot in self._arriving:  # a dense gradient, whose copy must have arrived
                     self._send(direct, staged, what)
                     direct, staged = [], []
                     self._wait_for_sent()
                 self._take_sparse(slot, gradient)
                 continue
-            if slot.home.grad is None and memory.next is not None and slot not in self._arriving:  # as most come
+            if slot.home.grad is None and memory.next is not None and slot not in self._arriving:  # the usual case
                 self._arriving[slot] = target = memory.next
                 memory.next, adds, is_new = None, False, True
             else:
@@ -284,7 +283,7 @@ class Gradients(GradientFlow):
         self._send(direct, staged, what)
 
     def _send(self, direct: list[Copy], staged: list[Staged | Remainder], what: str) -> None:
-        """Submits one transfer, and what the host lane does with the gradients in staging memory after it."""
+        """Submits one transfer, and the job of the host lane that then adds up what it brings to staging memory."""
         copies = direct + [(one.piece, one.source) for one in staged if isinstance(one, Staged)]
         if not copies:
             return
@@ -298,21 +297,21 @@ class Gradients(GradientFlow):
             self._staging.turn(Additions(self.lanes.run(lambda: add_up(staged, self._writes), transfer.done)))
 
     def _destination(self, slot: ManagedParam) -> tuple[torch.Tensor, bool, bool]:
-        """Where a gradient goes, whether it is added to what is there, and whether nothing is there yet."""
+        """The tensor that a gradient goes to, whether it is added there, and whether that tensor is a new one."""
         if slot in self._arriving:
             return self._arriving[slot], True, False
         if slot.home.grad is None or not self._is_added_in_place(slot):
             self._arriving[slot] = target = self._memory[slot].fresh()
             return target, False, True
         if slot not in self._added:
-            slot.wait_for_updates()  # which read it: this backward may need no weight, and so not have waited
+            slot.wait_for_updates()  # they read the gradient; a backward that needs no weight has not waited
             self._added[slot] = gradient_is_shared(slot.home)
         adds = slot not in self._replaced
-        self._replaced.discard(slot)  # what comes later is added to it
+        self._replaced.discard(slot)  # later ones are added
         return slot.home.grad, adds, False
 
     def _is_added_in_place(self, slot: ManagedParam) -> bool:
-        """Whether a gradient is added to the `home.grad` that there is, on the host lane, before backward ends."""
+        """Whether a gradient is added to the present `home.grad` on the host lane, before backward ends."""
         if slot in self._added:
             return True
         there = slot.home.grad
@@ -321,18 +320,18 @@ class Gradients(GradientFlow):
         return not is_accumulated_itself(slot.home)  # autograd would add to it at the same time
 
     def _take_sparse(self, slot: ManagedParam, gradient: torch.Tensor) -> None:
-        """A sparse gradient (nn.Embedding(sparse=True)) is copied while the host waits: its size comes last."""
+        """Copies a sparse gradient (nn.Embedding(sparse=True)) while the host waits, as its size is known last."""
         on_host = gradient.to("cpu")
         self._arriving[slot] = self._arriving[slot] + on_host if slot in self._arriving else on_host
 
 
 def _has_experts(slot: ManagedParam) -> bool:
-    """Whether its rows are experts."""
+    """Whether the rows of the parameter are experts."""
     return isinstance(slot.unit, Block) and slot.unit.experts is not None
 
 
 def refuse_graph(slot: ManagedParam, gradient: torch.Tensor) -> None:
-    """Raises StateError for a gradient that has a graph of its own, which it would lose."""
+    """Raises StateError for a gradient with a graph, which it would lose on its way to the host."""
     if gradient.requires_grad:
         raise StateError(
             f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses"
@@ -341,15 +340,15 @@ def refuse_graph(slot: ManagedParam, gradient: torch.Tensor) -> None:
 
 
 def _more_memory(tiers: HostTiers, staging: Staging, name: str, nbytes: int) -> GradientMemory:
-    """More memory for a gradient. It is no method, as that would tie the memory to the object that has it."""
+    """Makes more memory for a gradient. A function, as a bound method would keep the `Gradients` alive."""
     return tiers.gradient_memory(name, nbytes, missing_bytes=staging.missing_bytes)
 
 
 def sum_of_rows(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The rows of any part, and the sum of their gradients on the device, in the order of the parts; these are emptied.
+    """All rows that any part has, and the sum of their gradients, added in the order of the parts. Empties `parts`.
 
-    As if each part were a whole gradient, zero in other rows: where such a zero is added, no -0 is left. The sum comes
-    in pieces, of rows in their order.
+    The sum is as if each part were a whole gradient, zero in other rows: adding such a zero turns -0 into +0. It comes
+    in pieces, in the order of the rows.
     """
     if len(parts) == 1:
         own, gradient = parts.pop()
@@ -358,7 +357,7 @@ def sum_of_rows(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.T
     rows, counts = named.unique(return_counts=True)
     if len(rows) == len(named):
         parts.reverse()
-        return named, [parts.pop()[1].add(0.0) for _ in range(len(parts))]  # as many bytes as before, and one part's
+        return named, [parts.pop()[1].add(0.0) for _ in range(len(parts))]  # takes only one part's bytes more
     first = parts[0][1]
     total = first.new_zeros(len(rows), *first.shape[1:])
     for number, (own, gradient) in enumerate(parts):

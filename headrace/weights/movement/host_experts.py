@@ -1,7 +1,7 @@
-"""Which single experts does host memory hold, beside a disk? Those that the device gave up and has not got again.
+"""Which single experts does host memory hold, beside a disk? Those that left the device and have not come back.
 
-See docs/design/experts.md. Copies out of slots run on the onload lane, copies into them on the offload lane, which is
-also where whoever fills a slot of the device again waits for what leaves it.
+See docs/design/experts.md. Copies out of slots run on the onload lane, copies into them on the offload lane. Whoever
+refills a slot of the device waits on the offload lane for what leaves that slot.
 """
 
 from collections.abc import Collection
@@ -21,36 +21,36 @@ FEWEST_SLOTS = 2  # one expert leaves the host while another takes its place
 
 
 class HostExpertCache(ExpertSlots):
-    """`nbytes` of slots of `slot_bytes` in host memory, at least FEWEST_SLOTS, for experts of so many layers."""
+    """Slots of `slot_bytes` in `nbytes` of host memory, at least FEWEST_SLOTS, for experts of so many layers."""
 
     def __init__(self, nbytes: int, slot_bytes: int, layers: int, lanes: Lanes, ledger: Ledger, meter: Meter) -> None:
         nbytes = nbytes // slot_bytes * slot_bytes
         super().__init__(Arena(nbytes, lanes.device, ledger, "weights").tensor(0, nbytes), slot_bytes, layers, spare=1)
         self._lanes = lanes
         self._meter = meter
-        self._read: dict[int, Event] = {}  # ends of the last copies out of free slots; what was read longest ago first
+        self._read: dict[int, Event] = {}  # ends of the last copies out of free slots, oldest first
         self._taken: int | None = None  # the slot that is about to be read
 
     def take(self, key: Key, generation: int, *, passing: bool) -> int | None:
-        """The slot of an expert that goes to the device, and then stays there alone; None where it is not here.
+        """The slot of an expert that goes to the device, and is then only there; None: it is not in host memory.
 
-        `passing`: for a call that uses nearly all of its layer's. Nothing comes to the slot before `was_taken`; it may
-        be read behind `all_left`.
+        `passing`: whether the call uses nearly all experts of its layer. The slot is not refilled before `was_taken`;
+        it may be read after the event `all_left`.
         """
         self.forget_stale(key[0], generation)
         self._taken = self.places.pop(key, None)
-        self.keeping.came(key, passing=passing)  # what it is worth when the device gives it up
+        self.keeping.came(key, passing=passing)  # for its worth when the device gives it up
         return self._taken
 
     def was_taken(self, slot: int, read: Event) -> None:
-        """The copy out of the slot was submitted, and ends with `read`."""
+        """Called when the copy out of the slot was submitted; it ends with `read`."""
         self._read[slot] = read
         self._taken = None
 
     def keep(self, key: Key, generation: int, source: torch.Tensor, wanted: Collection[Key]) -> None:
-        """The device gives an expert up, which has arrived in `source`. It may be the one that finds no room here.
+        """Called when the device gives up an expert, which has arrived in `source`: keeps or drops it.
 
-        Those that are wanted do not make room.
+        Experts in `wanted` do not make room for it.
         """
         self.forget_stale(key[0], generation)
         if len(self.places) >= self.room:
@@ -75,11 +75,11 @@ class HostExpertCache(ExpertSlots):
         self.places[key] = slot
 
     def all_left(self) -> Event:
-        """When compute has done what it was given, and all that the device gave up has arrived here."""
+        """The event after which compute has done all work so far, and all experts that left the device have arrived."""
         return self._lanes.copy(Lane.OFFLOAD, (), self._lanes.mark()).done  # type: ignore[no-any-return]
 
     def wait(self) -> None:
-        """The host waits until nothing is copied into slots, or out of those that are free."""
+        """The host waits until nothing is being copied into slots, or out of free ones."""
         self.all_left().synchronize()
         for read in list(self._read.values()):
             read.synchronize()

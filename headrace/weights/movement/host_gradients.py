@@ -1,4 +1,4 @@
-"""Where do gradients lie on the host? In memory made before backward: locking its pages there would stall it."""
+"""Where do gradients lie on the host? In memory made before backward, as locking pages would stall it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ __all__ = ["HostGradient", "NodeGradients", "elements_of", "flat", "laid_out", "
 
 
 class HostGradient:
-    """The memory of one parameter's `home.grad`, used again after `zero_grad(set_to_none=True)`.
+    """The memory of one parameter's `home.grad`, which is reused after `zero_grad(set_to_none=True)`.
 
     A user may keep a gradient beyond that (`saved = p.grad`). Then the memory is theirs, and new memory replaces it.
     """
@@ -31,20 +31,20 @@ class HostGradient:
         make: Callable[[int], GradientMemory],
     ) -> None:
         self.dtype = dtype
-        self.next: torch.Tensor | None = None  # what `fresh` gives, once `renew` has made it
-        self.disk: DiskGradients | None = None  # where on disk it rests; None: in host memory, or it has no bytes
+        self.next: torch.Tensor | None = None  # the tensor that `fresh` gives, once `renew` has made it
+        self.disk: DiskGradients | None = None  # where it rests on disk; None: it is in host memory, or has no bytes
         self._nbytes = slot.home.numel() * dtype.itemsize
         self._layout = slot.layout.shape, strides_of(slot)
-        self._make = make  # more, in whatever tier has room
-        self._lent: StorageWeakRef | None = None  # the storage of the tensor that was made last
-        # On disk, what the user had: extents are not freed, so they are used again.
+        self._make = make  # makes more memory, in whatever tier has room
+        self._lent: StorageWeakRef | None = None  # the storage of the tensor that `renew` made last
+        # Places on disk that the user has or had: extents are not freed, so places are reused.
         self._others: list[tuple[GradientMemory, int, StorageWeakRef]] = []
         self._lie_in(memory, offset)
 
     def renew(self) -> None:
-        """Makes the tensor that `fresh` gives next, if there is none: elsewhere, where somebody has the last one.
+        """Makes the tensor that `fresh` gives next, if there is none: in other memory, if somebody has the last one.
 
-        Its storage is its own alone: whoever else refers to that is the user (see runtime/holders.py).
+        No other tensor of ours has its storage: any other reference to it is the user's (see runtime/holders.py).
         """
         if self.next is not None:
             return
@@ -58,13 +58,13 @@ class HostGradient:
         self.next = elements.as_strided_(*self._layout)
 
     def fresh(self) -> torch.Tensor:
-        """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary."""
+        """A tensor of the home's shape and strides, in memory that nobody refers to. Its contents are arbitrary."""
         self.renew()
         fresh, self.next = self.next, None
         return fresh  # type: ignore[return-value]
 
     def _move(self, lent: StorageWeakRef) -> None:
-        """The user has what was lent: to memory that nobody has."""
+        """Moves on to memory that nobody has, as the user has the tensor that was `lent`."""
         if self.disk is not None:
             self._others.append((self._memory, self._offset, lent))
         for number, (memory, offset, other) in enumerate(self._others):
@@ -89,37 +89,37 @@ class NodeGradients:
     lent: dict[ManagedParam, tuple[StorageWeakRef, int]] = field(default_factory=dict)  # storage and address
 
     def common(self, slot: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
-        """The average as all ranks see it: shape (elements,)."""
+        """A gradient's memory as all ranks see it, for the average: shape (elements,)."""
         return self.arena.tensor(self.offsets[slot], slot.home.numel() * dtype.itemsize, dtype)
 
     def lend(self, slot: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
-        """The same as the user of this rank sees it, in the home's shape."""
+        """The average as the user of this rank sees it, in the home's shape. Notes that it was lent."""
         lent = self.view.tensor(self.offsets[slot], slot.home.numel() * dtype.itemsize, dtype)
         self.lent[slot] = StorageWeakRef(lent.untyped_storage()), lent.data_ptr()
         return lent.as_strided_(slot.layout.shape, strides_of(slot))
 
     def is_kept(self, slot: ManagedParam) -> bool:
-        """Whether the user still refers to what was lent last."""
+        """Whether the user still refers to the tensor that was lent last."""
         return slot in self.lent and not self.lent[slot][0].expired()
 
     def has_lent(self, slot: ManagedParam, gradient: torch.Tensor) -> bool:
-        """Whether `gradient` is what was lent last."""
+        """Whether `gradient` is the tensor that was lent last."""
         return self.is_kept(slot) and gradient.data_ptr() == self.lent[slot][1]
 
     def leave_to_user(self) -> None:
-        """Whatever was lent is the user's own from now on."""
+        """Leaves all that was lent to the user, and takes a new view for what is lent from now on."""
         self.view.dirty()
         self.view = self.arena.own_view()
         self.lent.clear()
 
 
 def offsets_of(slots: Iterable[ManagedParam], dtype_of: Callable[[ManagedParam], torch.dtype]) -> list[int]:
-    """Where gradients of these lie one after the other, aligned, and the end."""
+    """The bytes at which gradients of these parameters begin, one after the other and aligned, and the end."""
     return [0, *accumulate(aligned(slot.home.numel() * dtype_of(slot).itemsize) for slot in slots)]
 
 
 def strides_of(slot: ManagedParam) -> tuple[int, ...]:
-    """Those of gradients: the home's; for one with holes, a part of a shared storage, those of a contiguous tensor."""
+    """The strides of a parameter's gradients: the home's, or contiguous ones where the home's leave holes."""
     home = torch.empty_strided(slot.layout.shape, slot.layout.stride, device="meta")
     dense = torch.ops.aten.is_non_overlapping_and_dense(home)
     return slot.layout.stride if dense else torch.empty(slot.layout.shape, device="meta").stride()
@@ -138,5 +138,5 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def elements_of(gradient: torch.Tensor, slot: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
-    """Shape (elements,), in the order in which they lie in the memory that headrace gives."""
+    """The gradient's elements, shape (elements,), in the order that headrace's memory for gradients has."""
     return flat(laid_out(gradient, strides_of(slot), dtype))

@@ -1,4 +1,4 @@
-"""What computes in the place of a block's homes? Its leaves: views of its buffer, or of nothing while that is away."""
+"""What computes in place of a block's homes? Its leaves: views of its buffer, or of no memory while it has none."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _HANDED_OUT: Callable[[Leaf], bool] = attrgetter("handed_out")
 
 
 class Leaves:
-    """The leaves of one block's slots, and of the compounds that these are parts of."""
+    """The leaves of one block's slots, and of the compounds that these slots are parts of."""
 
     def __init__(self, slots: Sequence[ManagedParam], compounds: Sequence[Compound]) -> None:
         self._slots, self._compounds = slots, compounds
@@ -33,7 +33,7 @@ class Leaves:
             compound.make_leaf({path: by_home[id(part)] for path, part in compound.parts.items()})
 
     def are(self, *, present: bool) -> None:
-        """Whether their memory is on the device; else who keeps one has its block brought when it is used."""
+        """Sets whether the leaves' memory is on the device. If not, using a leaf that was kept brings its block."""
         kind = Leaf if present else AwayLeaf
         for leaf in self._leaves:
             leaf.__class__ = kind
@@ -41,12 +41,12 @@ class Leaves:
             compound.leaf_is(present=present)
 
     def touched(self) -> None:
-        """A home was written to: what is made of several tensors is brought once more, as that leaf is."""
+        """Called when a home was written to: using a compound's leaf then brings the block again."""
         for compound in self._compounds:
             compound.leaf_is(present=False)
 
     def point(self, views: Sequence[torch.Tensor] | None) -> None:
-        """They become these views of a buffer; without, NaN of the right shape, of no memory and read-only."""
+        """Makes the leaves these views of a buffer; None: NaN of the right shape, read-only and without memory."""
         with without_overrides():
             for leaf, view in zip(self._leaves, self._absent if views is None else views, strict=True):
                 data_of.__set__(leaf, view)
@@ -55,30 +55,30 @@ class Leaves:
 
     @property
     def views(self) -> int:
-        """How many of them lie in the buffer."""
+        """How many tensors of the leaves lie in the buffer."""
         own = sum(compound.own_views for compound in self._compounds) if self._compounds else 0
         return own + self._with_bytes
 
     def may_be_written(self) -> bool:
-        """Whether the model may have written to one since `note_writes_kept`. Where torch functions are off."""
+        """Whether the model may have written to a leaf since `note_writes_kept`. Called within `without_overrides`."""
         return list(map(_VERSION_OF, self._leaves)) != self._kept_versions or True in map(_HANDED_OUT, self._leaves)
 
     def note_writes_kept(self) -> None:
-        """What was written to them until now is the homes', too."""
+        """Notes that the homes have all that was written to the leaves until now."""
         self._kept_versions = list(map(_VERSION_OF, self._leaves))
 
     def note_none_handed_out(self) -> None:
-        """Nobody has the `data` of one any more."""
+        """Notes that nobody has the `data` of a leaf."""
         for leaf in self._leaves:
             leaf.handed_out = False
 
     def are_saved(self) -> bool:
-        """Whether autograd has saved one itself, and still needs it."""
+        """Whether autograd has saved a leaf itself, and still needs it."""
         return any(map(is_saved, self._leaves))
 
     def are_kept(self, references: int) -> bool:
-        """Whether somebody has one, beside this block and `references` of the model."""
-        own = 3 * len(self._slots) + references  # the slot, the list here, and looking
+        """Whether somebody has a leaf, beside this block and the `references` of the model."""
+        own = 3 * len(self._slots) + references  # each by its slot, the list here, and the call that counts
         kept = sum(sys.getrefcount(slot.leaf) for slot in self._slots)
         for compound in self._compounds:
             own += compound.own_references
@@ -97,7 +97,7 @@ class AbsentLeaves:
         self._scalars: dict[torch.dtype, torch.Tensor] = {}
 
     def of(self, layout: Layout) -> torch.Tensor:
-        """For a leaf of that layout."""
+        """The tensor for a leaf of that layout."""
         if layout.dtype not in self._scalars:
             bits = torch.full((layout.dtype.itemsize,), 255, dtype=torch.uint8, device=self._device)
             self._scalars[layout.dtype] = bits.view(layout.dtype).squeeze(0)

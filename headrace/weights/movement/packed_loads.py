@@ -1,7 +1,7 @@
 """How do weights in host memory cross the link in three quarters of their bytes? Packed, where passes wait for it.
 
-A piece crosses in its packed form to one of two halves of a little device memory, and a kernel makes weights of it in
-the block's buffer, on a lane of its own, while the next piece crosses to the other half. See docs/design/packed.md.
+A packed piece crosses to one of two halves of a little device memory. A kernel unpacks it into the block's buffer, on
+a lane of its own, while the next piece crosses to the other half. See docs/design/packed.md.
 """
 
 import contextlib
@@ -29,31 +29,31 @@ from headrace.weights.rest.packing import is_frozen
 
 __all__ = ["PackedLoads"]
 
-_LOADS_BEFORE = 3  # with the same contents: then it is clear that they come again and again
-MOST_PIECE_BYTES, LEAST_PIECE_BYTES = 32 << 20, 8 << 20  # of weights; less costs the host more than it saves
+_LOADS_BEFORE = 3  # loads of the same contents, after which a block is packed: it comes repeatedly
+MOST_PIECE_BYTES, LEAST_PIECE_BYTES = 32 << 20, 8 << 20  # of weights; smaller pieces cost the host more than they save
 PIECES_OF_BUDGET = 64
-_MOST_SHARE = 0.8  # of its bytes, that a packed piece takes: others cross as they are
-_HOST_SHARE = 0.5  # of what the host budget, and the machine, have left
-_BUDGET_BLOCKS = 3  # that computing and loading side by side want: none of these may lose its room
-WORTH = 0.95  # of a plain load's time
-_JUDGED_BLOCKS, _JUDGED_SEND = 3, 2
+_MOST_SHARE = 0.8  # of a piece's bytes: pieces that take more when packed cross as they are
+_HOST_SHARE = 0.5  # of the memory that is left in the host budget and on the machine
+_BUDGET_BLOCKS = 3  # blocks that must keep their room, for computing and loading side by side
+WORTH = 0.95  # the most that packed loads may take, of the time of plain ones
+_JUDGED_BLOCKS, _JUDGED_SEND = 3, 2  # so many blocks are judged, by this packed load of each
 
 
 @dataclass
 class _Half:
-    """Of the device memory that packed pieces come to."""
+    """One half of the device memory that packed pieces come to."""
 
     memory: torch.Tensor
-    free: Event  # when what came last is unpacked
+    free: Event  # when the last piece in it is unpacked
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes from `first` on of a block."""
+    """A piece of a block: its bytes from `first` on."""
 
     first: int
     nbytes: int
-    packed: Packed | None  # in host memory; None: it crosses as it is
+    packed: Packed | None  # its packed form in host memory; None: it crosses as it is
 
     @property
     def crossing_bytes(self) -> int:
@@ -62,16 +62,16 @@ class _Piece:
 
 @dataclass(eq=False)
 class _PackedBlock:
-    """What a block has in host memory beside its bytes."""
+    """The packed copy of a block in host memory, and what is known of its loads."""
 
-    of: object  # the contents that are packed
-    loads: int = 0  # of these contents
+    of: object  # the generation and place of the contents that are packed
+    loads: int = 0  # how often these contents were loaded
     is_asked_for: bool = False
-    pieces: Sequence[_Piece] = ()  # none before all are packed, nor after
+    pieces: Sequence[_Piece] = ()  # empty before all are packed, and once dropped
     is_dropped: bool = False
     last_read: Event | None = None
     sends: int = 0
-    judged: Transfer | None = None  # the second one, before which kernels may have been compiled
+    judged: Transfer | None = None  # the second packed load: kernels may be compiled during the first
 
     @property
     def crossing_bytes(self) -> int:
@@ -86,16 +86,16 @@ class _PackedBlock:
 class _Room:
     """Host memory for packed pieces."""
 
-    nbytes: int  # in all
+    nbytes: int  # all of it, taken or not
     taken_bytes: int = 0
-    lock: threading.RLock = field(default_factory=threading.RLock)  # of this, and of who reads pieces or drops them
-    packing: threading.RLock = field(default_factory=threading.RLock)  # while pieces are made: never within `lock`
+    lock: threading.RLock = field(default_factory=threading.RLock)  # held to change this, and to read or drop pieces
+    packing: threading.RLock = field(default_factory=threading.RLock)  # held to make pieces; never within `lock`
 
 
 class PackedLoads:
     """The packed copies of one model's blocks that rest in host memory. Does nothing before `open`.
 
-    `wanted`: where it is False, never.
+    `wanted`: False if it is never to be opened.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, ledger: Ledger, meter: Meter, *, wanted: bool) -> None:
@@ -107,13 +107,13 @@ class PackedLoads:
         self._blocks: dict[Block, _PackedBlock] = {}
         self._room = _Room(0)
         self._thread: OneThread | None = None
-        self._plain_link = LinkSpeed([])  # how fast plain loads were
+        self._plain_link = LinkSpeed([])  # the speed of plain loads
         self._is_judged = False
-        self._changed = False  # load times, since `changed` was asked
+        self._changed = False  # whether load times have changed since the last call of `changed`
         self._process = os.getpid()
 
     def __del__(self) -> None:
-        """Where a model goes without `remove()`: what is unpacked is not written over, and neither is its place."""
+        """Where a model goes without `remove()`: waits, so that no memory is reused that loads still read or write."""
         if self._halves and self._process == os.getpid():
             with contextlib.suppress(RuntimeError):
                 self.finish()
@@ -121,11 +121,11 @@ class PackedLoads:
 
     @property
     def held_bytes(self) -> int:
-        """Of device memory, beside blocks."""
+        """The bytes of device memory that this holds beside blocks."""
         return 0 if self._scratch is None else self._scratch.nbytes
 
     def wanted_bytes(self, blocks: Iterable[Block], budget_bytes: int, largest_bytes: int) -> int:
-        """Device memory that `open` takes of a budget for these blocks; 0: it is not to be opened."""
+        """The bytes of a budget that `open` takes for these blocks; 0: this is not to be opened."""
         piece_bytes = min(MOST_PIECE_BYTES, budget_bytes // PIECES_OF_BUDGET, largest_bytes) // 256 * 256
         wanted_bytes = 2 * _half_bytes(piece_bytes)
         count = min(_BUDGET_BLOCKS, budget_bytes // max(1, largest_bytes))
@@ -136,34 +136,35 @@ class PackedLoads:
         return wanted_bytes if any(map(_may_be_packed, blocks)) else 0
 
     def open(self, scratch: torch.Tensor, link: LinkSpeed) -> None:
-        """From now on blocks are packed that come again and again. `link`: how fast loads were until now."""
+        """From now on packs blocks that come repeatedly. `scratch`: device memory; `link`: the speed of plain loads."""
         self._scratch, self._plain_link = scratch, link
         half_bytes, free = scratch.nbytes // 2, self._lanes.mark()
         self._halves = [_Half(part, free) for part in scratch.split(half_bytes)]
         self._piece_bytes = min(MOST_PIECE_BYTES, int(half_bytes / _MOST_SHARE) // 256 * 256)
         left_bytes = (self._ledger.host_budget_bytes or 0) - self._ledger.held_bytes(Tier.HOST)
-        self._room = _Room(int(min(left_bytes, available_host_bytes()) * _HOST_SHARE))  # optimizers are in no budget
+        # The machine's memory counts, too: optimizers are in no budget.
+        self._room = _Room(int(min(left_bytes, available_host_bytes()) * _HOST_SHARE))
         self._ledger.spare = weakref.WeakMethod(self._give_way)
         self._thread = OneThread("headrace-pack", self._device)
         check = partial(_unpacks_right, self._device, self._halves[0].memory, self._halves[1].memory, free)
         self.works = self._thread.submit(check)
 
     def load_bytes(self, block: Block) -> int:
-        """What crosses the link for the block."""
+        """The bytes that cross the link when the block is loaded."""
         packed = self._blocks.get(block)
         return block.nbytes if packed is None or not packed.pieces else packed.crossing_bytes
 
     def changed(self) -> bool:
-        """Whether loads take another time than when this was asked last."""
+        """Whether load times have changed since the last call."""
         changed, self._changed = self._changed, False
         return changed
 
     def is_worth_it(self) -> bool:
-        """Whether packed loads are quicker than plain ones were, as far as is known: judged once. Waits for nothing."""
+        """Whether packed loads are quicker than plain ones were. Judged once; True until then. Waits for nothing."""
         if self._scratch is None:
             return True
         if self._is_judged or not self._may_open:
-            return self._may_open  # False: Ctrl-C has struck amid `close`
+            return self._may_open  # False: Ctrl-C has struck during `close`
         known = [(block.nbytes, packed.judged) for block, packed in self._blocks.items() if packed.judged is not None]
         if len(known) < _JUDGED_BLOCKS or not all(transfer.done.query() for _, transfer in known):
             return True
@@ -173,9 +174,9 @@ class PackedLoads:
         return packed_seconds <= WORTH * plain_seconds
 
     def onload(self, block: Block, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> Transfer | None:
-        """Submits what `copies`, from `Block.copies_in`, would bring, from when `after` is reached on.
+        """Submits a packed load in place of `copies`, which are from `Block.copies_in`. It begins after `after`.
 
-        None: nothing was submitted, as it is not packed.
+        None: nothing was submitted, as the block is not packed.
         """
         if (
             self._scratch is None
@@ -189,7 +190,7 @@ class PackedLoads:
             if block in self._blocks:
                 self._drop(self._blocks.pop(block))
             return None
-        if block.memory_is_kept:  # whoever keeps it may write to it, unnoticed
+        if block.memory_is_kept:  # whoever keeps the memory may write to it unnoticed
             return None
         of = block.look(), block.rest
         packed = self._blocks.get(block)
@@ -205,7 +206,7 @@ class PackedLoads:
             return self._send(packed, buffer, copies, after) if packed.pieces else None
 
     def close(self) -> torch.Tensor:
-        """Nothing is packed any more, ever after. The device memory that `open` was given, which compute may have."""
+        """Ends packed loads for good. Returns the device memory that `open` was given, which compute may then use."""
         if self._scratch is None:
             raise StateError("packed loads were closed before they were opened")
         self._may_open = False
@@ -224,8 +225,8 @@ class PackedLoads:
         return scratch
 
     def finish(self) -> None:
-        """The host waits until nothing is unpacked any more."""
-        if self._halves:  # not the ends of what they hold: Ctrl-C may have struck before these were noted
+        """The host waits until no piece is being unpacked."""
+        if self._halves:  # does not rely on `free`: Ctrl-C may have struck before that was noted
             self._lanes.unpack(_nothing, ()).synchronize()
 
     def _send(self, packed: _PackedBlock, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> Transfer:
@@ -266,7 +267,7 @@ class PackedLoads:
             self._changed = True
 
     def _give_way(self, nbytes: int) -> None:
-        """So much of host memory is needed for something else: for good. Called on any thread."""
+        """Gives up `nbytes` of host memory for good, as something else needs them. Called on any thread."""
         with self._room.lock:
             for packed in reversed(list(self._blocks.values())):
                 if nbytes <= 0:
@@ -274,11 +275,11 @@ class PackedLoads:
                 nbytes -= packed.held_bytes
                 self._drop(packed)
             self._room.nbytes = self._room.taken_bytes
-        with self._room.packing:  # what is in the making finds no room any more, and goes as well
+        with self._room.packing:  # pieces in the making find no room then, and go as well
             pass
 
     def pack(self, packed: _PackedBlock, memory: torch.Tensor) -> None:
-        """On the thread that packs, of what `memory` has. Where there is no room any more, nothing of it is packed."""
+        """On the thread that packs: packs all of `memory`, or nothing where there is no room for all."""
         with self._room.packing:
             self._make_pieces(packed, memory)
 
@@ -312,7 +313,7 @@ class PackedLoads:
                 self._changed = True
 
     def _arena(self, nbytes: int, device: torch.device) -> Arena | None:
-        """Host memory that nobody else wants; None where there is none."""
+        """Host memory that nobody else wants; None: there is none."""
         nbytes = whole_pages(nbytes)
         if not self._ledger.take_spare("weights", nbytes):
             return None
@@ -329,7 +330,7 @@ def _may_be_packed(block: Block) -> bool:
 
 
 def _pack(loads: "weakref.ref[PackedLoads]", packed: _PackedBlock, memory: torch.Tensor) -> None:
-    """For a thread, which does not keep a model alive that nobody else does."""
+    """Packs a block on the thread that packs, which must not keep the model alive."""
     present = loads()
     if present is not None and present.works.result():
         present.pack(packed, memory)
@@ -344,10 +345,10 @@ def _half_bytes(piece_bytes: int) -> int:
 
 
 def _unpacks_right(device: torch.device, packed_place: torch.Tensor, place: torch.Tensor, free: Event) -> bool:
-    """Whether the device's kernel works, and its bits are the host's: it was compiled on this machine just now."""
-    count = place.nbytes // 4  # words, in half of the place
-    every = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16)  # word that there is: most escape
-    own = torch.Generator("cpu").manual_seed(0)  # the user's goes on as in the plain run
+    """Whether the device's kernel, compiled just now on this machine, works and gives the same bits as the host."""
+    count = place.nbytes // 4  # as many words as fit in half of the place
+    every = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16)  # every possible word: most escape
+    own = torch.Generator("cpu").manual_seed(0)  # leaves the user's generator as in the plain run
     usual = torch.randn(count - len(every), generator=own, dtype=torch.float32, device="cpu").to(torch.bfloat16)
     words = torch.cat([every, usual.view(torch.int16)])
     memory = pack(words)

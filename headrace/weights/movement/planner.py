@@ -1,4 +1,4 @@
-"""Of what is a plan made? Of a trace, sizes, measured speeds and the budget, as the planner takes them."""
+"""What is a plan made of? Of a trace, sizes, measured speeds and the budget, which are the planner's problem."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from headrace.weights.movement.trace import Trace
 
 __all__ = ["Planner"]
 
-WAITS = 0.05  # for the link, as a share of compute, from which on fewer bytes are worth some work
-_MOST_ROWS_SHARE = 1 / 4  # of the budget, that plans leave free for rows of tables: what is more evicts blocks
+WAITS = 0.05  # waits for the link, as a share of compute, above which loads are packed
+_MOST_ROWS_SHARE = 1 / 4  # of the budget, left free for rows of tables: more rows evict blocks
 
 
 class Planner:
@@ -27,9 +27,9 @@ class Planner:
         self._has_failed = False  # once it has, nobody is told again
 
     def make(self, trace: Trace, changed: frozenset[int], *, in_parts_bytes: int, rows_bytes: int) -> Plan | None:
-        """For the blocks that change now. None: the planner failed, and blocks come on demand.
+        """Makes a plan for a trace in which the blocks `changed` change. None: that failed, and blocks come on demand.
 
-        `in_parts_bytes`, `rows_bytes`: what experts that come one by one, and rows of tables want of the budget.
+        `in_parts_bytes`, `rows_bytes`: the bytes that experts which come one by one, and rows of tables, want.
         """
         try:
             plan = make_plan(self._problem(trace, changed, in_parts_bytes, rows_bytes))
@@ -52,7 +52,7 @@ class Planner:
             return None
 
     def _largest_bytes(self, trace: Trace) -> int:
-        """What a visit needs."""
+        """The most bytes of blocks that a visit needs."""
         return max(sum(self._blocks[index].nbytes for index in blocks) for blocks, _ in trace.visits)
 
     def _problem(self, trace: Trace, changed: frozenset[int], in_parts_bytes: int, rows_bytes: int) -> Problem:

@@ -27,7 +27,7 @@ NextUse = Callable[[Block], float]  # the larger, the later a block is needed ag
 
 
 class Residency:
-    """The buffers of all blocks on one device; `budget_bytes` caps their sum, resident, visiting and arriving."""
+    """The buffers of all blocks on one device, resident, visiting or arriving. `budget_bytes` caps their sum."""
 
     def __init__(
         self,
@@ -44,39 +44,39 @@ class Residency:
         self.budget_bytes = budget_bytes
         self.ledger = ledger
         self.held_bytes = 0
-        self._residents_bytes = 0  # of these, by blocks that stay
+        self._residents_bytes = 0  # the part of `held_bytes` that resident blocks hold
         self._lanes = pace.lanes
         self._meter = meter
         self.pace = pace
         self.gathers = gathers  # None: no rank helps another
         self.fetch_from(fetching)
-        self.open_way: Callable[[], None] = lambda: None  # fetches from disk from then on
+        self.open_way: Callable[[], None] = lambda: None  # makes `fetching`, see `Room`
         self.packed_loads = PackedLoads(device, pace.lanes, ledger, meter, wanted=packed)
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
-        # Of the copies that compute was told to wait for, and the host was not: the last one in the order in which they
-        # were submitted, with its number there; and those that came from disk, in an order of their own.
+        # Copies that compute was told to wait for, and the host has not waited for. Of those from host memory, the last
+        # one that was submitted, with its number; of those from disk, which have an order of their own, all.
         self._consumed: tuple[int, Event] | None = None
         self._consumed_from_disk: list[Event] = []
-        self._submitted: dict[Block, int] = {}  # the numbers of copies under way
+        self._submitted: dict[Block, int] = {}  # the numbers of copies from host memory that are under way
         self._submissions = 0
-        self.next_use: NextUse = lambda _: 0.0  # what is needed last makes room first
-        self.intact = True  # otherwise an interrupt has struck amid an onload or an eviction, see `mend`
+        self.next_use: NextUse = lambda _: 0.0  # the block that is needed last makes room first
+        self.intact = True  # False: an interrupt has struck during an onload or an eviction, see `mend`
         self.addresses = Addresses(device)
         self.block_of = self.addresses.block_of
 
     @property
     def streaming_budget_bytes(self) -> int:
-        """What the budget leaves for blocks that come and go."""
+        """The bytes that the budget leaves for blocks that come and go."""
         return self.budget_bytes - self._residents_bytes - self.packed_loads.held_bytes
 
     def fetch_from(self, fetching: Fetching | None) -> None:
-        """From now on there are; None: nothing rests on disk."""
+        """Sets what fetches blocks from disk from now on; None: nothing rests on disk."""
         self.fetching = fetching
         if self.gathers is not None:
             self.gathers.fetching = fetching
 
     def way_from_disk(self) -> Fetching:
-        """For a block that rests there. Ctrl-C may have come after the first ones moved, and before it was opened."""
+        """What fetches blocks from disk. Opens it here where Ctrl-C, after the first blocks moved, prevented that."""
         if self.fetching is None:
             self.open_way()
         if self.fetching is None:
@@ -108,7 +108,7 @@ class Residency:
                 block.buffer = buffer
                 block.loaded = -1
                 block.leaves.point(self._buffers.views(buffer, block.kind, block.layouts))
-                block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
+                block.allocated = self._lanes.mark()  # the copy comes after all earlier uses of this memory
                 block.becomes(Presence.RESERVED)
             except BaseException:
                 self._undo(block, buffer)
@@ -116,8 +116,9 @@ class Residency:
         self.intact = True
 
     def renew(self, block: Block, *, gathered: bool = False) -> None:
-        """Submits copies of what changed in the homes since the buffer was filled: all, if it never was; or `gathered`,
-        of this rank's part of all, as every rank does.
+        """Submits copies of what changed in the homes since the buffer was filled: of everything, if it never was.
+
+        `gathered`: every rank copies its part of the whole block, and the devices exchange these parts.
         """
         if block.presence is Presence.ARRIVING and not self._outlive(block):
             self.reserve(block)
@@ -134,13 +135,13 @@ class Residency:
         self.intact = True
 
     def arrive(self, block: Block) -> None:
-        """Compute waits for the block's last copy. Raises what kept a block from coming from disk."""
+        """Compute waits for the block's last copy. Raises the error that kept a block from coming from disk."""
         if block.presence is Presence.ARRIVING and block.arrival is not None:
             try:
                 done = block.arrival.done
             except BaseException:
                 if self.fetching is not None:
-                    self.fetching.withdraw_all()  # guesses of the same moment may have failed as well
+                    self.fetching.withdraw_all()  # fetches ahead of the same moment may have failed as well
                 if block.buffer is not None:
                     self._undo(block, block.buffer)
                 raise
@@ -149,12 +150,12 @@ class Residency:
             block.becomes(Presence.PRESENT)
 
     def next_number(self) -> int:
-        """Of a copy from host memory, which is about to be submitted."""
+        """The number of the copy from host memory that is about to be submitted."""
         self._submissions += 1
         return self._submissions
 
     def rely_on(self, done: Event, number: int | None) -> None:
-        """Compute waits for a copy: of that number, or None for one from disk."""
+        """Compute waits for a copy. `number`: that of `next_number`; None: the copy is from disk."""
         self._lanes.wait(done)
         if number is None:
             self._consumed_from_disk.append(done)
@@ -162,8 +163,8 @@ class Residency:
             self._consumed = number, done
 
     def fetch_ahead(self, block: Block, *, gathered: bool = False) -> bool:
-        """Submits the fetch of a block that is onloaded later; `gathered`: of this rank's part. False: nothing more can
-        be fetched ahead now.
+        """Submits the fetch of a block that is onloaded later; `gathered`: of this rank's part of it. False: no more
+        can be fetched ahead now.
         """
         if self.fetching is None or not block.is_fetched:
             return True
@@ -171,7 +172,7 @@ class Residency:
         return not block.being_updated and self.fetching.ahead(wanted, self.streaming_budget_bytes)
 
     def load_seconds(self, block: Block, link: LinkSpeed, among: LinkSpeed | None = None) -> float:
-        """How long the slowest part of the way to the device takes for a block; `among`: it is gathered so fast."""
+        """Seconds that the slowest part of the way to the device takes for a block; `among`: the speed of gathers."""
         if among is not None and self.gathers is not None:
             own_bytes = self.gathers.part_of(block).own_bytes
             fetch_seconds = 0.0 if self.fetching is None or not block.is_fetched else self.fetching.seconds(own_bytes)
@@ -182,7 +183,7 @@ class Residency:
         return max(0.0 if self.fetching is None else self.fetching.seconds(read_bytes), link.load_seconds(block.nbytes))
 
     def pack_loads(self, blocks: Iterable[Block], largest_bytes: int, link: LinkSpeed) -> bool:
-        """Between passes: from now on `blocks` that come again and again cross packed, if visits leave room for it."""
+        """Called between passes: from now on `blocks` that come repeatedly cross packed, if visits leave room."""
         nbytes = self.packed_loads.wanted_bytes(blocks, self.streaming_budget_bytes, largest_bytes)
         if not nbytes or self.pace.is_limited or self.clear(nbytes, (), lambda block: block.order) < nbytes:
             return False
@@ -190,7 +191,7 @@ class Residency:
         return True
 
     def load_times_changed(self) -> bool:
-        """Whether they have since this was asked last. Between passes."""
+        """Whether load times have changed since the last call, between passes. Ends packed loads that do not pay."""
         if not self.packed_loads.is_worth_it():
             self._end_packed_loads()
         return self.packed_loads.changed()
@@ -202,7 +203,7 @@ class Residency:
             self.intact = True
 
     def wait_for_consumed_reads(self) -> None:
-        """The host waits until every copy that compute relies on has read its home."""
+        """The host waits until every copy that compute relies on has read its homes."""
         if self._consumed is not None:
             self._consumed[1].synchronize()
             self._consumed = None
@@ -211,11 +212,11 @@ class Residency:
             self._consumed_from_disk.pop()
 
     def evict(self, block: Block) -> None:
-        """Lets go of the buffer. Whoever still refers to its memory keeps it, and reads right values."""
+        """Lets go of the buffer. Whoever still refers to its memory keeps the memory, and reads the right values."""
         self.intact = False
         if block.lent:
             block.take_back()
-        # The memory goes back to the compute lane, so a copy into it must come before.
+        # The memory goes back to the compute lane, so a copy into it must end before.
         outlived = block.presence is not Presence.ARRIVING or self._outlive(block)
         if outlived and block.buffer is not None:
             block.keep_leaf_writes()
@@ -224,10 +225,10 @@ class Residency:
         self.intact = True
 
     def _outlive(self, block: Block) -> bool:
-        """Compute waits for a copy that nobody wants any more. False: it failed, and the block is away.
+        """Compute waits for a copy that is no longer wanted. False: it failed, and the block is away.
 
-        That is nobody's fault to hear of: pages that user code writes while they come from disk are not what they were
-        when they were handed over; a rank has failed. Whoever needs the block is told what fails then.
+        The error is dropped, as nobody needs the copy: user code may have written pages while they came from disk, or a
+        rank may have failed. If that persists, whoever needs the block next gets the error.
         """
         try:
             self.arrive(block)
@@ -246,13 +247,13 @@ class Residency:
         self._buffers.release(buffer)
 
     def _undo(self, block: Block, buffer: torch.Tensor) -> None:
-        """After a changed shape or Ctrl-C in the middle: what the buffer holds is unknown, so it goes."""
+        """Lets go of the buffer after an error or Ctrl-C during a copy: its contents are unknown."""
         self._finish_copies(block)
         block.lost()
         self._let_go(block, buffer)
 
     def _finish_copies(self, block: Block) -> None:
-        """The host waits until nothing is copied into the block's buffer any more, whatever came of it."""
+        """The host waits until nothing is being copied into the block's buffer, whether the copies succeed or not."""
         if block.is_fetched:
             block.wait_for_reads()
         if isinstance(block.arrival, Gathered):
@@ -260,14 +261,14 @@ class Residency:
         self._finish_all_copies()
 
     def _finish_all_copies(self) -> None:
-        """The host waits until nothing that was submitted is copied from its memory any more."""
+        """The host waits until all copies from host memory that were submitted are done."""
         self.pace.wait()
         self.packed_loads.finish()
         self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
 
     def make_room(self, block: Block, keep: Iterable[Block]) -> None:
-        """Evicts until `block` fits, first what is needed last, and what somebody else keeps at the very end; never
-        what is in use, resident or in `keep`.
+        """Evicts other blocks until `block` fits, the one that is needed last first; blocks whose memory a user keeps
+        come at the very end; those in use, resident or in `keep` are never evicted.
 
         Raises BudgetError when even that is not enough.
         """
@@ -284,7 +285,7 @@ class Residency:
         )
 
     def clear(self, nbytes: int, keep: Iterable[Block] = (), next_use: NextUse | None = None) -> int:
-        """As `make_room`, for what is no block, as far as that goes: what is free then."""
+        """Evicts blocks as `make_room` does until `nbytes` are free, or no more can go. Returns the bytes free then."""
         next_use = next_use or self.next_use
         free_bytes = self.budget_bytes - self.held_bytes
         if free_bytes >= nbytes:
@@ -305,14 +306,14 @@ class Residency:
         return self.budget_bytes - self.held_bytes
 
     def allot(self, nbytes: int) -> torch.Tensor:
-        """Device memory within the budget for what is no block; the caller has seen to it that it fits."""
+        """Allocates device memory within the budget that no block has; the caller has seen to it that it fits."""
         with plain_tensors():
             buffer = self._buffers.allocate(nbytes)
         self.held_bytes += nbytes
         return buffer
 
     def take_back(self, buffer: torch.Tensor) -> None:
-        """The inverse of `allot`: the caller's reference ends here."""
+        """The inverse of `allot`: the caller gives up its reference."""
         self.held_bytes -= buffer.nbytes
         self._buffers.release(buffer)
 
@@ -330,7 +331,7 @@ class Residency:
             )
 
     def shrink(self, nbytes: int) -> None:
-        """The budget is `nbytes` smaller from now on: blocks that no longer fit go. Not during a pass."""
+        """Makes the budget `nbytes` smaller, and evicts blocks that no longer fit. Not to be called during a pass."""
         self.budget_bytes -= nbytes
         for block in [block for block in self.present() if block.index >= 0]:
             if self.held_bytes > self.budget_bytes and not block.is_in_graph:
@@ -338,22 +339,22 @@ class Residency:
         self._buffers.limit(self.budget_bytes)
 
     def mend(self, blocks: Iterable[Block], beside_bytes: int) -> None:
-        """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away.
+        """Called after Ctrl-C during an eviction or an onload: makes each block wholly present or wholly absent.
 
-        `beside_bytes`: what banks of experts hold.
+        `beside_bytes`: the bytes that banks of experts hold.
         """
         held: list[Block] = []
         blocks = list(blocks)
         for block in blocks:
             if block.is_fetched:
-                block.wait_for_reads()  # what was just being asked for: its copies are submitted then
-        self._finish_all_copies()  # also those that nobody had noted yet
+                block.wait_for_reads()  # a fetch may have been under way: its copies are submitted then
+        self._finish_all_copies()  # also those that were not noted yet
         for block in blocks:
             buffer = block.buffer
             if block.presence is not Presence.ABSENT and self.addresses.has(block):
                 held.append(block)
                 if block.presence is Presence.RESERVED:
-                    block.loaded = -1  # whatever was about to be copied
+                    block.loaded = -1  # it counts as not loaded, whatever was being submitted
             elif buffer is not None or block.presence is not Presence.ABSENT:
                 self._finish_copies(block)
                 block.lost()
@@ -371,14 +372,14 @@ class Residency:
         self.intact = True
 
     def close(self) -> None:
-        """Evicts everything, also what could not come from disk."""
+        """Evicts everything, also blocks that could not come from disk."""
         for block in list(self.present()):
             self.evict(block)
         self._end_packed_loads()
         self._buffers.close()
 
     def _submit(self, block: Block, buffer: torch.Tensor, by: Gathers | None) -> None:
-        # Into a new buffer as soon as its memory is free: what compute was given since does not use it.
+        # A copy into a new buffer begins as soon as its memory is free: compute submitted since then does not use it.
         after, block.allocated = block.allocated or self._lanes.mark(), None
         copies = block.copies_in(only_changes=by is None and block.presence is not Presence.RESERVED)
         if by is not None:

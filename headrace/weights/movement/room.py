@@ -1,4 +1,4 @@
-"""How does host memory come free for what comes later: adapters, gradients? Blocks move from there to disk."""
+"""How does host memory come free for adapters and gradients that come later? Blocks move from there to disk."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,9 +18,9 @@ __all__ = ["Room"]
 class Room:
     """Host memory of one offloaded model that has a disk.
 
-    `has_room`: whether the host budget has room for so many bytes more; `ranks` of a node have it together, which all
-    call this then. `blocks`: all of them. `open_fetching` makes the way from disk, of chunks of so many bytes and so
-    many of them, where no block has rested there before.
+    `has_room`: whether the host budget has room for so many bytes more. `ranks`: how many ranks of a node share that
+    budget; all call `has_room` together. `blocks`: gives all blocks. `open_fetching`: makes what fetches from disk,
+    given the bytes and the number of its chunks; it is called when the first block is to move there.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Room:
         residency.open_way = self._open_way
 
     def make(self, nbytes: int) -> bool:
-        """Whether the host budget has room for `nbytes` more, at once or after blocks have moved to disk.
+        """Moves blocks to disk until the host budget has room for `nbytes` more. Returns whether it has.
 
-        Not in the middle of a pass. When it returns False there is a way from disk at least: what has no room can rest
-        there. Raises BudgetError, and moves nothing, when there is no room even for that.
+        Not to be called during a pass. Where it returns False, blocks can at least be fetched from disk: what has no
+        room can rest there. Raises BudgetError, and moves nothing, where fetching has no room for its staging memory.
         """
         if self._has_room(nbytes):
             return True
@@ -69,16 +69,16 @@ class Room:
         self._residency.fetch_from(self._open_fetching(chunk_bytes, chunks))
 
     def _movable(self) -> list[Block]:
-        """The largest first, those that stay on the device last: they are brought once more then.
+        """Blocks that can move to disk: the largest first, resident ones last, as a move makes them come once more.
 
-        None whose memory a user refers to: it would not come free, and no longer be the parameters'.
+        Blocks whose memory a user refers to cannot: it would not come free, and the parameters would leave it.
         """
         here = (block for block in self._blocks() if not (block.rest.on_disk or block.users))
         movable = [block for block in here if not (block.memory_is_kept or block.is_in_graph)]
         return sorted(movable, key=lambda block: (block.index < 0, -block.nbytes))
 
     def _free(self, nbytes: int) -> bool:
-        """Blocks move until there is room; first of all experts go that rest on disk as well."""
+        """Moves blocks until there is room. First, the cache of experts goes, which rest on disk as well."""
         if not self._has_room(nbytes):
             self._executor.slices.leave_host()
         for block in self._movable():

@@ -1,7 +1,7 @@
 """How do rows of an embedding table come to the device? Those that a lookup needs are gathered on the host, and sent.
 
-Not the table: see docs/design/tables.md. Rows need room within the budget like blocks do, as long as the lookup takes;
-where there is too little for all, the lookup takes turns.
+The table itself stays on the host, see docs/design/tables.md. Like blocks, rows need room within the budget, as long
+as the lookup takes; where there is too little room for all rows, the lookup takes several turns.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ __all__ = ["Rows"]
 
 
 class Rows:
-    """Looks rows of tables up, for the tables of one model."""
+    """Looks up rows in the tables of one model."""
 
     def __init__(
         self, blocks: Iterable[Block], shares: Shares, residency: Residency, lanes: Lanes, meter: Meter
@@ -41,7 +41,7 @@ class Rows:
         self._sent: list[Event | None] = [None, None]  # of each half, the end of its last copy
 
     def look_up(self, block: Block, used: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """What an embedding gives for the rows `used[index]` of the block's table. Both on the host; `used` ascending.
+        """An embedding's output for the rows `used[index]` of the block's table. Both are on the host; `used` ascends.
 
         Raises BudgetError where the budget has no room for one row.
         """
@@ -57,7 +57,7 @@ class Rows:
             here = ((flat >= first) & (flat < first + at_once)).nonzero().squeeze(1)
             with self._brought(block, used[first : first + at_once]) as rows:
                 values = rows.index_select(0, (flat[here] - first).to(device))
-            del rows  # memory of the turn after
+            del rows  # the next turn needs its memory
             found.view(flat.numel(), -1).index_copy_(0, here.to(device), values)
         return found
 
@@ -74,7 +74,7 @@ class Rows:
 
     @contextmanager
     def _brought(self, block: Block, used: torch.Tensor) -> Iterator[torch.Tensor]:
-        """These rows on the device, shape (rows, columns)."""
+        """The rows `used` of the table on the device, shape (rows, columns), within the `with` block."""
         layout = block.slots[0].layout
         buffer = self._residency.allot(len(used) * block.row_bytes)
         try:
@@ -88,7 +88,7 @@ class Rows:
 
     def _send(self, block: Block, used: torch.Tensor, rows: torch.Tensor) -> None:
         table = block.readable_table()
-        after = self._lanes.mark()  # whoever had the memory before is done with it
+        after = self._lanes.mark()  # by then, the last user of the memory is done with it
         count = self._half_bytes // block.row_bytes
         for turn, (part, target) in enumerate(zip(used.split(count), rows.split(count), strict=True)):
             source = self._half(turn % 2, target)
@@ -103,7 +103,7 @@ class Rows:
         self._meter.rows_onloaded(rows.nbytes)
 
     def _half(self, half: int, like: torch.Tensor) -> torch.Tensor:
-        """Host memory for as many bytes, which nothing is copied from any more."""
+        """Host memory of the shape and dtype of `like`, once the last copy from it is done."""
         sent, self._sent[half] = self._sent[half], None
         if sent is not None:
             sent.synchronize()

@@ -11,45 +11,45 @@ from headrace.weights.movement.block import Block
 
 __all__ = ["Shares"]
 
-_FEWEST_CALLED = 2  # one comes while another computes
+_FEWEST_CALLED = 2  # experts: one comes while another computes
 
 
 class Shares:
-    """What each kind may take of the budget for what comes and goes, which `budget_bytes` gives. Asked between passes.
+    """The shares of the budget for blocks that come and go, which `budget_bytes` gives. Asked between passes.
 
-    `banks_bytes`: gives what banks of experts take, made or not; `Slices`, which makes them, sets it.
+    `banks_bytes`: gives the bytes that banks of experts take, made or not. `Slices`, which makes the banks, sets it.
     """
 
     def __init__(self, blocks: Sequence[Block], budget_bytes: Callable[[], int]) -> None:
         self._blocks = blocks
         self.budget_bytes = budget_bytes
         self.banks_bytes: Callable[[], int] = lambda: 0
-        self.rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in blocks), default=0)  # that plans leave free
+        self.rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in blocks), default=0)  # kept free by plans
         called = [block.nbytes for block in blocks if block.called is not None]
         self.largest_called_bytes, self._all_called_bytes = max(called, default=0), sum(called)
         self.least_called_bytes = min(_FEWEST_CALLED * self.largest_called_bytes, self._all_called_bytes)
         self.sort()
 
     def sort(self) -> None:
-        """Sorts the blocks by how they travel: once more when one travels in another way from now on."""
+        """Sorts the blocks by how they travel. Called again when one begins to travel in another way."""
         self.whole_blocks = [block for block in self._blocks if not block.travels_in_parts]
         self.in_parts = {block.index for block in self._blocks if block.travels_in_parts}
         self._whole_bytes = sum(block.nbytes for block in self.whole_blocks if block.called is None)
         self._has_tables = any(block.row_bytes for block in self._blocks)
 
     def leave_for_rows(self, nbytes: int) -> None:
-        """A lookup needs rows of so many bytes: plans leave room for them from now on."""
+        """Called when a lookup needs rows of `nbytes`: plans leave room for these from now on."""
         if nbytes > self.rows_bytes:
-            self.rows_bytes = 1 << (nbytes - 1).bit_length()  # so that plans are made anew but a few times
+            self.rows_bytes = 1 << (nbytes - 1).bit_length()  # so that plans are made anew only a few times
 
     @property
     def beside_experts_bytes(self) -> int:
-        """Bytes of all blocks but experts, and of the rows of tables that plans leave room for."""
+        """Bytes of all blocks but experts, and of the room for rows of tables that plans leave."""
         return self._whole_bytes + (self.rows_bytes if self._has_tables else 0)
 
     @property
     def called_bytes(self) -> int:
-        """Bytes that experts which are modules may take: all that other blocks, rows and banks leave."""
+        """Bytes that experts which are modules may take: all that other blocks, rows and banks leave, if needed."""
         if not self._all_called_bytes:
             return 0
         room_bytes = self.budget_bytes() - self.beside_experts_bytes

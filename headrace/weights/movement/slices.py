@@ -1,7 +1,7 @@
 """How do experts come to the device? One by one, into slots of banks, where they stay until others need the room.
 
-See docs/design/experts.md. A bank is one buffer of equal slots, so that a module may compute with it as with a weight
-that has as many experts as the bank has slots.
+See docs/design/experts.md. A bank is one buffer of equal slots, so that a module can compute with it as with a weight
+of as many experts as the bank has slots.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ __all__ = ["Slices"]
 
 
 class Slices:
-    """The experts of one model's blocks."""
+    """The experts of one model's blocks that travel one by one, and their banks."""
 
     def __init__(
         self, blocks: Iterable[Block], shares: Shares, residency: Residency, lanes: Lanes, meter: Meter
@@ -44,24 +44,24 @@ class Slices:
         self._bytes_of_one = {block: sum(part.nbytes for part in parts) for block, parts in self._parts.items()}
         self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
         self._banks: list[Bank] = []  # on the device
-        self._host_cache: HostExpertCache | None = None  # what host memory keeps beside a disk; None: nothing
-        self.unfinished: list[Callable[[], object]] = []  # give modules back what they had before stand-ins for weights
+        self._host_cache: HostExpertCache | None = None  # experts in host memory, beside a disk; None: there are none
+        self.unfinished: list[Callable[[], object]] = []  # each gives a module back its weights
         shares.banks_bytes = lambda: self.bytes_wanted
 
     # the budget -------------------------------------------------------------------------------------------------------
     @property
     def held_bytes(self) -> int:
-        """Of banks on the device."""
+        """The bytes of banks on the device."""
         return sum(bank.buffer.nbytes for bank in self._banks)
 
     @property
     def bytes_wanted(self) -> int:
-        """What banks take, made or not: all that other weights leave of the budget, as far as experts need it."""
+        """The bytes that banks take, made or not: all that other weights leave of the budget, if experts need it."""
         banks, slots = self._sizes()
         return banks * slots * self.slot_bytes
 
     def _sizes(self) -> tuple[int, int]:
-        """How many banks, and slots in each: in one for all experts of a block, if there is room for so many."""
+        """How many banks, and how many slots in each. All experts of a block fit in one bank, if there is room."""
         experts = [block.experts for block in self._blocks if block.experts is not None]
         if not experts:
             return 0, 0
@@ -73,44 +73,44 @@ class Slices:
         return banks, slots // banks
 
     def give_way(self) -> None:
-        """The memory of all banks is free for blocks. Whoever still refers to some of it keeps that."""
+        """Frees the memory of all banks for blocks. Whoever still refers to some of it keeps that."""
         while self._banks:
             bank = self._banks[-1]
             for slot in list(bank.arriving):
                 self._settle(bank, slot)
-            self._residency.intact = False  # Ctrl-C may come in between
-            self._banks.pop()  # not before: what is copied into it would be waited for by nobody
+            self._residency.intact = False  # Ctrl-C may come before it is True again
+            self._banks.pop()  # only now: nobody would wait for copies into a bank that is not listed
             self._let_go(bank)
             self._residency.intact = True
 
     def use_host(self, nbytes: int) -> None:
-        """From now on host memory of so many bytes has experts of blocks on disk that leave the device."""
+        """From now on keeps experts of blocks on disk in `nbytes` of host memory when they leave the device."""
         layers = sum(block.is_fetched for block in self._blocks)
         if nbytes >= FEWEST_SLOTS * self.slot_bytes and layers:
             among = self._lanes, self._residency.ledger, self._meter
             self._host_cache = HostExpertCache(nbytes, self.slot_bytes, layers, *among)
 
     def leave_host(self) -> None:
-        """No more, and the memory is free. Not during a pass."""
+        """The inverse of `use_host`: frees that memory. Not to be called during a pass."""
         if self._host_cache is not None:
             self._residency.pace.wait()
             self._host_cache.wait()
             self._host_cache = None
 
     def bank_of(self, block: Block, used: int) -> Bank:
-        """The bank for a call that uses so many of the block's experts. BudgetError: there is no room for it."""
+        """The bank for a call that uses `used` of the block's experts. Raises BudgetError where it has no room."""
         if not self._banks:
             self._make_banks()
         bank = self._banks[self._blocks.index(block) % len(self._banks)]
-        for slot in list(bank.arriving):  # of a call that was broken off
+        for slot in list(bank.arriving):  # loads of a call that was broken off
             self._settle(bank, slot)
-        if references_beside(bank.buffer):  # somebody keeps an expert, and shall keep its values
+        if references_beside(bank.buffer):  # somebody keeps an expert, whose values must stay
             bank = self._made_anew(bank)
         bank.passing = block.experts is not None and passes_through(used, block.experts.count)
         return bank
 
     def has_room_for_all_of(self, block: Block) -> bool:
-        """Whether all of its experts fit beside the blocks in use."""
+        """Whether all experts of the block fit beside the blocks in use."""
         in_use = (one for one in self._residency.present() if one.users and one.index >= 0 and one is not block)
         return block.nbytes + sum(one.nbytes for one in in_use) <= self._residency.streaming_budget_bytes
 
@@ -121,7 +121,7 @@ class Slices:
         banks, slots = self._sizes()
         nbytes = banks * slots * self.slot_bytes
         free_bytes = self._residency.clear(nbytes)
-        if free_bytes < nbytes:  # something else is in use that is not always there
+        if free_bytes < nbytes:  # something is in use that the sizes do not count
             banks, slots = 1, min(slots, free_bytes // self.slot_bytes)
         if not slots:
             raise BudgetError(
@@ -135,8 +135,8 @@ class Slices:
 
     def _made_anew(self, bank: Bank) -> Bank:
         place = self._banks.index(bank)
-        self._residency.intact = False  # Ctrl-C may come in between, in a backward, too
-        del self._banks[place]  # first: what is not counted any more is not there
+        self._residency.intact = False  # Ctrl-C may come before it is True again, also in a backward
+        del self._banks[place]  # first: after Ctrl-C, a bank that is listed must be counted
         self._let_go(bank)
         new = Bank(self._residency.allot(bank.buffer.nbytes), self.slot_bytes, bank.layers)
         self._banks.insert(place, new)
@@ -149,15 +149,15 @@ class Slices:
         self._residency.take_back(bank.buffer)
 
     def block_of(self, key: Key) -> Block:
-        """Whose expert that is."""
+        """The block that an expert is of."""
         return next(block for block in self._blocks if block.index == key[0])
 
     def parts_of(self, block: Block) -> list[SlicePart]:
-        """Where the parts of its experts' slices lie, in the order of its slots."""
+        """Where the parts of one expert of the block lie, in the order of the block's parameters."""
         return self._parts[block]
 
     def put_back_weights(self) -> None:
-        """Modules have what they had before calls that were broken off, also where Ctrl-C kept these from ending."""
+        """Gives modules their weights back after calls that were broken off, also by Ctrl-C."""
         while self.unfinished:
             self.unfinished[-1]()
             self.unfinished.pop()
@@ -172,7 +172,7 @@ class Slices:
         keep: Iterable[int] = (),
         slots: Sequence[int] | None = None,
     ) -> list[int]:
-        """Submits what it takes for these experts to be in slots of the bank: which ones. With `slots`, in these.
+        """Submits loads of these experts into slots of the bank, and returns their slots. With `slots`, uses these.
 
         `keep`: slots whose experts stay. The caller has seen to it that there are enough others.
         """
@@ -196,15 +196,15 @@ class Slices:
         return [bank.places[key] for key in wanted]
 
     def bring_in_order(self, block: Block, bank: Bank, experts: Sequence[int], slots: int) -> list[int]:
-        """As `bring`: into slots that ascend as the numbers of the experts do, among so many first ones.
+        """Brings experts as `bring` does, but into the first `slots` slots, in the order of the experts' numbers.
 
-        The same ones for the same experts: what a checkpoint computes again goes by what was saved in forward.
+        The same experts get the same slots each time, as a checkpoint recomputes with the numbers saved in forward.
         """
         count = 0 if block.experts is None else block.experts.count
         return self.bring(block, bank, experts, slots=experts if count <= slots else range(len(experts)))
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Bank, int] | None:
-        """The bank in which a tensor lies, and bytes from its beginning; None for any other tensor."""
+        """The bank in which a tensor lies, and at which byte of it; None for any other tensor."""
         for bank in self._banks:
             begin = tensor.data_ptr() - bank.buffer.data_ptr()
             if 0 <= begin < bank.buffer.nbytes:
@@ -212,7 +212,7 @@ class Slices:
         return None
 
     def arrive(self, bank: Bank, slot: int) -> None:
-        """Compute waits until the expert is in the slot. Raises what kept it from coming."""
+        """Compute waits until an expert is in the slot. Raises the error that kept it from coming."""
         arrival = bank.arriving.get(slot)
         if arrival is None:
             return
@@ -228,7 +228,7 @@ class Slices:
         del bank.arriving[slot]
 
     def is_unseen(self, bank: Bank, slots: Iterable[int]) -> bool:
-        """Whether nobody has an expert of the bank. The host waits for those that are on their way to `slots`."""
+        """Whether nobody refers to the bank's memory. The host first waits for experts on their way to `slots`."""
         done: list[Event] = []
         for slot in slots:
             if slot in bank.arriving:
@@ -239,22 +239,22 @@ class Slices:
         return not references_beside(bank.buffer)
 
     def views(self, block: Block, bank: Bank, first: int, count: int) -> list[torch.Tensor]:
-        """The block's weights as `count` slots of the bank have them, from the first on."""
+        """The block's weights, as views of `count` slots of the bank from slot `first` on."""
         with plain_tensors(), torch.no_grad():
             return [part.view(bank.buffer, self.slot_bytes, first, count) for part in self._parts[block]]
 
     def view(self, block: Block, bank: Bank, slot: int, place: int) -> torch.Tensor:
-        """One of the block's weights, the one at that place, as one slot has it."""
+        """One of the block's weights, the one at `place` among its parameters, as a view of one slot."""
         with plain_tensors(), torch.no_grad():
             return self._parts[block][place].view_of_one(bank.buffer, self.slot_bytes, slot)
 
     def _load(self, block: Block, key: Key, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
-        self._residency.intact = False  # Ctrl-C may come before the bank knows of the copy, in a backward, too
+        self._residency.intact = False  # Ctrl-C may come before the bank knows of the copy, also in a backward
         host, kept = self._host_cache, None
         if host is not None and block.is_fetched:
             kept = host.take(key, bank.generation_of(block.index), passing=bank.passing)
         self._empty(bank, slot, wanted)
-        # Whoever computes with what was in the slot is done with it, and so is whoever copies it to the host.
+        # From then on, nobody computes with what was in the slot, or copies it to the host.
         after = self._lanes.mark() if host is None else host.all_left()
         with plain_tensors(), torch.no_grad():
             if kept is None and block.is_fetched:
@@ -273,9 +273,9 @@ class Slices:
         self._residency.intact = True
 
     def _copy(self, copies: Sequence[Copy], after: Event) -> tuple[Arrival, Event]:
-        """Submits copies from host memory; also returns when that has been read.
+        """Submits copies from host memory. Also returns the event after which that memory has been read.
 
-        The arrival does not keep the bank's memory: who counts those that do finds nobody.
+        The arrival holds no reference to the bank's memory, as those are counted to find out who else uses the bank.
         """
         transfer, read = self._residency.pace.submit(Lane.ONLOAD, copies, after)
         if isinstance(transfer, Transfer):
@@ -297,7 +297,7 @@ class Slices:
         return Arrival(LateTransfer(Lane.ONLOAD, one.own_bytes, fetch.arrived), None)
 
     def _empty(self, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
-        """Nothing is in the slot any more: the host keeps it, if it keeps any, but not for one that is wanted."""
+        """Empties the slot. Its expert may go to the host cache, but never replaces one of `wanted` there."""
         self._settle(bank, slot)
         for key in bank.experts_in([slot]).values():
             if self._host_cache is not None and self.block_of(key).is_fetched:
@@ -306,6 +306,6 @@ class Slices:
             bank.forget(key)
 
     def _settle(self, bank: Bank, slot: int) -> None:
-        """Compute waits for a copy into the slot that nobody wants any more, whatever came of it."""
+        """Compute waits for a copy into the slot that is no longer wanted, whether it succeeds or not."""
         with contextlib.suppress(DiskError):
             self.arrive(bank, slot)

@@ -1,5 +1,5 @@
-"""What becomes of gradients that do not go straight into `home.grad`? They are copied to staging memory, page-locked,
-from where the host lane adds them to, or casts them into, what they are for.
+"""What becomes of gradients that do not go straight into `home.grad`? They are copied to page-locked staging memory,
+from which the host lane adds or casts them into their targets.
 """
 
 import mmap
@@ -28,19 +28,19 @@ class Staged(NamedTuple):
 
     piece: torch.Tensor  # in staging memory
     source: torch.Tensor  # on the device
-    target: torch.Tensor  # what becomes, or is, `home.grad`
-    adds: bool  # to what the target holds
-    disk: DiskGradients | None  # where the target rests, if not on the host
-    rows: torch.Tensor | None = None  # of the target that the piece is; None: it is as large as that
+    target: torch.Tensor  # the tensor that is `home.grad`, or becomes it
+    adds: bool  # whether the piece is added to what the target holds
+    disk: DiskGradients | None  # where the target rests on disk; None: in host memory
+    rows: torch.Tensor | None = None  # which rows of the target the piece has; None: all
 
     @property
     def is_written(self) -> bool:
-        """Whether the target becomes just what the piece is, byte for byte."""
+        """Whether the target gets exactly the bytes of the piece."""
         same = self.piece.dtype == self.target.dtype and self.target.is_contiguous()
         return same and not self.adds and self.rows is None
 
     def perform(self) -> None:
-        """On the host lane: the target gets the gradient."""
+        """On the host lane: adds or copies the gradient into the target."""
         if self.rows is not None:
             piece = self.target.index_select(0, self.rows).add_(self.piece) if self.adds else self.piece
             self.target.index_copy_(0, self.rows, piece.to(self.target.dtype))
@@ -51,15 +51,15 @@ class Staged(NamedTuple):
 
 
 class Remainder(NamedTuple):
-    """What a gradient of some rows leaves of the target: zero there, or added to what the target holds."""
+    """The rows of a target that a gradient of some rows lacks. They become zero, or a zero is added to them."""
 
     target: torch.Tensor
-    rows: Sequence[int] | None  # that have no gradient; None: all are cleared, before those that have one come
+    rows: Sequence[int] | None  # rows without a gradient; None: all are cleared, before the gradient comes
     adds: bool
     disk: DiskGradients | None
 
     def perform(self) -> None:
-        """On the host lane: the target gets the zeros."""
+        """On the host lane: writes or adds the zeros."""
         for part in [self.target] if self.rows is None else [self.target[row] for row in self.rows]:
             if self.adds:
                 part.add_(0.0)
@@ -70,10 +70,10 @@ class Remainder(NamedTuple):
 def remainders_of(
     target: torch.Tensor, rows: torch.Tensor, disk: DiskGradients | None, *, adds: bool, large: bool
 ) -> list[Remainder]:
-    """What is to be done to the rows of `target` that are not in `rows`. `large`: each row is worth a call of its own
-    (an expert), so no row is written twice.
+    """What is to be done to the rows of `target` that are not in `rows`. `large`: each row (an expert) is worth a call
+    of its own, so that no row is written twice.
 
-    A zero that is added makes +0 of -0. In small rows, of tables, nothing is -0: their sums begin at +0.
+    Adding a zero turns -0 into +0. The small rows of tables need none: their sums begin at +0, and have no -0.
     """
     if large:
         return [Remainder(target, sorted(set(range(len(target))).difference(rows.tolist())), adds, disk)]
@@ -81,10 +81,10 @@ def remainders_of(
 
 
 def add_up(staged: "list[Staged | Remainder]", under_way: list[Request]) -> list[Request]:
-    """On the host lane: staged gradients are added to, or cast into, their destinations.
+    """On the host lane: adds or casts staged gradients into their targets.
 
-    Returns the writes to disk that this begins: they read the staging memory. `under_way`: all that may not have ended,
-    kept by this thread.
+    Returns the writes to disk that this begins, which read the staging memory. `under_way`: all writes that may not
+    have ended, a list that only this thread uses.
     """
     under_way[:] = [write for write in under_way if not write.query()]
     writes: list[Request] = []
@@ -96,24 +96,24 @@ def add_up(staged: "list[Staged | Remainder]", under_way: list[Request]) -> list
                 under_way.append(writes[-1])
                 continue
             if one.disk is not None:
-                for write in under_way:  # maybe of what is added to
+                for write in under_way:  # one may be of this target
                     write.settle()
                 on_disk[one.disk] += one.target.nbytes
             one.perform()
     for disk, nbytes in on_disk.items():
         disk.forget(nbytes)
-    staged.clear()  # whoever counts the references to a gradient from now on finds none of ours
+    staged.clear()  # so that counts of references to gradients find none of ours
     return writes
 
 
 class Additions:
-    """The end of what the host lane does with one half, and of the writes to disk that it submits for that."""
+    """The end of the host lane's job for one half, and of the writes to disk that this job submits."""
 
     def __init__(self, job: "Future[list[Request]]") -> None:
         self._job = job
 
     def synchronize(self) -> None:
-        """The caller waits for both; raises what failed."""
+        """The caller waits for the job and its writes. Raises what failed."""
         writes = self._job.result()
         for write in writes:
             write.settle()
@@ -124,7 +124,7 @@ class Additions:
 class Staging:
     """Two halves of pinned memory that take turns: one receives copies while the host lane adds up the other.
 
-    A half is large enough for the gradients of a block, but no larger than `most_bytes`: then gradients are cut.
+    A half is large enough for the gradients of a block, but has at most `most_bytes`: larger gradients are cut.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, most_bytes: int | None) -> None:
@@ -134,49 +134,49 @@ class Staging:
         self._wanted_bytes = 0
         self._half_bytes = 0
         self._halves: list[torch.Tensor] = []
-        self._under_way: deque[tuple[int, Additions]] = deque()  # in order, and the half that each reads; -1: neither
+        self._under_way: deque[tuple[int, Additions]] = deque()  # oldest first, with the half that each reads; -1: none
         self._turn = 0
         self._used = 0
 
     def grow(self, half_bytes: int) -> None:
-        """A half must be able to hold `half_bytes`. The memory is made at first use: one micro-batch needs none."""
+        """Asks for halves of `half_bytes`. Their memory is made at first use, as a single micro-batch needs none."""
         self._wanted_bytes = max(self._wanted_bytes, aligned(min(half_bytes, self._most_bytes)))
 
     def limit(self, most_bytes: int) -> None:
-        """Gradients are cut to that from now on, where host memory is short."""
+        """Cuts gradients to `most_bytes` from now on. Called where host memory is short."""
         self._most_bytes = min(self._most_bytes, most_bytes)
         self._wanted_bytes = min(self._wanted_bytes, self._most_bytes)
 
     @property
     def missing_bytes(self) -> int:
-        """The most that both halves take when they are made, or made anew: a page more than wanted, see `carve`."""
+        """The most bytes that making both halves (anew) takes: each has a page more than wanted, see `carve`."""
         return 2 * whole_pages(self._wanted_bytes + mmap.PAGESIZE) if self._wanted_bytes > self._half_bytes else 0
 
     def parts(
         self, gradients: Sequence[torch.Tensor], target: torch.Tensor, rows: torch.Tensor | None
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """The gradient in parts that fit into a half: each part, the target of it, and its rows there (None: all)."""
+        """The gradient in parts that fit into a half: each part, its target, and its rows there (None: all)."""
         gradient = gradients[0]
         if rows is not None:
             count = max(1, self._wanted_bytes // max(1, gradient[0].nbytes))
             sources = [source for gradient in gradients for source in gradient.contiguous().split(count)]
             return zip(sources, repeat(target), rows.split([len(source) for source in sources]), strict=False)
         if not torch.ops.aten.is_non_overlapping_and_dense(target):
-            return [(gradient.contiguous(), target, None)]  # strides of a gradient that the user made
-        # Less a page, whose first bytes may be left out.
+            return [(gradient.contiguous(), target, None)]  # the user made this `home.grad`
+        # Less a page, as `carve` may leave out the first bytes of one.
         count = max(1, (self._most_bytes - mmap.PAGESIZE) // gradient.element_size())
         source = flat(laid_out(gradient, target.stride(), gradient.dtype))
         return zip(source.split(count), flat(target).split(count), repeat(None), strict=False)
 
     def fits(self, nbytes: int, page: int | None) -> bool:
-        """Whether the present half has room for so much; `page` as in `carve`."""
+        """Whether the present half has room for `nbytes`. `page`: see `carve`."""
         return self._used == 0 or self._place(page) + aligned(nbytes) <= self._half_bytes
 
     def carve(self, gradient: torch.Tensor, page: int | None) -> torch.Tensor:
         """Memory for a copy of contiguous `gradient`. The host waits until the half's last additions are done.
 
-        Where it goes to disk, at byte `page` of a file: it lies in its page as it does there, so that whole pages can
-        be written as they are.
+        `page`: the byte of a file where the gradient goes, if it goes to disk. The memory then lies in its page as it
+        will in the file, so that whole pages can be written as they are.
         """
         nbytes = (page or 0) % mmap.PAGESIZE + aligned(gradient.nbytes)
         if self._wanted_bytes > self._half_bytes or nbytes > self._half_bytes:
@@ -190,21 +190,21 @@ class Staging:
         return memory.view(gradient.dtype).view(gradient.shape)
 
     def _place(self, page: int | None) -> int:
-        """The first free byte that lies in its page as `page` does; None: the first free byte."""
+        """The first free byte that lies in its page as byte `page` of a file does; None: the first free byte."""
         return self._used if page is None else self._used + (page - self._used) % mmap.PAGESIZE
 
     def turn(self, additions: Additions) -> None:
-        """The present half is full or sent: `additions` empties it, and the other one is next; unless it is empty."""
+        """Called when the present half is full or sent: `additions` empties it. Halves swap unless it is empty."""
         self._under_way.append((self._turn if self._used else -1, additions))
         if self._used:
             self._turn, self._used = 1 - self._turn, 0
 
     def under_way(self) -> list[Additions]:
-        """Additions that were submitted and not waited for."""
+        """The additions that were submitted and not waited for."""
         return [additions for _, additions in self._under_way]
 
     def wait(self) -> None:
-        """The host waits for all additions; raises what failed in one."""
+        """The host waits for all additions. Raises what failed in one."""
         self._used = 0
         while self._under_way:
             self._under_way.popleft()[1].synchronize()

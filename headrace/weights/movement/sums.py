@@ -1,9 +1,9 @@
-"""How are gradients of the ranks of a node added up? Round by round, on the host or by collectives of the devices.
+"""How are gradients of the ranks of a node added up? Round by round, on the host or by collectives of devices.
 
-On the host each rank gives all of its own, and adds up its part of all: in the order of the ranks, each divided by
-their number, as one process would that takes their batches one after the other. Devices pack the gradients of a block
-into rows, one for each rank, which have an equal part of each parameter; a collective gives each the sum of its row,
-which alone leaves for the host. There a parameter that this rank has not used counts as zeros.
+On the host, each rank gives all of its gradients, and adds up its part of those of all ranks: in the order of the
+ranks, each divided by their number, as one process does that takes their batches one after the other. Devices pack the
+gradients of a block into rows, one for each rank, with an equal part of each parameter; a collective gives each device
+the sum of its row, which alone leaves for the host. In rows, a parameter that a rank has not used counts as zeros.
 """
 
 from abc import ABC, abstractmethod
@@ -30,9 +30,9 @@ __all__ = ["DeviceSums", "HostSums", "Round", "Sums"]
 
 @dataclass(eq=False)
 class Round:
-    """The gradients of one block that this rank gives, and all ranks' at the same time.
+    """One averaging of one block's gradients, to which all ranks give theirs.
 
-    `half`: memory for them that all ranks of the node see, of which each rank has `region_bytes`.
+    `half`: memory for these gradients that all ranks of the node see, of which each rank has `region_bytes`.
     """
 
     block: Block
@@ -40,20 +40,20 @@ class Round:
     half: SharedArena
     region_bytes: int
     slots: list[ManagedParam]
-    says: list[int]  # of each parameter
-    from_host: dict[ManagedParam, torch.Tensor]  # added to what comes from the device
-    before: "Future[list[ManagedParam]] | None"  # the sums of the round that had `half` last
-    heard: torch.Tensor = field(init=False)  # what all say, when they have met: shape (ranks, parameters)
-    left: Event | None = None  # when what leaves the device has left; None: nothing does, or it is not submitted yet
-    landing: Any = None  # what the `Sums` that it goes through note of it between their calls
+    says: list[int]  # what this rank says of each parameter
+    from_host: dict[ManagedParam, torch.Tensor]  # gradients on the host, added to those from the device
+    before: "Future[list[ManagedParam]] | None"  # the job that summed up the last round in `half`
+    heard: torch.Tensor = field(init=False)  # what all ranks say, once they have met: shape (ranks, parameters)
+    left: Event | None = None  # when copies off the device end; None: there are none, or none yet
+    landing: Any = None  # what `Sums` notes of the round between its calls
     rows: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)  # packed on the device until they have left
 
     def said(self, rank: int) -> torch.Tensor:
-        """What that rank says of each parameter."""
+        """Where `rank` says what it has of each parameter."""
         return self.half.tensor(rank * self.region_bytes, len(self.slots))
 
     def given(self, rank: int, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """So many elements of what that rank gives, from byte `begin` on."""
+        """The memory of `count` elements that `rank` gives, from byte `begin` of its gradients on."""
         first = rank * self.region_bytes + aligned(len(self.slots)) + begin
         return self.half.tensor(first, count * dtype.itemsize, dtype)
 
@@ -61,11 +61,11 @@ class Round:
 class Sums(ABC):
     """Adds up what ranks give, for `AveragedGradients`. It is called on three threads: backward's begins rounds; the
     meeting thread waits for the other ranks, round after round; the summing thread adds up what has come to the host,
-    so that its sums hold up no meeting.
+    so that no meeting waits for sums.
     """
 
-    on_host: ClassVar[bool]  # whether each rank reads what all give, and adds it up itself, rank by rank
-    in_flight: ClassVar[int]  # of how many rounds, at most, gradients are leaving the device
+    on_host: ClassVar[bool]  # whether each rank reads what all ranks give, and adds it up itself, rank by rank
+    in_flight: ClassVar[int]  # the most rounds whose gradients leave the device at once
 
     def __init__(self, node: Node, gradients: GradientFlow) -> None:
         """To be made by all ranks."""
@@ -74,7 +74,7 @@ class Sums(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """No round follows on this rank: what the sums have made goes."""
+        """Called when no round follows on this rank: ends what the sums have made."""
 
     @abstractmethod
     def part(self, count: int) -> slice:
@@ -82,33 +82,33 @@ class Sums(ABC):
 
     @abstractmethod
     def given_bytes(self, slots: Sequence[ManagedParam]) -> int:
-        """What a rank gives of a block at most."""
+        """The most bytes that a rank gives for a block."""
 
     @abstractmethod
     def give(self, given: Round, gradients: dict[ManagedParam, torch.Tensor]) -> Transfer | None:
-        """On backward's thread: this rank's gradients leave the device. Returns the transfer; None where there is none,
-        or where `exchange` returns it.
+        """On backward's thread: begins a round with this rank's gradients. Returns their transfer off the device; None
+        where there is none, or where `exchange` returns it.
         """
 
     @abstractmethod
     def land(self, given: Round) -> None:
-        """On the meeting thread: waits until all that other ranks read of this one is there."""
+        """On the meeting thread: waits until everything is there that other ranks read of this one."""
 
     @abstractmethod
     def exchange(self, given: Round, gives: torch.Tensor) -> Transfer | None:
         """On the meeting thread, when all ranks have come to the round: returns the transfer, unless `give` did.
 
-        `gives`: which rank gives which parameter, shape (ranks, parameters).
+        `gives`: which rank gives which gradient, shape (ranks, parameters).
         """
 
     @abstractmethod
     def average(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
         """On the summing thread: the average of this rank's part of a parameter, which the caller may change; None
-        where no rank gives it. With `on_host`, one rank's gradient after the other is added to `begin`.
+        where no rank gives a gradient. With `on_host`, the ranks' gradients are added to `begin`, one after the other.
         """
 
     def _given(self, slot: ManagedParam) -> torch.dtype:
-        """In which dtype a gradient is given: nothing is rounded before it is added."""
+        """The dtype in which a gradient is given: one that rounds nothing before it is added."""
         return torch.promote_types(slot.layout.dtype, self._dtype_of(slot))
 
     def _send(self, given: Round, copies: list[Copy], after: Event) -> Transfer:
@@ -119,12 +119,12 @@ class Sums(ABC):
 
 
 class HostSums(Sums):
-    """Each rank gives all of its gradients, and reads those of all."""
+    """Sums on the host: each rank gives all of its gradients, and reads those of all ranks."""
 
     on_host, in_flight = True, 1
 
     def close(self) -> None:
-        """Nothing is to be ended."""
+        """Does nothing: there is nothing to end."""
 
     def part(self, count: int) -> slice:
         return self._node.part(count)
@@ -153,7 +153,7 @@ class HostSums(Sums):
             place.add_(elements) if slot in transferred else place.copy_(elements)
 
     def exchange(self, given: Round, gives: torch.Tensor) -> None:
-        """Nothing: each reads what the others have given."""
+        """Does nothing: each rank reads what the others have given."""
 
     def average(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
         """Adds up in the order of the ranks."""
@@ -166,13 +166,13 @@ class HostSums(Sums):
         return total
 
     def _place(self, given: Round, rank: int, slot: ManagedParam) -> torch.Tensor:
-        """Where that rank gives a gradient: shape (elements,)."""
+        """The memory in which `rank` gives a gradient: shape (elements,)."""
         begins, _ = given.landing
         return given.given(rank, begins[slot], slot.home.numel(), self._given(slot))
 
 
 class DeviceSums(Sums):
-    """The devices add up, by a collective; a part of the sums leaves each device."""
+    """Sums of a collective of the devices: a part of the sums leaves each device."""
 
     on_host, in_flight = False, 2
 
@@ -184,7 +184,7 @@ class DeviceSums(Sums):
         self._group.close()
 
     def part(self, count: int) -> slice:
-        """Parts are those of the rows: as many elements for each of the first ranks, and what is left for the last."""
+        """The same parts as in rows: equal ones for the first ranks, and what is left for the last."""
         length = -(-count // self._node.size)
         return slice(min(count, length * self._node.rank), min(count, length * (self._node.rank + 1)))
 
@@ -193,7 +193,7 @@ class DeviceSums(Sums):
         return sum(aligned(length * dtype.itemsize) for dtype, length in self._lay_out(slots)[1].items())
 
     def give(self, given: Round, gradients: dict[ManagedParam, torch.Tensor]) -> None:
-        """Packs gradients into rows, those from the host too, each divided by the number of all ranks."""
+        """Packs gradients into rows, those from the host too, each divided by the number of ranks of all nodes."""
         size, device = self._node.size, self._lanes.device
         places, lengths = self._lay_out(given.slots)
         for dtype, length in lengths.items():
@@ -214,10 +214,10 @@ class DeviceSums(Sums):
         given.landing = self._lanes.mark(), {}
 
     def land(self, given: Round) -> None:
-        """Waits for nothing: other ranks read nothing of this one on the host."""
+        """Waits for nothing, as other ranks read nothing of this one on the host."""
 
     def exchange(self, given: Round, gives: torch.Tensor) -> Transfer | None:
-        """The devices add up, and this rank's row of the sums leaves; nothing does where nobody gives anything."""
+        """Lets the devices add up, and sends this rank's row of the sums to the host; nothing, if no rank gave any."""
         done, sums = given.landing
         copies: list[Copy] = []
         begin, name = 0, given.block.name
@@ -230,12 +230,12 @@ class DeviceSums(Sums):
             copies.append((sums[dtype], own))
             begin, done = begin + aligned(own.nbytes), moved.done
         if given.before is not None:
-            given.before.exception()  # only then its sums are not read any more from where these go
+            given.before.exception()  # waits until the last round in this half has read its sums there
         transfer = self._send(given, copies, done)
-        return Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done)  # as `rows` are kept
+        return Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done)  # `given` keeps `rows`
 
     def average(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
-        """The sum that has come to the host."""
+        """The part of the sum that has come to the host."""
         if not gives[:, index].any():
             return None
         slot = given.slots[index]

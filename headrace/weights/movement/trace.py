@@ -1,7 +1,7 @@
-"""What will the model need next? The book of traces: what passes looked like, and which pass follows which.
+"""What will the model need next? The book of traces knows what passes looked like, and which pass follows which.
 
 A cycle begins with an outermost forward and ends when its backward does (without gradients: when the forward does). Its
-trace is the list of its visits. What a cycle will look like is told by how it begins and by the trace before it: so
+trace is the list of its visits. Which trace to expect depends on how a cycle begins and on the trace before it. So
 evaluation inside training, or two forwards before two backwards, have traces of their own.
 """
 
@@ -15,43 +15,43 @@ from headrace.planning import Phase, Plan, Step
 
 __all__ = ["MOST_PLANS", "MOST_TRACES", "Course", "Entry", "Trace", "TraceBook", "VisitKey"]
 
-MOST_TRACES = 64  # that are remembered: where layers are skipped at random, every cycle has a trace of its own
-MOST_PLANS = 8  # of one trace, each for other blocks that change
+MOST_TRACES = 64  # the most that are remembered: where layers are skipped at random, each cycle has its own trace
+MOST_PLANS = 8  # the most of one trace, each for other blocks that change
 
 VisitKey = tuple[tuple[int, ...], Phase]  # indices of the streamed blocks, and the phase
-PlanKey = tuple[frozenset[int], bool, int]  # which blocks change, whether the cycle is repeated, bytes left for rows
+PlanKey = tuple[frozenset[int], bool, int]  # blocks that change, whether the cycle repeats, bytes for rows
 
 
 class Entry(NamedTuple):
     """How a cycle begins."""
 
-    site: str  # the name of the one that was called; "" for a backward
+    site: str  # the name of the module that was called; "" for a backward
     phase: Phase
     gradients: bool  # whether autograd records
 
 
 @dataclass(eq=False)
 class Trace:
-    """The visits of a cycle, their compute seconds, and the plans made for it, as far as the planner found one.
+    """The visits of a cycle, their compute seconds, and the plans made for it; None where the planner failed.
 
-    `site`: where it begins. Several micro-batches that go together visit what one does, and take longer.
+    `site`: where it begins. Several micro-batches that go together make the visits of one, and take longer.
     """
 
     site: str
     visits: tuple[VisitKey, ...]
     compute_seconds: tuple[float, ...]
     plans: OrderedDict[PlanKey, Plan | None] = field(default_factory=OrderedDict)
-    repeats: bool = True  # as far as is known, the next cycle is like it
-    other_bytes: tuple[int, ...] = ()  # what each visit sends for besides blocks; empty: nothing
-    refined: bool = False  # timed while a plan was followed, not while everything was loaded on demand
+    repeats: bool = True  # whether the next cycle is like it, as far as is known
+    other_bytes: tuple[int, ...] = ()  # bytes of activations and experts that each visit sends for; empty: none
+    refined: bool = False  # whether it was timed while a plan was followed, not with all loads on demand
 
     @cached_property
     def last_uses(self) -> dict[int, int]:
-        """By block, the last visit that needs it."""
+        """For each block, the last visit that needs it."""
         return {index: visit for visit, (blocks, _) in enumerate(self.visits) for index in blocks}
 
     def keep_plan(self, key: PlanKey, plan: Plan | None) -> None:
-        """A plan was made, or used again; the one used longest ago goes first."""
+        """Called when a plan was made, or used again. Beyond MOST_PLANS, drops the one used longest ago."""
         self.plans[key] = plan
         self.plans.move_to_end(key)
         if len(self.plans) > MOST_PLANS:
@@ -59,18 +59,18 @@ class Trace:
 
 
 class Course:
-    """A walk along a trace whose plan is followed."""
+    """The walk of a cycle along a trace whose plan is followed."""
 
     def __init__(self, trace: Trace, plan: Plan, turn: int) -> None:
         self.trace = trace
         self.plan = plan
-        self.turn = turn  # which cycle of the plan
-        self.strayed = False  # a visit came that the trace does not have
+        self.turn = turn  # which of the plan's cycles this is
+        self.strayed = False  # whether a visit came that the trace does not have
         self.ended = False
         self.position = -1
 
     def advance(self, key: VisitKey) -> Step | None:
-        """The step for this visit. Visits that the model skipped are skipped; None for one that the trace lacks."""
+        """The plan's step for this visit, past visits that the model skipped. None: the trace has none such to come."""
         for position in range(self.position + 1, len(self.trace.visits)):
             if self.trace.visits[position] == key:
                 self.position = position
@@ -79,12 +79,12 @@ class Course:
         return None
 
     def end(self) -> Step:
-        """The last visit is over: what follows it."""
+        """Called when the last visit is over: returns the step that follows it."""
         self.ended = True
         return self.plan.step(self.turn, len(self.trace.visits))
 
     def coming_loads(self, *, but_not: frozenset[int]) -> Iterator[int]:
-        """Blocks in the order in which the plan loads them next; in the coming cycle, until one is in `but_not`."""
+        """Blocks in the order in which the plan loads them next; in the coming cycle, up to the first in `but_not`."""
         count = len(self.trace.visits)
         for position in range(self.position + 1, count if self.ended else count + 1):
             yield from self.plan.step(self.turn, position).loads
@@ -95,11 +95,11 @@ class Course:
                 yield block
 
     def comes_to(self, block: int) -> bool:
-        """Whether a visit that is still to come, of this cycle, needs the block."""
+        """Whether a visit that is still to come in this cycle needs the block."""
         return self.trace.last_uses.get(block, -1) > self.position
 
     def next_use(self, block: int) -> float:
-        """How many visits ahead the trace needs a block again, going round."""
+        """After how many visits the trace needs a block again, if the cycle repeats; infinity: never."""
         count = len(self.trace.visits)
         for ahead in range(1, count + 1):
             if block in self.trace.visits[(self.position + ahead) % count][0]:
@@ -108,10 +108,10 @@ class Course:
 
 
 class TraceBook:
-    """The traces of a model that were followed last, and which one to expect."""
+    """The traces that a model followed last. Says which one to expect."""
 
     def __init__(self) -> None:
-        self._all: OrderedDict[tuple[str, tuple[VisitKey, ...]], Trace] = OrderedDict()  # followed longest ago first
+        self._all: OrderedDict[tuple[str, tuple[VisitKey, ...]], Trace] = OrderedDict()  # oldest first
         self._by_context: dict[tuple[Trace | None, Entry], Trace] = {}  # by the trace before, and the entry
         self._by_entry: dict[Entry, Trace] = {}
         self._last: Trace | None = None
@@ -120,11 +120,11 @@ class TraceBook:
         return len(self._all)
 
     def expect(self, entry: Entry) -> Trace | None:
-        """The trace that a cycle beginning so most likely follows; None when none ever began so."""
+        """The trace that a cycle with this entry most likely follows; None: no cycle ever had it."""
         return self._by_context.get((self._last, entry)) or self._by_entry.get(entry)
 
     def of(self, entry: Entry, visits: tuple[VisitKey, ...]) -> Trace:
-        """The trace with these visits: a new one that is in no book yet, if none is known."""
+        """The trace with these visits. If none is known, a new one, which is not entered in the book."""
         return self._all.get((entry.site, visits)) or Trace(entry.site, visits, (0.0,) * len(visits))
 
     def enter(
@@ -134,7 +134,7 @@ class TraceBook:
         compute_seconds: Sequence[float],
         other_bytes: Sequence[int] = (),
     ) -> Trace:
-        """A cycle had these visits: its trace, a known one if it went so before."""
+        """Called when a cycle had these visits: enters its trace, or finds the known one, and returns it."""
         trace = self._all.get((entry.site, tuple(visits)))
         if trace is None:
             trace = Trace(entry.site, tuple(visits), tuple(compute_seconds), other_bytes=tuple(other_bytes))
@@ -142,7 +142,7 @@ class TraceBook:
         return trace
 
     def followed(self, entry: Entry, trace: Trace) -> None:
-        """A cycle went along `trace`."""
+        """Called when a cycle went along `trace`."""
         self._by_context[self._last, entry] = trace
         self._by_entry[entry] = trace
         if self._last is not None:
@@ -155,7 +155,7 @@ class TraceBook:
             self._forget(self._all.popitem(last=False)[1])
 
     def _forget(self, old: Trace) -> None:
-        """Nobody expects it any more, nor anything after it."""
+        """Forgets a trace: it is no longer expected, nor is any trace after it."""
         self._by_context = {
             (before, entry): trace
             for (before, entry), trace in self._by_context.items()
@@ -164,6 +164,6 @@ class TraceBook:
         self._by_entry = {entry: trace for entry, trace in self._by_entry.items() if trace is not old}
 
     def forget_plans(self) -> None:
-        """Plans are made anew when their traces are expected again."""
+        """Drops all plans: they are made anew when their traces are expected again."""
         for trace in self._all.values():
             trace.plans.clear()
