@@ -71,7 +71,7 @@ class LayerMajor:
     """One step of several micro-batches."""
 
     def __init__(self, engine: Engine, gradients: Gradients, states: ModuleStates | None) -> None:
-        """`states`: of modules before, where it is not known yet whether they note something."""
+        """`states`: what modules noted before; None where micro-batches are known to go together."""
         self._engine = engine
         self._gradients = gradients
         self._states = states
@@ -80,7 +80,7 @@ class LayerMajor:
         self._computes_again = False  # whether blocks are computed again in backward
         self._groups: list[list[_Turn]] = []  # turns that come while one block is there, in order
         self._running: _Member | None = None
-        self._turn = 0  # counts groups, in forward
+        self._turn = 0  # counts calls of _go_on()
 
     def run(
         self,

@@ -29,7 +29,7 @@ Optimizer = torch.optim.Optimizer
 class OptimizerSteps:
     """The steps that concern one offloaded model, from `watch()` to `unwatch()`.
 
-    All of these ask about an optimizer. `waits_by_itself`: whether it waits for each block when it comes to it.
+    The callables are asked about one optimizer. `waits_by_itself`: whether it waits for each block when it comes to it.
     `skipped`: whether it has just left everything as it was because gradients were not finite. `not_finite`: how many
     of its steps took such gradients; with True, it waits for steps under way, too. `takes_turns`: whether ranks that
     have homes in `common` each perform a part of its step.
@@ -59,9 +59,7 @@ class OptimizerSteps:
         self._common = common
         self._leave_hooks: Callable[[], None] = lambda: None
         self._within_step = contextlib.ExitStack()
-        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )  # its count at the last reset
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # counted before
 
     def watch(self) -> None:
         """From now on, optimizers' steps are watched."""
@@ -95,7 +93,7 @@ class OptimizerSteps:
             steps._after(optimizer)
 
     def _before(self, optimizer: Optimizer) -> None:
-        """Waits until no copy reads homes that are to be written; homes in a checkpoint move to where writes are kept."""
+        """Waits until no copy reads homes that will be written. Those in a checkpoint move to where writes are kept."""
         slots = self._slots_of(optimizer)
         if slots and optimizer not in self._seen:
             self._seen[optimizer] = self._not_finite(optimizer, True)
