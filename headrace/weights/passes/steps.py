@@ -59,7 +59,8 @@ class OptimizerSteps:
         self._common = common
         self._leave_hooks: Callable[[], None] = lambda: None
         self._within_step = contextlib.ExitStack()
-        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # counted before
+        # Each optimizer's count at the last reset, or before its first step here.
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def watch(self) -> None:
         """From now on, optimizers' steps are watched."""
