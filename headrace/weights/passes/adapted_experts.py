@@ -1,7 +1,7 @@
 """How do experts compute that have adapters on their weights? With copies of those that are used, adapters folded in.
 
-PEFT's `target_parameters`: a module around the experts folds low-rank factors into a whole weight, for each call. Here
-it does that for the experts that the call uses, which are counted from zero. See docs/design/experts.md.
+With PEFT's `target_parameters`, a module around the experts folds low-rank factors into a whole weight in each call.
+Here it does so for only those experts that the call uses, numbered from zero. See docs/design/experts.md.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ __all__ = ["AdaptedCall", "adapts_experts", "compute_adapted", "wrappers_of"]
 
 
 def adapts_experts(module: nn.Module) -> bool:
-    """Whether it is PEFT's, around a module whose weight it adapts."""
+    """Whether the module is PEFT's wrapper around a module of which it adapts a weight."""
     kind = type(module)
     return kind.__name__ == "ParamWrapper" and kind.__module__ == "peft.tuners.lora.layer"
 
@@ -27,12 +27,12 @@ class AdaptedCall(NamedTuple):
     """A call of experts that have adapters."""
 
     wrappers: list[Any]  # outermost first: one for each adapted weight
-    used: torch.Tensor  # on the host, ascending: the experts
-    where: torch.Tensor  # on the host: which of those each token uses
+    used: torch.Tensor  # the experts' numbers, ascending, on the host
+    where: torch.Tensor  # the positions in `used` of each token's experts, on the host
 
 
 def wrappers_of(outermost: Any) -> list[Any] | None:
-    """All around the experts, where each folds one adapter in; None where one does something else."""
+    """All wrappers around the experts, if each folds one adapter in; None if one does something else."""
     found, module = [], outermost
     while adapts_experts(module):
         active = [name for name in module.active_adapters if name in module.lora_A]
@@ -46,7 +46,7 @@ def wrappers_of(outermost: Any) -> list[Any] | None:
 def compute_adapted(
     slices: Slices, block: Block, module: Any, names: list[str], call: AdaptedCall, own: Callable[[], Any]
 ) -> Any:
-    """What `own` gives with the experts that are used, adapters folded in, in the place of all."""
+    """The output of `own` where only the used experts, with adapters folded in, stand in the place of all."""
     weights = dict(zip(names, _copies(slices, block, call.used.tolist()), strict=True))
     numbers = call.used.to(next(iter(weights.values())).device)
     with standing_in(slices, module, names, list(weights.values())):
@@ -60,19 +60,19 @@ def compute_adapted(
 def _folded(wrapper: Any, weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     (adapter,) = (name for name in wrapper.active_adapters if name in wrapper.lora_A)
     left, right, scaling = wrapper.get_delta_factors(adapter)
-    with torch.autocast(device_type=weight.device.type, enabled=False):  # as there
+    with torch.autocast(device_type=weight.device.type, enabled=False):  # as PEFT has it
         return weight.baddbmm_(_selected(left, numbers), _selected(right, numbers), alpha=scaling)
 
 
 def _selected(factors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Those of these experts, laid out as all are: on some CPUs a product is rounded otherwise when a factor is not."""
+    """The factors of these experts, laid out as those of all are: some CPUs round a product by its factors' layout."""
     order = sorted(range(factors.dim()), key=factors.stride, reverse=True)
     selected = factors.permute(order).index_select(order.index(0), numbers)
     return selected.permute([order.index(dim) for dim in range(factors.dim())])
 
 
 def _copies(slices: Slices, block: Block, used: list[int]) -> Iterator[torch.Tensor]:
-    """Of these experts, for each of the block's weights: as many at a time as there are slots."""
+    """A copy of these experts for each of the block's weights. As many experts come at a time as there are slots."""
     bank = slices.bank_of(block, len(used))
     device = bank.buffer.device
     copies = [

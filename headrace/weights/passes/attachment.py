@@ -33,7 +33,7 @@ __all__ = ["Attachment"]
 class _Registrations:
     """Counts registrations of parameters, buffers and modules with managed modules, so that a changed model is noticed.
 
-    Not with others: a decoder that slices its list of layers makes a new list in every forward.
+    Registrations with other modules do not count: a decoder that slices its layers makes a new list in every forward.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class _Registrations:
 
 
 def _note_compiled(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """torch.compile made `parent` around a managed module."""
+    """Notes a module that torch.compile made around a managed one, at the latter's site."""
     site = site_of(module) if name == "_orig_mod" and module is not None else None
     if site is not None:
         site.compiled_by = weakref.ref(parent)
@@ -86,9 +86,9 @@ class Attachment:
         self._engine = engine
         self._under_way = engine.progress, engine.lending, engine.device
         self._make_resident = make_resident
-        self._block_of: dict[int, Block] = {}  # by the id of the home
+        self._block_of: dict[int, Block] = {}  # by the ids of homes
         self._mains = weakref.WeakKeyDictionary(mains)
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that went as well
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # also those that have left the model
         self._seen = -1
         self._leave_registrations = _registrations.hooks.use(self)
         self._leave_pipelines: Callable[[], None] | None = None
@@ -97,7 +97,7 @@ class Attachment:
         engine.before_call = self.follow
 
     def modules(self) -> list[tuple[str, nn.Module]]:
-        """All of the model by name; none, where it is gone."""
+        """The model's modules by name; none if the model is gone."""
         model = self._model()
         return [] if model is None else list(model.named_modules())
 
@@ -132,8 +132,8 @@ class Attachment:
         self._link(inventory)
 
     def _adopted(self, added: list[Member], inventory: Inventory) -> list[Member]:
-        """Of these parameters, those for which there is no place: the others came to modules where one of their kind
-        went (weight_norm makes `weight` into `weight_v`), and travel as that did.
+        """The added parameters that need a block of their own. Each of the others has replaced one of its kind in its
+        module (weight_norm makes `weight` into `weight_v`), and travels as that one did.
         """
         gone = [
             slot
@@ -153,14 +153,14 @@ class Attachment:
         return left
 
     def keep_alive(self, companion: Companion) -> None:
-        """`companion` lives at least as long as the model does, unless it is detached before."""
+        """Keeps `companion` alive as long as the model lives, unless the model is detached before."""
         model = self._model()
         site = None if model is None else site_of(model)
         if site is not None:
             site.companion = companion
 
     def detach(self) -> None:
-        """The model is an ordinary CPU model again."""
+        """Makes the model an ordinary CPU model again."""
         self._leave_registrations()
         if self._leave_pipelines is not None:
             self._leave_pipelines()
@@ -173,13 +173,13 @@ class Attachment:
             make_plain(module)
             if managed:
                 for name, buffer in module._buffers.items():
-                    if buffer is not None and buffer.device.type != "cpu":  # of a class of its own
+                    if buffer is not None and buffer.device.type != "cpu":  # a tensor of a class of its own
                         module._buffers[name] = buffer.to("cpu")
 
     def _inventory(self, model: nn.Module) -> Inventory:
         for module in model.modules():
             self._modules.add(module)
-            lend_parameters(module)  # before places are taken down
+            lend_parameters(module)  # before the inventory notes places
         return take_inventory(model, check=False)
 
     def _link(self, inventory: Inventory) -> None:
@@ -197,7 +197,7 @@ class Attachment:
 
     def _site(self, module: nn.Module, name: str, inventory: Inventory) -> Site:
         own = [self._block_of[key] for key in inventory.owned.get(module, ()) if key in self._block_of]
-        compiled = module._modules.get("_orig_mod")  # by torch.compile(layer), which goes through its calls unseen
+        compiled = module._modules.get("_orig_mod")  # of torch.compile(layer), where the layer's own call is not seen
         mains = self._mains.get(module if compiled is None else compiled)
         needed = list(dict.fromkeys((*(mains or ()), *own)))
         streamed = [block for block in needed if block.index >= 0 and not block.travels_in_parts]
@@ -216,7 +216,7 @@ class Attachment:
         )
 
     def _site_of_all(self, module: nn.Module, name: str, block: Block, inventory: Inventory) -> Site | None:
-        """That of a call which needs all experts of the block, beside what the module around it has bound."""
+        """The site of a call that needs all experts of the block, beside what the module around it has bound."""
         if block.experts is None:
             return None
         around: tuple[Block, ...] = ()

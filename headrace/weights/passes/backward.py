@@ -1,7 +1,7 @@
 """What does a backward do with weights? Blocks come for the sites that it reaches, gradients leave, and it ends once.
 
-No hooks on modules: the gradient of a site's output, or the first unpack of anything that the site saved, is the
-beginning of its backward; autograd says when all is over.
+Modules have no hooks for this: a site's backward begins with the gradient of the site's output, or with the first
+unpack of a tensor that the site saved. Autograd says when the whole backward is over.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ from headrace.weights.passes.updates import Updates
 
 __all__ = ["WATCHED", "Backward"]
 
-WATCHED = "_headrace_watched"  # attribute of tensors whose gradient announces the backward of a site: of which node
+WATCHED = "_headrace_watched"  # on outputs whose gradient announces a site's backward: the number of their node
 
 
 class Backward:
-    """The backward of one model that is under way, if any: the outermost one, in which others may be nested.
+    """The backward of one model, while one is under way: the outermost, within which others may be nested.
 
-    `recover`: undoes all that is under way.
+    `recover` undoes all that is under way in the model.
     """
 
     def __init__(
@@ -69,40 +69,41 @@ class Backward:
         self._lending = lending
         self._updates = updates
         self._recover = recover
-        self.site: Site | None = None  # the one that backward is at
-        self._bound: tuple[Block, ...] = ()  # for that site; none where the whole model is on the device, and stays
-        self._under_way: object | None = None  # stands for the outermost backward under way
-        self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
-        self._computing_again = contextlib.ExitStack()  # lends leaves, until it ends, to what is recomputed
+        self.site: Site | None = None  # the site that backward is at
+        self._bound: tuple[Block, ...] = ()  # for that site; none while the whole model is on the device, to stay
+        self._under_way: object | None = None  # a token of the outermost backward; None: none is under way
+        self._ending: Callable[[], EndOfBackward | None] = lambda: None  # None when autograd has let go
+        self._computing_again = contextlib.ExitStack()  # until backward ends, lends leaves to what is recomputed
         self._within: dict[
             ManagedParam, str
-        ] = {}  # weights that a user's autograd Function computes with now, and its name
-        # Gradients of rows that are not complete yet, by autograd's backward: a nested one adds up its own.
+        ] = {}  # weights with which a user's autograd Function computes now, and the Function's name
+        # Gradients of rows that are not complete yet, also by autograd's number of the backward: a nested backward adds
+        # up its own.
         self._of_rows: dict[tuple[ManagedParam, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._task = -1  # autograd's number of the outermost one
+        self._task = -1  # autograd's number of the outermost backward
         self._given_within: list[ManagedParam] = []  # parameters that got gradients from nested backwards
-        self.settling = threading.RLock()  # one that raised may end on autograd's thread, in the next pass
-        self.refused = False  # the model was let go of
+        self.settling = threading.RLock()  # a backward that raised may end on autograd's thread, in the next pass
+        self.refused = False  # whether the model has been let go of
         self.ended = 0  # how many backwards have ended
-        self.batch_sums: BatchSums | None = None  # of several micro-batches, for the backward under way
-        # The hook of all leaves. Weakly: a cycle through autograd's hooks is never collected.
+        self.batch_sums: BatchSums | None = None  # takes the gradients while several micro-batches go together
+        # The hook of all leaves. It holds this object weakly: a cycle through autograd's hooks is never collected.
         self.on_gradient = functools.partial(_take_gradient, weakref.ref(self))
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a backward has begun, and nobody has found that it is over."""
+        """Whether a backward has begun, and has not been found to be over."""
         return self._under_way is not None
 
     @property
     def is_held(self) -> bool:
-        """Whether a backward is under way that autograd has not let go of."""
+        """Whether a backward is under way, and autograd still holds it."""
         return self._under_way is not None and self._ending() is not None
 
     def watch_output(self, site: Site, output: Any) -> None:
-        """The gradient of an output comes before any unpack of the site: an early word that its backward begins.
+        """Watches a site's output: its gradient comes before any unpack of the site, and so announces its backward.
 
-        Not the gradient of a tensor that another site made and this one hands on (T5's position bias), unless it has
-        written to it.
+        A tensor that another site made and this one only hands on (T5's position bias) goes on announcing the other
+        site's backward, unless this site has written to it.
         """
         for tensor in tensors_in(output):
             if tensor.grad_fn is None:
@@ -113,7 +114,7 @@ class Backward:
                 tensor.register_hook(functools.partial(_reach, self, site))
 
     def reach(self, site: Site) -> None:
-        """Something of the site's forward is needed: its blocks come, and those of the last site may go."""
+        """Backward needs something of the site's forward: the site's blocks come, and the last site's may go."""
         if site is self.site or not self._progress.in_backward:
             return
         if self.refused:
@@ -133,19 +134,19 @@ class Backward:
             self.site = site
 
     def require(self, block: Block) -> None:
-        """An unpack hook needs a weight of a block that the site may not have brought: the block comes, and compute
-        waits for it. Called by autograd, on the thread of the device.
+        """Brings a block of which an unpack hook needs a weight, if the site has not brought it; compute waits for the
+        block. Called by autograd, on the thread of the device.
         """
         if block.presence in (Presence.ABSENT, Presence.RESERVED):
             with without_overrides():
                 self._executor.visit((block,), Phase.BACKWARD, block.name)
-        elif block.presence is Presence.ARRIVING and not block.is_current:  # what comes may be of neither contents
+        elif block.presence is Presence.ARRIVING and not block.is_current:  # the copy may mix contents
             with without_overrides():
                 self._executor.bring(block)
         self._residency.arrive(block)
 
     def note_function(self, slot: ManagedParam, function: Any) -> None:
-        """An autograd Function of the user's has a weight now that it has saved. Checkpoints compute with copies."""
+        """Notes that a user's autograd Function has unpacked a weight. Not a checkpoint's: it computes with copies."""
         if function.name() == "CheckpointFunctionBackward":
             return
 
@@ -158,7 +159,7 @@ class Backward:
         hook = function.register_hook(over)
 
     def rows_ready(self, slot: ManagedParam, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """A gradient of some rows of a table, or of some experts, is there, each named once. Others may follow."""
+        """Takes a gradient of some rows of a table, or of some experts, each named once. More may follow."""
         if self.refused:
             raise StateError(REMOVED)
         self.begin()
@@ -166,7 +167,7 @@ class Backward:
         self._of_rows.setdefault((slot, backward_task()), []).append((rows, gradient))
 
     def rows_complete(self, slot: ManagedParam) -> None:
-        """No others follow: they become one gradient, as if whole tables had been added up."""
+        """Makes one gradient of all that rows_ready() took, as if whole tables had been added up. No more follow."""
         parts = self._of_rows.pop((slot, backward_task()), None)
         if parts:
             with without_overrides():
@@ -174,12 +175,12 @@ class Backward:
                 (self.batch_sums or self._gradients).take(slot, *gradients, rows=rows)
 
     def begin(self) -> None:
-        """The outermost backward begins, unless it has. Nested ones (reentrant checkpoints) are a part of it, and end
-        before it.
+        """Begins the outermost backward, unless it has begun. Nested backwards (of reentrant checkpoints) are a part of
+        it, and end before it.
         """
         if self._under_way is not None:
             return
-        self._abandon_gradients()  # of a backward whose end was interrupted
+        self._abandon_gradients()  # left over from a backward whose end was interrupted
         self.site, self._bound = None, ()
         self._within.clear()
         self._task = backward_task()
@@ -195,10 +196,11 @@ class Backward:
         self._computing_again.enter_context(lending_leaves(self._lending))
 
     def _ended(self, one: object, *, completed: bool) -> None:
-        """A backward returned, or raised: homes are bound again; gradients are delivered, or dropped.
+        """A backward has returned or raised: modules get their homes back; gradients are delivered or dropped.
 
-        Called by autograd, on the thread that ends the backward; of one that raised, on any thread. On one of ours, for
-        which this would wait, nothing is done: the next look or pass finds that the backward is over.
+        Called by autograd: on the thread that ends the backward or, after an exception, on any thread. On a thread of
+        headrace's own it does nothing, as it would wait for that very thread: the next look or pass finds that the
+        backward is over.
         """
         if not completed and on_own_thread():
             return
@@ -215,7 +217,7 @@ class Backward:
                 raise
 
     def _finish(self, *, completed: bool) -> None:
-        """Unbinds, ends the cycle, and delivers gradients or drops them, in that order."""
+        """Unbinds blocks, ends the cycle, and delivers gradients or drops them, in that order."""
         self._computing_again.close()
         self._forget_nested()
         self._under_way = None
@@ -227,14 +229,14 @@ class Backward:
         if completed:
             self._gradients.leave_block()
             self._executor.end_cycle()
-            self._residency.wait_for_consumed_reads()  # those of frozen blocks no gradient waits for
+            self._residency.wait_for_consumed_reads()  # no gradient waits for reads of frozen blocks
         else:
             self._executor.abandon_cycle()
             self.drop_gradients()
             self._bindings.reset()  # an interrupt may have struck between a release and its note
         self._progress.state = (
             PassState.FORWARD if self._progress.calls else PassState.AT_REST
-        )  # from what it had come to
+        )  # set, because any state may come before
         if completed:
             with self._progress.hooks_of_homes() as in_hooks:
                 self._gradients.deliver(in_hooks)
@@ -246,7 +248,7 @@ class Backward:
         self._given_within.clear()
 
     def undo(self) -> None:
-        """Whatever is left of a backward is dropped: none is under way any more."""
+        """Drops whatever is left of a backward: none is under way any more."""
         self.site, self._bound = None, ()
         self._forget_nested()
         if self._under_way is not None:
@@ -255,7 +257,7 @@ class Backward:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """What an unfinished backward computed, also where autograd had set it and an interrupt kept it from us."""
+        """Drops an unfinished backward's gradients, also those that an interrupt left on the leaves."""
         with without_overrides():
             for block in (*self._bindings.blocks, *self._bindings.residents):
                 for slot in block.slots:
@@ -275,11 +277,11 @@ def _reach(backward: Backward, site: Site, _gradient: torch.Tensor) -> None:
 
 @unseen
 def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
-    """The gradient of a leaf is complete, as far as is known. Called by autograd, on the thread of the device."""
+    """Takes a leaf's gradient, complete as far as is known. Called by autograd, on the thread of the device."""
     self, slot = backward(), leaf.owner()
     if self is None or slot is None or slot.on_gradient is None:  # the model was let go of
         return
-    if self._under_way is None:  # a block that saves nothing is never unpacked
+    if self._under_way is None:  # nothing announced it: a block that saves nothing is never unpacked
         self.begin()
     if slot in self._within:
         raise StateError(
@@ -288,7 +290,7 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
             " there, and return that"
         )
     with without_overrides():
-        if not slot.home.requires_grad:  # frozen since, which autograd asks its own leaves
+        if not slot.home.requires_grad:  # frozen since forward: autograd, too, asks its leaves now
             grad_of.__set__(leaf, None)
             return
         gradient = grad_of.__get__(leaf)

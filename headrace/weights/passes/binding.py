@@ -12,14 +12,14 @@ from headrace.weights.passes.call import Progress
 
 __all__ = ["PassBindings", "bind", "release"]
 
-Bindable = Block | ModuleBuffers  # what has, for modules that compute, something in place of the user's own
+Bindable = Block | ModuleBuffers  # both put something in the place of the user's own tensors
 
 
 def bind(blocks: Iterable[Bindable], *, adopts: bool = True) -> None:
-    """One more user of each block: with the first one the modules' attributes become the leaves.
+    """Counts one more user of each block. With the first user, the modules' attributes become the block's leaves.
 
-    `adopts`: parameters that the user has put in the place of homes are the homes from now on. Not in a backward, whose
-    gradients are those of the homes that the forward had.
+    With `adopts`, parameters that the user has put in the place of homes become the homes. A backward does not adopt:
+    its gradients are those of the homes that forward had.
     """
     for block in blocks:
         block.users += 1
@@ -31,15 +31,15 @@ def release(blocks: Iterable[Bindable]) -> None:
     """The inverse of `bind`."""
     for block in blocks:
         if block.users == 1:
-            block.unbind()  # before it counts as done: an interrupt in between is made good by the next pass
+            block.unbind()  # before the count: the next pass makes good an interrupt in between
         block.users -= 1
 
 
 class PassBindings:
     """What is bound from the beginning of a pass, or of a backward, to its end: residents and buffers.
 
-    And all blocks, in a forward without gradients where everything is there and nothing has to come or go: then the
-    calls of layers do nothing.
+    A forward for which everything is on the device, and nothing has to come or go, has all blocks bound as well: the
+    calls of layers then bring nothing.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class PassBindings:
         self._progress = progress
         self.blocks, self.residents, self.buffers = blocks, residents, buffers
         self._executor = executor
-        self._bound: list[tuple[Bindable, ...]] = []  # of a forward, and of a backward within it
+        self._bound: list[tuple[Bindable, ...]] = []  # what a forward has bound, and what a backward within it has
 
     def begin(self, *, forward_on: int = 0) -> None:
-        """Residents come, and all are bound. `forward_on`: for a forward on that thread."""
+        """Brings and binds what is bound to the end. `forward_on`: the thread of a forward; 0: a backward begins."""
         self._executor.bring_back(self.residents)
         everything = bool(forward_on) and self._executor.everything_is_here
         bound = *self.residents, self.buffers, *(self._executor.shares.whole_blocks if everything else ())
@@ -68,17 +68,17 @@ class PassBindings:
         self._progress.straight_for = forward_on if everything else 0
 
     def end(self) -> None:
-        """Those of the last beginning are free again."""
+        """Releases what the last begin() has bound."""
         self._progress.straight_for = 0
         if self._bound:
             release(self._bound[-1])
             self._bound.pop()
 
     def reset(self) -> None:
-        """Blocks are bound exactly for the calls under way, each with those of its visit; no longer straight."""
+        """Leaves just that bound which the calls under way, and the forward around them, need; all calls are visits."""
         calls = [call.blocks for call in self._progress.calls]
         self._progress.straight_for = 0
-        del self._bound[1 if calls else 0 :]  # of a forward, while that is under way
+        del self._bound[1 if calls else 0 :]  # but for the forward's, while that is under way
         users: Counter[Bindable] = Counter(block for blocks in (*calls, *self._bound) for block in blocks)
         for block in (*self.blocks, *self.residents):
             block.lent = False

@@ -1,5 +1,6 @@
-"""What is under way in an offloaded model? A pass, in one of few states, and calls, each of a site: one module that is
-tied to the blocks that it needs.
+"""What is under way in an offloaded model? A pass, in one of a few states, and calls, each of them of a site.
+
+A site is one module, tied to the blocks that it needs.
 """
 
 import contextlib
@@ -22,12 +23,12 @@ __all__ = ["Call", "Companion", "MethodCall", "PassState", "Progress", "Site"]
 
 
 class PassState(Enum):
-    """What is under way."""
+    """The state of a model's pass."""
 
     AT_REST = auto()  # modules have homes; nothing is left of any pass
-    FORWARD = auto()  # an outermost call
+    FORWARD = auto()  # an outermost call is under way
     BETWEEN = auto()  # a forward has ended, and its backward may follow, or another forward before it
-    BACKWARD = auto()  # ... maybe inside of a forward
+    BACKWARD = auto()  # a backward is under way, maybe inside of a forward
     BROKEN_OFF = auto()  # what was under way is being undone
 
 
@@ -43,35 +44,35 @@ _NEXT = {
 class Progress:
     """What is under way in one model.
 
-    What ends in another way than the states foresee (an exception, Ctrl-C) is undone, and the model is at rest.
+    A pass that ends in a way that the states do not foresee (an exception, Ctrl-C) is undone: the model is at rest.
     """
 
     def __init__(self) -> None:
         self.state = PassState.AT_REST
-        self.thread = 0  # which made the last outermost call, and waits while its backward is under way
+        self.thread = 0  # the one that made the last outermost call, and waits while its backward is under way
         self.calls: list[Call] = []  # visits whose call is under way, outermost first
-        self.methods: dict[int, MethodCall] = {}  # the innermost of each thread, outside of passes
+        self.methods: dict[int, MethodCall] = {}  # the innermost method call of each thread
         self.straight_for = 0  # the thread whose forward has everything bound: within it, calls are no visits
         self._process = os.getpid()
         self._over: set[int] = set()  # autograd's numbers of backwards that have nothing left to compute
 
     def becomes(self, new: PassState) -> None:
-        """The pass goes on. Raises StateError where it cannot go on so."""
+        """Moves the pass on to another state. Raises StateError where that cannot follow the present one."""
         if new is not self.state and new not in _NEXT[self.state]:
             raise StateError(f"a pass that is {self.state.name} cannot become {new.name}")
         self.state = new
 
     @property
     def in_backward(self) -> bool:
-        """Whether this thread runs a backward now, and what it calls may be computed again."""
+        """Whether this thread runs a backward now, so that what it calls may be a recomputation."""
         task = backward_task()
         return task != NO_TASK and task not in self._over
 
     @contextlib.contextmanager
     def hooks_of_homes(self) -> Iterator[Callable[[], None]]:
-        """The backward that this thread runs is over but for hooks, which are user code as outside of it.
+        """Inside, this thread's backward has only hooks of homes left to call: user code, as outside of a backward.
 
-        Gives what to call in another backward, within it, that does no more than call them.
+        Yields a function to call inside of a nested backward that does no more than call such hooks.
         """
         before, self._over = self._over, {*self._over, backward_task()}
         try:
@@ -81,17 +82,17 @@ class Progress:
 
     @property
     def runs_hooks(self) -> bool:
-        """Whether a backward is at its end, and hooks of homes are called."""
+        """Whether a backward is at its end, where hooks of homes are called."""
         return bool(self._over)
 
     @property
     def computes(self) -> bool:
-        """Whether the model computes: modules that look at parameters only ask what they are."""
+        """Whether the model computes: modules look at parameters then to see what they are, not for their values."""
         return self.state in (PassState.FORWARD, PassState.BACKWARD)
 
     @property
     def in_call(self) -> bool:
-        """Whether this thread is in a visit's call."""
+        """Whether this thread is inside the call of a visit."""
         return bool(self.calls) and self.calls[-1].thread == get_ident()
 
     @property
@@ -109,17 +110,17 @@ class Progress:
 
 
 class Call:
-    """One call of a managed module: what it has begun, so that exactly this is ended, whatever happens."""
+    """One call of a managed module. It records what it has begun, so that just this is ended, whatever happens."""
 
     def __init__(self, site: "Site") -> None:
         self.site = site
         self.blocks: tuple[Block, ...] = ()  # bound until the call ends
-        self.lent: list[Block] = []  # of modules that were asked for a parameter
+        self.lent: list[Block] = []  # blocks that came without a call of their module; they go back when this one ends
         self.thread = get_ident()
-        self.ends: list[Callable[[], object]] = []  # of what was begun, in that order
+        self.ends: list[Callable[[], object]] = []  # each ends one thing that was begun; in the order of beginning
 
     def end(self, but: int = 0) -> None:
-        """Ends what was begun, in reverse, `but` so many that came first; all of it, whatever is raised meanwhile."""
+        """Ends what was begun, in reverse order, but for the first `but` things, whatever is raised meanwhile."""
         if len(self.ends) > but:
             try:
                 self.ends.pop()()
@@ -130,20 +131,20 @@ class Call:
 class MethodCall(Call):
     """A call of another method than `forward`, such as `encode`, outside of any pass.
 
-    It is a pass from where it asks a module for a weight or a buffer itself. A call of a module around layers is a pass
-    of its own, also in here, and so this one's ends before it, and before an optimizer's step; the next weight begins
-    another one.
+    It becomes a pass when it asks a module for a weight or a buffer itself. That pass ends before the method calls a
+    module around layers, whose call is a pass of its own, and before an optimizer's step; the next weight that the
+    method asks for begins another pass.
     """
 
     def __init__(self, site: "Site", name: str) -> None:
         super().__init__(site)
         self.name = f"{site.name}.{name}"
         self.used = False  # whether it has been a pass
-        self.begun = False  # ... and is one now
-        self._open = 0  # how many of `ends` come before those of the pass
+        self.begun = False  # whether it is a pass now
+        self._open = 0  # how many entries of `ends` come before those of the pass
 
     def opened(self) -> None:
-        """What has begun until now nests with what the method may open itself, and outlasts a pass."""
+        """Notes that what has begun until now outlasts the method's passes, and nests with what the method opens."""
         self._open = len(self.ends)
 
     def pause(self) -> None:
@@ -159,18 +160,19 @@ class MethodCall(Call):
 
 
 class Companion(Protocol):
-    """Who offloaded a model, and lives as long as the model does: the handle."""
+    """The object that offloaded a model, and lives as long as the model does: the handle."""
 
     def convert(self, model: nn.Module, convert: Callable[[], object]) -> None:
-        """The model gets other dtypes by `convert`."""
+        """Converts the model to other dtypes by a call of `convert`."""
 
 
 class Site:
     """One managed module.
 
-    `lender`: of the model's leaves. `blocks` must be present while it computes. `main`: its call is the usual way to
-    them (a layer). A site that is not `main` has no blocks, or belongs to a module inside of a layer, whose call does
-    nothing of its own unless the module is called alone. `encloses`: some site with main=True is inside it.
+    `lender` lends the model's leaves. `blocks` must be present while the module computes. `main`: the module's call is
+    the usual way to these blocks (a layer's). A site that is not `main` has no blocks, or its module is inside of a
+    layer and does nothing of its own when it is called, unless it is called alone. `encloses`: a site with main=True is
+    inside this one.
     """
 
     def __init__(
@@ -195,15 +197,15 @@ class Site:
         self._may_be_inside = bool(blocks) and not main
         self.may_be_idle = len(blocks) == 1 and blocks[0].called is not None
         self.encloses = encloses
-        self.table = table  # in which the module looks rows up, which alone travel
-        self.all_experts = all_experts  # of a module of experts that travel one by one: of a call that needs all
+        self.table = table  # the table in which the module looks rows up; only its rows travel
+        self.all_experts = all_experts  # for calls that need all of the module's experts, which travel one by one
         self.adapts = adapts  # the module adapts weights of experts, see passes/adapted_experts.py
-        self.companion: Companion | None = None  # of a whole model: what lives as long as it does
-        self.compiled_by: weakref.ref[nn.Module] | None = None  # what torch.compile made around it, until it is called
+        self.companion: Companion | None = None  # at a whole model: what lives as long as the model
+        self.compiled_by: weakref.ref[nn.Module] | None = None  # torch.compile's module around it, until the call
 
     def is_inside(self) -> bool:
-        """Whether a call does nothing of its own: of a module inside of one whose visit, on this thread, brought all of
-        its blocks, or inside of a pass that has all blocks of the model bound. Most calls are such ones.
+        """Whether a call of the module does nothing of its own, as most calls: a visit on this thread has brought all
+        of the module's blocks, or the pass has all blocks of the model bound.
         """
         progress = self._progress
         if progress.straight_for == get_ident():
@@ -217,11 +219,11 @@ class Site:
         return True
 
     def needs_no_visit(self) -> bool:
-        """Whether the call of a layer, on the thread of a forward that has all blocks bound, has nothing to bring or to
-        keep from autograd. With gradients its output is to be watched all the same.
+        """Whether a layer's call has nothing to bring, nor to keep from autograd. Asked on the thread of a forward that
+        has all blocks bound. With gradients, the call's output is to be watched all the same.
         """
         if is_autocast_cache_enabled() and is_autocast_enabled(self.device.type):
-            return False  # a cache that would keep copies of weights
+            return False  # the cache would keep copies of weights
         if is_grad_enabled() and not saving_is_left_to_autograd():
             return False
         with without_overrides():

@@ -1,7 +1,7 @@
 """What becomes of torch.compile around an offloaded model? It compiles the blocks, one by one; the rest runs as it is.
 
-Weights move between the calls of blocks, where the compiler could not go on. So a call that it comes to is made without
-it, and each block is compiled as its own `compile()` would do, with what torch.compile was given.
+Weights move between the calls of blocks, where the compiler could not go on. So a call that the compiler comes to is
+made without it, and each block is compiled as its own `compile()` would do, with the arguments of torch.compile.
 """
 
 import warnings
@@ -20,7 +20,7 @@ _told: weakref.WeakSet[Engine] = weakref.WeakSet()  # one note for each model
 
 
 def compile_blocks(engine: Engine, layers: Sequence[nn.Module], compiler: Callable[[Any], Any]) -> None:
-    """`compiler` compiles the layers of a model in its place."""
+    """Has `compiler` compile the layers of a model, in the place of the model."""
     if _records_graphs(compiler):
         _note(
             engine,
@@ -44,7 +44,7 @@ def compile_blocks(engine: Engine, layers: Sequence[nn.Module], compiler: Callab
 
 
 def note_not_compiled(engine: Engine) -> None:
-    """A model is called in what torch.compile was given, which says nothing of its blocks."""
+    """Warns that a model is called in a function that torch.compile compiles, and is not compiled itself."""
     _note(
         engine,
         "an offloaded model runs without torch.compile, which was given a function around it, or the model before"
@@ -60,7 +60,7 @@ def _records_graphs(compiler: Callable[[Any], Any]) -> bool:
 
 
 def _nothing() -> None:
-    """Stands for what would be compiled."""
+    """Stands for a function to compile."""
 
 
 def _note(engine: Engine, text: str) -> None:

@@ -1,7 +1,7 @@
 """What happens at a visit? The engine: calls of managed modules, passes, and what follows from errors.
 
-Forward: a site's call makes its blocks present, binds their leaves, and packs what autograd saves into handles.
-What backward does with them: backward.py. See docs/design/engine.md.
+In forward, a site's call makes its blocks present, binds their leaves, and packs what autograd saves into handles.
+See backward.py for what backward does with these, and docs/design/engine.md.
 """
 
 import threading
@@ -47,10 +47,10 @@ class Together(Protocol):
     """Several micro-batches that take turns at blocks."""
 
     def arrive(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The micro-batch that computes calls a site with blocks, and waits there for its turn. Its arguments then."""
+        """The micro-batch that computes calls a site with blocks. Waits for its turn, and returns its arguments."""
 
     def note_use(self, *blocks: Block) -> None:
-        """The micro-batch that computes uses parts of these blocks."""
+        """Notes that the micro-batch that computes uses these blocks, or parts of them."""
 
 
 class Engine:
@@ -71,8 +71,8 @@ class Engine:
         self.blocks = list(blocks)
         self.residents = list(residents)
         self.buffers = buffers
-        self._buffer_bytes = 0  # what `buffers` take that has been taken off the budget for blocks
-        self.before_call: Callable[[], None] = lambda: None  # the outermost call is about to begin
+        self._buffer_bytes = 0  # the bytes of `buffers` that have been taken off the budget for blocks
+        self.before_call: Callable[[], None] = lambda: None  # called when a pass begins
         self._residency = residency
         self._executor = executor
         self._gradients = gradients
@@ -83,13 +83,13 @@ class Engine:
         self._handover = Handover(device, residency)
         self._bindings = PassBindings(self.progress, self.blocks, self.residents, buffers, executor)
         self.updates = Updates(self.all_blocks)
-        self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
+        self._claims: dict[str, int] = {}  # under "pass", the thread whose outermost call is under way
         self.backward = Backward(
             self.progress, self._bindings, residency, executor, gradients, self.lending, self.updates, self._recover
         )
         self.parts = PartGradients(self.backward, device)
         self.lookups = Lookups(device, executor, self.parts, self.lending)
-        one_by_one = isinstance(gradients, Gradients)  # ranks average whole ones
+        one_by_one = isinstance(gradients, Gradients)  # ranks average whole gradients
         expert_gradients = ExpertGradients(self.backward, executor, self.parts, one_by_one=one_by_one)
         self.experts = ExpertDispatch(device, executor, self.lending, expert_gradients, self.call)
         self.together: Together | None = None  # several micro-batches, whose forwards are under way
@@ -97,30 +97,30 @@ class Engine:
             self._adopt(block)
 
     def _adopt(self, block: Block) -> None:
-        """From now on the gradients of a block's leaves come here, and its leaves are lent."""
-        with without_overrides():  # a leaf that is away
+        """From now on the gradients of a block's leaves come to this engine, and its leaves are lent."""
+        with without_overrides():  # a leaf may be away
             for slot in block.slots:
                 slot.on_gradient = self.backward.on_gradient
                 slot.prepare_leaf()
         self.lending.add(block)
 
     def all_blocks(self) -> list[Block]:
-        """Those that come and go, and those that stay."""
+        """The blocks that come and go, and those that stay."""
         return [*self.blocks, *self.residents]
 
     def check_resident(self, what: str, nbytes: int) -> None:
-        """Raises BudgetError when what came later and stays leaves no room beside it for the largest block."""
+        """Raises BudgetError if what was added later, and stays, leaves no room for the largest block."""
         whole = [block for block in self.blocks if not block.travels_in_parts]
         largest = max(whole, key=lambda block: block.nbytes, default=None)
         if largest is not None:
             self._residency.check_resident(what, nbytes, largest)
 
     def note_buffers_budgeted(self) -> None:
-        """Notes how many bytes buffers of modules take: whoever made the budget for blocks has left them out."""
+        """Notes how many bytes modules' buffers take. The budget for blocks has been made without these bytes."""
         self._buffer_bytes = self.buffers.nbytes
 
     def _follow_buffers(self) -> None:
-        """Buffers of modules that came later leave less of the budget to blocks."""
+        """Takes the bytes of buffers that came later off the budget for blocks."""
         grown_bytes = self.buffers.nbytes - self._buffer_bytes
         if grown_bytes:
             self.check_resident("buffers of modules", grown_bytes)
@@ -129,7 +129,7 @@ class Engine:
             self._executor.replan()
 
     def add_resident(self, block: Block) -> None:
-        """A block that came with a change of the model stays on the device from the next pass on."""
+        """Takes in a block that came with a change of the model: it stays on the device from the next pass on."""
         self.residents.append(block)
         self._adopt(block)
         self._executor.bring(block)
@@ -137,7 +137,7 @@ class Engine:
 
     # calls ------------------------------------------------------------------------------------------------------------
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
+        """Runs the call of a managed module. An outermost call begins a pass; a call that needs blocks is a visit."""
         self.progress.check_process()
         call, outermost = Call(site), False
         try:
@@ -149,7 +149,7 @@ class Engine:
             if not outermost and not self._is_visit(site):
                 return forward(*args, **kwargs)
             if self._calls and site.may_be_idle and is_idle(site.blocks, args, kwargs):
-                bind(site.blocks)  # to leaves that are away: they have the shape
+                bind(site.blocks)  # the leaves may be away: their shapes are enough
                 try:
                     return forward(*args, **kwargs)
                 finally:
@@ -167,7 +167,7 @@ class Engine:
         except BaseException:
             try:
                 if outermost:
-                    self._executor.abandon_cycle()  # loads nothing more: the exception's frames keep memory
+                    self._executor.abandon_cycle()  # no more loads: the exception's frames keep memory
                 call.end()
             finally:
                 if outermost:  # an interrupt may have hit the bookkeeping itself: nothing may seem to be under way
@@ -182,7 +182,7 @@ class Engine:
     def call_method(
         self, site: Site, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A method of a managed module other than `forward` was called: it takes its weights where its inputs are."""
+        """Runs a method of a managed module other than `forward`: with inputs on the device, it finds weights there."""
         this = threading.get_ident()
         if not self._is_outside(this) or not any(one.device == self.device for one in tensors_in((args, kwargs))):
             return method(*args, **kwargs)
@@ -234,21 +234,21 @@ class Engine:
             raise
 
     def pause_method(self) -> bool:
-        """What comes next on this thread is no part of a method's pass. Whether a method is under way."""
+        """Ends the pass of this thread's method, if it is in one. Returns whether a method is under way."""
         method = self._methods.get(threading.get_ident())
         if method is not None and self._calls and self._calls[-1] is method:
             method.pause()
         return method is not None
 
     def note_use(self, *blocks: Block) -> None:
-        """Parts of these are used, in a call that may be no visit."""
+        """Notes that parts of these blocks are used, in a call that may be no visit."""
         if self.together is not None:
             self.together.note_use(*blocks)
 
     def _claim(self) -> None:
-        """Passes of one model follow each other. Raises StateError where another thread's is under way."""
+        """Claims the model for this thread's pass. Raises StateError if another thread's pass is under way."""
         this = own_thread()
-        owner = self._claims.setdefault("pass", this)  # in one go, whatever other threads do
+        owner = self._claims.setdefault("pass", this)  # one operation, which other threads cannot divide
         if owner == this and self.backward.is_held:
             owner = self.progress.thread
         if owner != this:
@@ -269,7 +269,7 @@ class Engine:
             # An enclosing module is a visit so that what it borrows goes back when it ends. A reentrant checkpoint
             # recomputes with no hooks on top, so its calls push ours.
             return site.encloses or (not self._calls and self.progress.in_backward and saving_is_left_to_autograd())
-        if not site.main and all(block.users for block in site.blocks):  # as Site.is_inside, on whatever thread
+        if not site.main and all(block.users for block in site.blocks):  # as in Site.is_inside, but on any thread
             return False
         missing = list(site.blocks)
         for call in self._calls:
@@ -279,21 +279,21 @@ class Engine:
         return bool(missing)
 
     def release_everything(self) -> None:
-        """Homes are bound everywhere; nothing is under way, and nothing will be."""
+        """Ends all that is under way, with homes bound everywhere; a backward that comes later is refused."""
         self._recover()
         self.buffers.release()
         self.backward.refused = True
 
     # updates ----------------------------------------------------------------------------------------------------------
     def wait_until_free(self) -> None:
-        """The host may read and write all homes: no copy reads them, no optimizer writes them."""
+        """Waits until the host may read and write all homes: no copy reads them, no optimizer writes them."""
         for block in self.all_blocks():
             block.wait_until_free()
 
     def quiesce(self, *, updates: bool = True) -> None:
-        """The user looks at the model: a backward that raised is over, even if autograd's thread still holds it.
+        """Before the user looks at the model: ends a backward that raised, even if autograd's thread still holds it.
 
-        With `updates`, the user also sees what every optimizer step has done.
+        With `updates`, waits for what optimizer steps still write, unless the model computes.
         """
         if updates and not self.progress.computes:
             self.updates.wait()
@@ -305,14 +305,14 @@ class Engine:
     def _begin_outermost(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The outermost call begins a pass. Its arguments, on the device."""
+        """Begins a pass for its outermost call. Returns the call's arguments, on the device."""
         self._begin_pass(call.site.name)
         args, kwargs = self._handover.inputs(args, kwargs)
         call.ends.append(self.end_pass)
         return args, kwargs
 
     def _begin_pass(self, name: str) -> None:
-        """Residents are renewed and bound. Raises StateError while a CUDA graph is captured."""
+        """Begins a pass: renews and binds residents. Raises StateError while a CUDA graph is captured."""
         if is_capturing(self.device):
             raise StateError(
                 f"{name!r} cannot be captured in a CUDA graph while its model is offloaded, because a replay would copy"
@@ -328,12 +328,12 @@ class Engine:
             self._common.begin_pass(with_gradients=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._gradients.prepare([*self.residents, *self.blocks])
-        with without_overrides():  # a look at a home is our own
+        with without_overrides():  # what looks at homes here is our own
             self._executor.begin_pass(name)
             self._bindings.begin(forward_on=self.progress.thread)
 
     def forward_together(self, together: Together, count: int, forward: Callable[[], None]) -> None:
-        """A pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
+        """Runs a pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
         self.progress.check_process()
         self._claim()
         lending = lending_leaves(self.lending)
@@ -353,11 +353,11 @@ class Engine:
             raise
 
     def take_turn(self, *, first: bool, last: bool) -> None:
-        """Another of the micro-batches that go through the same blocks goes on."""
+        """Notes that it is another one's turn among the micro-batches that go through the same block."""
         self._executor.take_turn(first=first, last=last)
 
     def backward_together(self, batch_sums: BatchSums, backward: Callable[[], None]) -> None:
-        """One backward that consists of those that `backward` calls; gradients come to `batch_sums`."""
+        """Runs one backward that consists of those that `backward` calls; gradients go to `batch_sums`."""
 
         def run() -> None:
             self.backward.begin()
@@ -370,13 +370,13 @@ class Engine:
             self.backward.batch_sums = None
 
     def discard(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gradients of these parameters are discarded, those that wait to be averaged over ranks, too."""
+        """Discards gradients of these parameters that wait to be averaged over ranks."""
         if self._common is not None:
             self._common.discard(parameters)
 
     def end_pass(self) -> None:
-        """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
-        self.progress.state = PassState.BROKEN_OFF  # unless nothing interrupts this
+        """Ends a pass, after its copies have read what they read of homes: homes may be written then."""
+        self.progress.state = PassState.BROKEN_OFF  # and remains so if something interrupts this
         with without_overrides():
             self._bindings.end()
         self._executor.end_pass()
@@ -387,14 +387,14 @@ class Engine:
         self._claims.clear()
 
     def _recover(self) -> None:
-        """After an interrupt amid bookkeeping, or a backward that raised: nothing stays bound or pending."""
+        """Undoes all that is under way, after an interrupt amid bookkeeping or a backward that raised."""
         with self.backward.settling:
             self.progress.state = PassState.BROKEN_OFF
             self._calls.clear()
             self._executor.slices.put_back_weights()
             pop_left_over(self._residency)
             stop_lending(self.lending)
-            for method in list(self._methods.values()):  # under way, around what was
+            for method in list(self._methods.values()):  # these go on, around what is undone
                 method.break_off()
                 lending_leaves(self.lending).begin()
             self.lending.forget()
@@ -404,9 +404,9 @@ class Engine:
             self.progress.state = PassState.AT_REST
 
     def _begin_visit(self, call: Call) -> None:
-        """The call's blocks come, and what autograd saves of them becomes handles."""
+        """Brings the call's blocks; what autograd saves of them becomes handles."""
         self._visit(call)
-        with_gradients = torch.is_grad_enabled() or len(self._calls) == 1  # they may be switched on inside
+        with_gradients = torch.is_grad_enabled() or len(self._calls) == 1  # gradients may be switched on inside
         if torch.is_grad_enabled() and self.progress.straight_for == call.thread and saving_is_left_to_autograd():
             with_gradients = False  # autograd may save weights themselves: they stay
         self._take_part(call, with_gradients=with_gradients)
@@ -414,7 +414,7 @@ class Engine:
     def _visit(self, call: Call) -> None:
         """A site's call, or its recomputation, makes its blocks present until it ends."""
         site = call.site
-        with without_overrides():  # a look at a home is our own
+        with without_overrides():  # what looks at homes here is our own
             if self.progress.in_backward:
                 self.backward.reach(site)
             elif site.blocks:
@@ -425,7 +425,7 @@ class Engine:
         call.ends.append(self._leave)
 
     def _leave(self) -> None:
-        """The innermost visit's call ends."""
+        """Ends the innermost visit."""
         with without_overrides():
             call = self._calls.pop()
             release(call.blocks)
@@ -433,7 +433,7 @@ class Engine:
                 block.take_back()
 
     def _take_part(self, call: Call, *, with_gradients: bool, in_method: bool = False) -> None:
-        """From here to its end the call computes with weights: homes are lent, and autograd saves handles."""
+        """From now on to the end of the call, homes are lent, and autograd saves handles of weights."""
         if not is_lending(self.lending):
             lending = lending_leaves(self.lending)
             call.ends.append(lending.end)

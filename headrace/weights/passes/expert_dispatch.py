@@ -1,7 +1,8 @@
-"""How does a module compute with some of its experts? Its `forward` is ours: those that are used come, and stand in
-for all.
+"""How does a module compute with some of its experts? Its `forward` is ours: the experts that it uses come, and stand
+in for all.
 
-The host reads which ones are wanted: it waits once for what the device computes before. See docs/design/experts.md.
+The host reads which experts are wanted, and so waits once for all that the device computes before the call. See
+docs/design/experts.md.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +27,7 @@ from headrace.weights.passes.lending import Lending
 
 __all__ = ["ExpertDispatch"]
 
-_NEEDS_ALL = object()  # instead of what a module gives
+_NEEDS_ALL = object()  # in the place of a module's output: the call needs all experts
 
 
 class _Call(NamedTuple):
@@ -34,14 +35,14 @@ class _Call(NamedTuple):
 
     block: Block
     module: nn.Module
-    names: list[str]  # the module's for the block's parameters, in order
-    own: Callable[..., Any]  # its own forward
+    names: list[str]  # the module's names for the block's parameters, in order
+    own: Callable[..., Any]  # the module's own forward
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class _Routing(NamedTuple):
-    """What a module of transformers' is called with: tokens, and the experts that each wants."""
+    """The arguments of a call of transformers' experts: tokens, and the experts that each token wants."""
 
     hidden: torch.Tensor  # (tokens, features)
     weights: torch.Tensor  # (tokens, experts for each)
@@ -50,7 +51,7 @@ class _Routing(NamedTuple):
 
 
 class ExpertDispatch:
-    """Calls of modules whose experts travel one by one. `call`: the engine's, for a visit to a whole block."""
+    """Runs calls of modules whose experts travel one by one. `call` is the engine's, for a visit to a whole block."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class ExpertDispatch:
     def compute(
         self, site: Site, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call of the module's `forward`; `own` is its own, and `site` that of a call that needs all experts."""
+        """Runs a call of `module`. `own` is its own `forward`; `site` is for a call that needs all experts."""
         block = site.blocks[-1]
         adapted = self._adapted.get((module, get_ident()))
         if adapted is not None:
@@ -94,7 +95,7 @@ class ExpertDispatch:
         return found
 
     def _of_own_module(self, call: _Call) -> Any:
-        """A call of a module of the user's own, which names the argument that says what it uses."""
+        """Runs a call of a user's own module, which names the argument that says which experts it uses."""
         index = named_index_of(call.module, call.own, call.args, call.kwargs)
         if index is None or not self._goes_by_slices(call.block, ()):
             return _NEEDS_ALL
@@ -104,7 +105,7 @@ class ExpertDispatch:
         return self._by_number(call, used.tolist())
 
     def _of_transformers(self, call: _Call) -> Any:
-        """A call of a module behind transformers' interface, unless somebody gave the instance another forward."""
+        """Runs a call of a module with transformers' interface, unless the instance was given another forward."""
         routing, access = routing_of(call.module, call.args, call.kwargs), access_of(call.module)
         is_of_class = getattr(call.own, "func", None) is type(call.module).forward
         if not is_of_class or routing is None or access is None or not self._goes_by_slices(call.block, routing):
@@ -120,11 +121,11 @@ class ExpertDispatch:
                 return self._at_once(call, bank, _Routing(hidden, weights, where, index.dtype), used)
             if access is ExpertAccess.GROUPED:
                 return self._in_rounds(call, bank, _Routing(hidden, weights, where, index.dtype), used)
-            del bank  # whose memory the block may need
+            del bank  # the block may need its memory
         return self._by_number(call, used.tolist(), gathers=access is ExpertAccess.GATHERED)
 
     def _by_number(self, call: _Call, used: list[int], *, gathers: bool = False) -> Any:
-        """The module goes on counting experts as it does, and takes those that it uses by number."""
+        """Runs the call with stand-ins from which the module takes experts by their usual numbers."""
         with without_overrides():
             asked = ExpertsOfCall(self._slices, call.block, used, self._gradients, gathers=gathers)
             stand_ins = [WeightOfExperts.of(asked, place, slot) for place, slot in enumerate(call.block.slots)]
@@ -138,14 +139,14 @@ class ExpertDispatch:
                 self._gradients.note_whole(call.block)
 
     def _at_once(self, call: _Call, bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
-        """All experts that the call uses are in the bank at once. They are counted by the slots that they are in: no
-        result depends on which number an expert has.
+        """Runs the call with all experts that it uses in the bank at once. The number of an expert is that of its slot:
+        no result depends on which number an expert has.
         """
         block, slices, trains = call.block, self._slices, self._gradients.trains(call.block)
         with without_overrides():
-            # Gradients of tokens are added up in the order in which these are grouped by expert.
+            # Gradients of tokens are added up in the order in which tokens are grouped by expert.
             in_order = trains or (torch.is_grad_enabled() and access_of(call.module) is ExpertAccess.GROUPED)
-            # Autograd makes a gradient as large as the stand-in, so that is no larger than the weight.
+            # Autograd makes a gradient as large as the stand-in: let the stand-in be no larger than the weight.
             count = 0 if block.experts is None else block.experts.count
             span = min(count, bank.slots) if trains else bank.slots
             if in_order:
@@ -163,11 +164,11 @@ class ExpertDispatch:
             return call.own(routing.hidden, numbers, routing.weights)
 
     def _in_rounds(self, call: _Call, bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
-        """As many experts at a time as the bank has room for: each round for the tokens that it is about, which want
-        one expert each there; then the sum for each token, as the module makes it.
+        """Runs the call in rounds, each with as many experts as the bank has room for. A round computes each pair of a
+        token and an expert that it has; then the results of each token are added up, as the module does it.
 
-        All are needed where that would round in another way: what a round gives has the dtype of hidden states. And
-        with gradients, which would be added up in another order.
+        _NEEDS_ALL where that would round differently, as a round's results have the dtype of hidden states; and with
+        gradients, which would be added up in another order.
         """
         dtypes = {routing.hidden.dtype, routing.weights.dtype, *(slot.layout.dtype for slot in call.block.slots)}
         if len(dtypes) > 1 or torch.is_grad_enabled():
@@ -201,8 +202,8 @@ class ExpertDispatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A call of the `forward` of what adapts a weight of experts, those of `module`; `own` is its own, which needs
-        all of them.
+        """Runs a call of `wrapper`, which adapts a weight of `module`, a module of experts. `own` is the wrapper's own
+        `forward`, which needs all experts.
         """
         here = module, get_ident()
         if here in self._adapted:
@@ -242,7 +243,7 @@ class ExpertDispatch:
 
     # which way --------------------------------------------------------------------------------------------------------
     def _names(self, block: Block, module: nn.Module) -> list[str] | None:
-        """The module's names for the block's parameters, in order; None where they are not all there."""
+        """The module's names for the block's parameters, in order; None if the module has not all of them."""
         if block.experts is None:
             return None
         names = {id(held): name for name, held in dict.items(module._parameters)}
@@ -256,7 +257,7 @@ class ExpertDispatch:
             and all(type(one) in (torch.Tensor, nn.Parameter) for one in routing)
             and all(one.device == self._device for one in routing)
             and self._lending.computes
-            and overrides_are_on()  # by which stand-ins notice how they are used
+            and overrides_are_on()  # stand-ins notice through them how they are used
             and not in_transform()
         )
 
@@ -266,7 +267,7 @@ class ExpertDispatch:
 
 
 def _unique(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers of experts in `index`, ascending, and of each element which of those it is: both on the host."""
+    """The numbers of experts in `index`, ascending, and each element's position among them: both on the host."""
     with without_overrides():
         used, where = torch.unique(index.detach().to("cpu", torch.int64), return_inverse=True)
         return used, where

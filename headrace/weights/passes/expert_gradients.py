@@ -1,6 +1,6 @@
 """How are experts trained that come one by one? Each that a call uses gives a gradient, which goes to the host alone.
 
-See docs/design/experts.md. In a plain run the gradient is that of all experts, zero for those that no token went to.
+A plain run's gradient is that of all experts, with zeros for those that no token went to. See docs/design/experts.md.
 """
 
 import weakref
@@ -39,20 +39,20 @@ class ExpertGradients:
         self._known_whole: dict[Block, int] = {}
 
     def trains(self, block: Block) -> bool:
-        """Whether a call of the block's module now is one of a pass in which any of its weights gets a gradient."""
+        """Whether a call of the block's module now is part of a pass in which a weight of the block gets a gradient."""
         with without_overrides():
             follows = torch.is_grad_enabled() or self._executor.gradients_follow
             return follows and any(slot.home.requires_grad for slot in block.slots)
 
     def note_whole(self, block: Block) -> None:
-        """A call used more of the block than single experts."""
+        """Notes that a call used more of the block than single experts."""
         self._known_whole.setdefault(block, self._backward.ended if torch.is_grad_enabled() else -1)
 
     def is_known_whole(self, block: Block) -> bool:
         """Whether calls are known to use more of the block than single experts.
 
-        They are not before the next backward has ended: in it, a checkpoint that computes a call again must do as the
-        call did.
+        What a call has noted counts once the next backward has ended: a checkpoint that recomputes the call in that
+        backward must do as the call did.
         """
         since = self._known_whole.get(block)
         return since is not None and since < self._backward.ended
@@ -60,7 +60,8 @@ class ExpertGradients:
     def comes_whole(self, block: Block, used: int) -> bool:
         """Whether a call that trains the block and uses so many of its experts is better done with all of them.
 
-        It depends on nothing that changes between forward and a checkpoint's recomputation: these must do the same.
+        The answer depends on nothing that changes between forward and a checkpoint's recomputation, which must do as
+        forward did.
         """
         if block.trains_whole:
             self.note_whole(block)
@@ -74,7 +75,7 @@ class ExpertGradients:
         return block.presence is not Presence.ABSENT
 
     def came_whole(self, block: Block, output: Any) -> None:
-        """A call of the block's module gave this with all of its weights."""
+        """Notes that a call of the block's module has computed `output` with all experts."""
         if block.experts is not None and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 node: Any = tensor.grad_fn
@@ -83,7 +84,7 @@ class ExpertGradients:
                     self._whole.setdefault(block, weakref.WeakSet()).add(use)
 
     def one(self, block: Block, slot: ManagedParam, expert: int, values: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The weight of one expert, which is what `values` gives; its gradient goes to the host as one row."""
+        """One expert's weight, which `values` gives; its gradient goes to the host as one row."""
         return self._part(block, slot, values, [expert], _as_row)
 
     def several(
@@ -94,9 +95,9 @@ class ExpertGradients:
         numbers: torch.Tensor,
         values: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
-        """A copy of the weight of `used[number]` for each of the numbers, on the device; shape (*numbers.shape, ...).
+        """A copy of the weight of expert `used[number]` for each of the numbers: shape (*numbers.shape, ...).
 
-        As `values` gives it.
+        `values` gives the copies, on the device.
         """
 
         def to_rows(gradient: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -108,9 +109,9 @@ class ExpertGradients:
     def bank(
         self, block: Block, slot: ManagedParam, used: Sequence[int], places: Sequence[int], weights: torch.Tensor
     ) -> torch.Tensor:
-        """A weight in which those that are used are at these places: shape (places and more, ...).
+        """A weight in which the used experts are at these places: shape (places and more, ...).
 
-        The places are saved: a checkpoint may compute again with other ones, and what it saves then is what counts.
+        The places are saved for backward: a checkpoint may recompute with other places, and saves those.
         """
         return self._part(block, slot, lambda: weights, used, _rows_at, torch.tensor(places, device="cpu"))
 

@@ -1,8 +1,8 @@
 """What stands in for weights of which experts are taken by number? A tensor that brings an expert when it is asked for.
 
-For modules that take experts one by one, as `weight[number]`, or a copy of several, as `weight[numbers]`: transformers'
-loops over experts, and modules of the user's own. They go on counting experts as they do. What they do with a weight
-besides is done with all of it, borrowed for the call. See docs/design/experts.md.
+It serves modules that take experts one by one, as `weight[number]`, or copies of several, as `weight[numbers]`:
+transformers' loops over experts, and users' own modules. Experts keep their numbers. Whatever else a module does with a
+weight is done with all of it, borrowed for the call. See docs/design/experts.md.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ __all__ = ["ExpertsOfCall", "WeightOfExperts", "standing_in"]
 def standing_in(
     slices: Slices, module: nn.Module, names: Sequence[str], stand_ins: Sequence[torch.Tensor], count: int | None = None
 ) -> Iterator[None]:
-    """Inside, the module has these in the place of its parameters of those names, and `count` experts where that is
-    given.
+    """Inside, the module has the stand-ins in the place of its parameters of these names, and `count` as its number of
+    experts if that is given.
     """
     held: Any = module._parameters
     attributes = module.__dict__
@@ -61,12 +61,12 @@ class _GivenExpert(NamedTuple):
     number: int
     place: int
     view: weakref.ref[torch.Tensor]  # what the module was given, as long as it has that
-    alias: torch.Tensor  # of the same memory, whose version tells what was written to the view
+    alias: torch.Tensor  # of the same memory; its version tells of writes to the view
     version: int
 
     @property
     def is_written(self) -> bool:
-        """Whether the module has written to it."""
+        """Whether the module has written to the weight."""
         return self.alias._version != self.version
 
 
@@ -75,7 +75,7 @@ class _Gathered(NamedTuple):
 
     numbers: torch.Tensor  # as the module gave them
     used: list[int]
-    where: torch.Tensor  # of each number, which of those it is; on the device
+    where: torch.Tensor  # the position of each number in `used`, on the device
     weights: dict[int, torch.Tensor]
 
 
@@ -90,26 +90,26 @@ class ExpertsOfCall:
     def __init__(
         self, slices: Slices, block: Block, used: Sequence[int], gradients: ExpertGradients, *, gathers: bool
     ) -> None:
-        self.whole = False  # all of them were needed: what is asked for is taken from the lent weights
+        self.whole = False  # whether all were needed: experts are then taken from the lent weights
         self.count = 0 if block.experts is None else block.experts.count
         self._slices = slices
         self._block = block
         self._gradients = gradients
         self._gathers = gathers
-        self._banks = [slices.bank_of(block, len(used))]  # none any more where all of the weights are needed
+        self._banks = [slices.bank_of(block, len(used))]  # none once all of the weights are needed
         self._used = [number for number in used if 0 <= number < self.count]
         self._order = {number: place for place, number in enumerate(self._used)}
         slots = self._bank.slots
         self._turn_experts = len(self._used) if len(self._used) <= slots else max(1, slots // 2)
-        self._turn = range(0)  # of the order, that the module is at
-        self._slots: dict[int, int] = {}  # by number: experts that stay in their slots
+        self._turn = range(0)  # positions in the order, of the experts that the module is at
+        self._slots: dict[int, int] = {}  # of experts that stay there, by number
         self._taken: list[_GivenExpert] = []  # what the module may still have, or has written to
         self._gathered: _Gathered | None = None
         if self._used:
             self._begin_turn(self._used[0])
 
     def take(self, place: int, number: int) -> torch.Tensor | None:
-        """One expert's weight, of the parameter at that place of the block. None where there is no slot for it."""
+        """One expert's weight, of the parameter at that place of the block. None if no slot is free for the expert."""
         if not self._comes(number):
             return None
         return self._gradients.one(self._block, self._block.slots[place], number, lambda: self._given(place, number))
@@ -121,15 +121,15 @@ class ExpertsOfCall:
         return weight
 
     def gather(self, place: int, numbers: torch.Tensor) -> torch.Tensor | None:
-        """A copy of an expert's weight for each of the numbers. None where there is no slot for one of them."""
+        """A copy of an expert's weight for each of the numbers. None if no slot is free for one of the experts."""
         gathered = self._gathered
         if gathered is None or gathered.numbers is not numbers or place not in gathered.weights:
             wanted = numbers.detach().to("cpu", torch.int64).flatten()
             wanted = torch.where(wanted < 0, wanted + self.count, wanted)
             if not len(wanted) or not 0 <= int(wanted.min()) <= int(wanted.max()) < self.count:
                 if self._gradients.trains(self._block):
-                    return None  # who uses none of a trained weight gives it a gradient of zeros
-                return self._block.slots[place].absent[numbers]  # no values, or raises what the weight does
+                    return None  # a use of no experts gives a trained weight a gradient of zeros
+                return self._block.slots[place].absent[numbers]  # no values, or raises as the weight does
             gathered = self._gathered = self._copies(place, numbers, wanted)
             if gathered is None:
                 return None
@@ -155,10 +155,10 @@ class ExpertsOfCall:
         return _Gathered(numbers, used.tolist(), where.view(numbers.shape).to(self._bank.buffer.device), copies)
 
     def lend(self, slot: ManagedParam) -> torch.Tensor:
-        """All of a weight, which is here until the call ends: the module does more than to take experts."""
+        """All of a weight, lent until the call ends: the module does more with it than take experts."""
         self.let_go()
         self.whole = True
-        self._banks.clear()  # whose memory the block needs
+        self._banks.clear()  # the block needs their memory
         return borrow(slot.home)
 
     def let_go(self) -> None:
@@ -190,15 +190,15 @@ class ExpertsOfCall:
         return self._slices.view(self._block, self._bank, slot, place)
 
     def _comes(self, number: int) -> bool:
-        """Whether an expert is here or on its way, after what was done to bring it. False: there is no slot for it."""
+        """Brings an expert, unless it is here or on its way. Returns False if no slot is free for it."""
         if number not in self._slots or self._order.get(number, -1) not in self._turn:
             self._begin_turn(number)
         return number in self._slots
 
     def _begin_turn(self, number: int) -> None:
-        """Submits loads of the experts of this one's turn, and after them, ahead of their use, of the next turn's.
+        """Submits loads of the experts in the turn of this one and then, ahead of their use, of those in the next turn.
 
-        As many as there is room for: experts that the module still has keep their slots.
+        It loads as many as there is room for: experts that the module still has keep their slots.
         """
         at = self._order.get(number)
         first = 0 if at is None else at - at % self._turn_experts
@@ -215,14 +215,14 @@ class ExpertsOfCall:
             self._bring(wanted[: self._bank.slots - len(self._slots)])
 
     def _keep_only(self, turn: Sequence[int]) -> None:
-        """Gives up the slots of all experts that are not of the turn, and that the module has not. It gives up none
-        where nobody knows what the module has, or where that has written to one, which would be lost with the slot.
+        """Gives up the slots of all experts that are not in the turn and that the module no longer has. Gives up none
+        if nothing tells what the module has, or if it has written to an expert: that would be lost with the slot.
         """
         if any(one.is_written for one in self._taken):
             return
         self._taken = [one for one in self._taken if one.view() is not None]
         unseen = self._slices.is_unseen(self._bank, self._slots.values())
-        if unseen or references_beside(self._bank.buffer) == 2 * len(self._taken):  # it made no views of those
+        if unseen or references_beside(self._bank.buffer) == 2 * len(self._taken):  # the module made no views of them
             kept = {*turn, *(one.number for one in self._taken)}
             self._slots = {one: slot for one, slot in self._slots.items() if one in kept}
 
@@ -242,18 +242,18 @@ class WeightOfExperts(StandIn):
 
     @classmethod
     def of(cls, asked: ExpertsOfCall, place: int, slot: ManagedParam) -> "WeightOfExperts":
-        """For the parameter of that slot, which is at that place of the block."""
+        """The stand-in for the parameter of that slot, which is at that place of the block."""
         weight: WeightOfExperts = make_subclass(cls, slot.absent, False)
         weight.asked, weight.place, weight.slot = asked, place, slot
         return weight
 
     def used(self) -> torch.Tensor:
-        """As in StandIn: all of the weight."""
+        """All of the weight, for a torch function that does more than take experts."""
         return self.asked.lend(self.slot)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Gives experts that are taken by their numbers; else as in StandIn."""
+        """Gives experts that are taken by their numbers; does anything else as StandIn does."""
         if func is torch.Tensor.__getitem__ and isinstance(args[0], cls) and not args[0].asked.whole:
             with without_overrides():
                 found = _item(args[0], args[1])
@@ -269,7 +269,7 @@ def _item(weight: WeightOfExperts, index: Any) -> torch.Tensor | None:
     if number is not None:
         number += weight.asked.count if number < 0 else 0
         if not 0 <= number < weight.asked.count:
-            return weight.slot.absent[index]  # raises what the weight does
+            return weight.slot.absent[index]  # raises as the weight does
         one = weight.asked.take(weight.place, number)
         return one if one is None or not rest else one[rest]
     if not rest and type(first) is torch.Tensor and first.dtype in (torch.int64, torch.int32):

@@ -2,9 +2,9 @@
 next, whose backwards can be run one by one, later, with those of other micro-batches in between.
 
 A tensor that a segment takes from an earlier one is replaced there by a stand-in with the same memory and no graph
-behind it. The stand-in's gradient is what the segment's backward gives it; it is the root of the earlier segment's
-backward. Where several segments use one tensor, the later one's gradient is put into the earlier one's stand-in first,
-so that autograd adds up what comes after it one by one, in the order in which one backward through all of it does.
+behind it. The segment's backward gives the stand-in a gradient, with which the earlier segment's backward begins. Where
+several segments use one tensor, the later one's gradient is put into the earlier one's stand-in first: so autograd adds
+up gradients one by one, in the order in which one backward through the whole graph adds them up.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _HOOKED = "a hook is put on a tensor that comes from before a block"
 _USERS_LEAVES = 0  # the number of the segment that has the user's own leaves
 
 
-class CannotCutError(BaseException):  # which user code that catches errors of its own lets through
+class CannotCutError(BaseException):  # so that user code that catches Exception lets it through
     """This model's graph cannot be cut between blocks; `str()` says why."""
 
 
@@ -43,12 +43,12 @@ class _Boundary:
 
     def __init__(self, source: GradientEdge) -> None:
         self.source: GradientEdge | None = source
-        self.edge: GradientEdge | None = None  # of what stands in
-        self.later: _Boundary | None = None  # that of the next segment that uses the same tensor
+        self.edge: GradientEdge | None = None  # of the stand-in
+        self.later: _Boundary | None = None  # the boundary of the next segment that uses the same tensor
         self.gradient: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor | None:
-        """The stand-in's gradient, which is let go of here: whoever goes on with it keeps it."""
+        """Hands out the stand-in's gradient, and does not keep it."""
         gradient, self.gradient = self.gradient, None
         return gradient
 
@@ -69,7 +69,7 @@ class _Cut(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """A backward around others."""
+    """A function whose backward runs other backwards."""
 
     @staticmethod
     def forward(ctx: Any, carrier: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
@@ -83,7 +83,7 @@ class _Whole(torch.autograd.Function):
 
 
 def in_one_backward(run: Callable[[], None]) -> None:
-    """Calls `run()` within a backward: those that it begins are nested in that, and it ends after them."""
+    """Calls `run()` within a backward: the backwards that `run` begins are nested in it, and it ends after them."""
     whole: Any = _Whole.apply
     with torch.enable_grad():
         end: torch.Tensor = whole(torch.zeros((), requires_grad=True, device="cpu"), run)
@@ -91,7 +91,7 @@ def in_one_backward(run: Callable[[], None]) -> None:
 
 
 class _Between(TorchFunctionMode):
-    """What is computed between visits takes stand-ins for tensors of earlier segments."""
+    """Gives torch functions that are called between visits stand-ins for tensors of earlier segments."""
 
     def __init__(self, segments: "GraphSegments") -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Between(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         segments = self._segments
-        if torch.compiler.is_compiling():  # what is compiled comes by `apply` when it runs
+        if torch.compiler.is_compiling():  # compiled code comes through `apply` when it runs
             return func(*args, **kwargs)
         if segments.on_use is not None:
             segments.on_use((args, kwargs))
@@ -112,12 +112,12 @@ class _Between(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_watched = threading.local()  # `segments` of what this thread computes
+_watched = threading.local()  # `segments`: of the micro-batch that this thread computes
 
 
 def _watch_functions() -> Callable[[], None]:
-    """Puts a detour into `autograd.Function.apply`, and returns what takes it out again: functions of the user's own
-    and reentrant checkpoints call no torch function.
+    """Puts a detour into `autograd.Function.apply`, because users' own functions and reentrant checkpoints call no
+    torch function. Returns what takes the detour out again.
     """
     own = torch.autograd.Function.__dict__["apply"]
 
@@ -151,18 +151,18 @@ class GraphSegments:
     def __init__(self, on_use: Callable[[Any], None] | None = None) -> None:
         """`on_use` is told what torch functions are given, within visits, too."""
         self.on_use = on_use
-        self.in_visit = 0  # how many calls of visits are under way: their arguments are replaced, and nothing inside
+        self.in_visit = 0  # how many calls of visits are under way: arguments are replaced, but nothing inside
         self.function = 0  # number of the last function between visits: visits without gradients are within it
         self.of_nodes = 0  # the last segment that began with gradients on: nodes made with gradients off are its
         self.checkpoints: list[int] = []  # the segments that have the nodes of reentrant checkpoints
         self._begins = [-1]  # of each segment: the first sequence number that autograd gives to its nodes
         self._carrier = torch.zeros((), requires_grad=True, device="cpu")
-        self._here: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor, int]] = {}  # of the present segment
+        self._here: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor, int]] = {}  # stand-ins of the segment
         self._chains: dict[tuple[Any, int], _Boundary] = {}  # the last stand-in of each tensor
         self._used_in: defaultdict[int, list[_Boundary]] = defaultdict(list)
         self._made_in: defaultdict[int, list[_Boundary]] = defaultdict(list)  # the first stand-in of each tensor
-        self._cuts: dict[Any, tuple[tuple[Any, int], int]] = {}  # nodes at which a graph ends, and for what each stands
-        self._given_out: list[weakref.ref[torch.Tensor]] = []  # all that stand in
+        self._cuts: dict[Any, tuple[tuple[Any, int], int]] = {}  # stand-ins' nodes, and for what each stands
+        self._given_out: list[weakref.ref[torch.Tensor]] = []  # all stand-ins
         self._copies: list[list[tuple[Any, list[Any]]]] = []  # of containers that visits under way were given
         self._all: list[_Boundary] = []
         self._loss: GradientEdge | None = None
@@ -187,7 +187,7 @@ class GraphSegments:
         return len(self._begins) - 1
 
     def begin(self) -> int:
-        """A visit begins, and a segment with it: its number. Raises CannotCutError."""
+        """A visit begins, and with it a segment, whose number this returns. Raises CannotCutError."""
         self._check()
         with torch.enable_grad():
             self._begins.append(sequence_number(self._carrier.view(()).grad_fn))
@@ -200,7 +200,7 @@ class GraphSegments:
         return map_tensors(value, self._stand_in) if torch.is_grad_enabled() else value
 
     def enter_visit(self, inputs: Any, *, encloses: bool) -> Any:
-        """The call of a visit begins: its inputs. Blocks that it `encloses` stop by themselves; nothing else inside."""
+        """A visit's call begins; returns its inputs. Nothing inside is replaced, unless the call `encloses` blocks."""
         taken = self.taken(inputs)
         self._copies.append([] if taken is inputs else [(one, _held(one)) for one in containers_in(taken)])
         self.in_visit += not encloses
@@ -214,7 +214,7 @@ class GraphSegments:
                 raise CannotCutError(f"a block writes to a {type(copy).__name__} that it was given")
 
     def end(self, loss: torch.Tensor) -> None:
-        """The loss is there. Raises CannotCutError."""
+        """Forward ends, with this loss. Raises CannotCutError."""
         self._check()
         for reference in self._given_out:
             stand_in = reference()
@@ -266,7 +266,7 @@ class GraphSegments:
         return bisect_right(self._begins, sequence_number(node)) - 1
 
     def _check(self) -> None:
-        """The present segment is over: nothing may have been done to tensors that it took."""
+        """The present segment is over. Raises CannotCutError if something was done to tensors that it took."""
         here, self._here = self._here, {}
         for stand_in, source, version in here.values():
             if source._version != version:
@@ -278,7 +278,7 @@ class GraphSegments:
     def leaves(self, segment: int, owners: dict[Any, int], number: int) -> list[torch.Tensor]:
         """Leaves to which the segment's graph gives gradients. Raises CannotCutError where it goes on beyond it.
 
-        `owners`: nodes, each with the micro-batch that it was found in; this is that `number`.
+        `owners`: nodes, each with the micro-batch that it was found in. `number` is that of this micro-batch.
         """
         found: list[torch.Tensor] = []
         begin, seen = self._begins[segment], set()
@@ -301,7 +301,7 @@ class GraphSegments:
 
     # backward ---------------------------------------------------------------------------------------------------------
     def backward(self, segment: int) -> None:
-        """The backward of one segment; to be called for the last segment first."""
+        """Runs the backward of one segment; to be called for the last segment first."""
         found = [(root, gradient()) for root, gradient in self._roots(segment)]
         roots = [(root, gradient) for root, gradient in found if gradient is not None]
         self._made_in.pop(segment, None)
@@ -312,7 +312,7 @@ class GraphSegments:
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
 
     def close(self) -> None:
-        """Nothing is kept any more: nodes and what stands in keep each other alive."""
+        """Lets go of everything: nodes and stand-ins would keep each other alive."""
         for one in self._all:
             one.source = one.edge = one.later = one.gradient = None
         self._all.clear()
@@ -321,7 +321,7 @@ class GraphSegments:
         self._loss = self._loss_gradient = None
 
     def _roots(self, segment: int) -> Iterable[tuple[GradientEdge, Callable[[], torch.Tensor | None]]]:
-        """Where the segment's backward begins, and what gives the gradient there, once later segments' are done."""
+        """Where the segment's backward begins, and what gives the gradient there once later segments' have run."""
         if segment == self.number and self._loss is not None:
             yield self._loss, lambda: self._loss_gradient
         for one in self._made_in[segment]:

@@ -4,8 +4,8 @@ Active while a block's forward runs. Everything autograd saves that lies in a bl
 everything else goes on to the hooks that were on top before (checkpointing, activation offload, a user's own), because
 only the innermost hooks are called. Any unpack tells the engine that the backward of this site has begun.
 
-A checkpoint outside is told of weights too: it counts what forward and recomputation save, and in the latter a module
-that was a visit in forward may be none, because its block is there already.
+A checkpoint around the visit is told of weights, too: it counts what forward and recomputation save, and a call that
+was a visit in forward may be none in recomputation, because its block is there already.
 """
 
 import contextlib
@@ -53,9 +53,9 @@ class WeightHandle(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # elements of dtype from the start of the buffer
-    conjugated: bool  # the bytes are those of its conjugate
-    negated: bool  # ... of its negative
-    recompute: "Callable[[Any], Any] | None"  # how the checkpoint around it unpacks, by computing again first
+    conjugated: bool  # whether the bytes are those of the conjugate
+    negated: bool  # whether the bytes are those of the negative
+    recompute: "Callable[[Any], Any] | None"  # the unpack hook of a checkpoint around, which computes again first
 
 
 class _Saved(NamedTuple):
@@ -73,7 +73,7 @@ class _Outer(NamedTuple):
 
 
 class _Wrapper(NamedTuple):
-    """A tensor of a class of its own, around others."""
+    """A tensor of a class of its own, which wraps other tensors."""
 
     kind: Any
     inner: dict[str, Any]  # packed
@@ -91,13 +91,13 @@ class SavedTensors:
         self._slices = slices
         self._backward = backward
         self._site = site
-        self.in_method = False  # they were pushed before the pass began, and outlast it
+        self.in_method = False  # whether these hooks were pushed before the pass began, and outlast it
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # hooks that are not ours
-        self._checkpoint: Callable[..., Any] | None = None  # of them, that of a checkpoint that counts
-        self._recompute: Callable[..., Any] | None = None  # ... and how it computes again
+        self._checkpoint: Callable[..., Any] | None = None  # pack hook of a checkpoint, which counts
+        self._recompute: Callable[..., Any] | None = None  # its unpack hook, which computes again
 
     def push(self, *, in_method: bool) -> None:
-        """From now on autograd saves through these hooks, until they are popped. `in_method`: beyond this pass."""
+        """From now on autograd saves through these hooks, until they are popped. `in_method`: they outlast the pass."""
         self.in_method = in_method
         self._outer = top_hooks(True)
         if self._outer is not None:
@@ -130,7 +130,7 @@ class SavedTensors:
         return _Saved(tensor.detach(), tensor._version)
 
     def _pack_weight(self, tensor: torch.Tensor) -> WeightHandle | SavedExperts | None:
-        """The handle of what lies in a block, or in a bank of experts; None for any other."""
+        """The handle of a tensor that lies in a block, or in a bank of experts; None for any other."""
         block = self._addresses.block_of(tensor)
         if block is not None:
             dtype, offset = tensor.dtype, tensor.storage_offset()
@@ -227,7 +227,7 @@ def pop_left_over(residency: Residency) -> None:
 
 
 def is_checkpointed() -> bool:
-    """Whether what autograd would save now is left out, and computed again in backward."""
+    """Whether a checkpoint leaves out what autograd would save now, and computes it again in backward."""
     hooks = top_hooks(True)
     pack: Any = None if hooks is None else hooks[0]
     owner = getattr(pack, "__self__", None)
@@ -237,15 +237,15 @@ def is_checkpointed() -> bool:
 
 
 class _ComputedAgainError(Exception):
-    """Instead of what a checkpoint would hand out: the weight is here already."""
+    """Keeps a checkpoint that has computed again from handing out a tensor: the weight is here already."""
 
 
 class _Nothing:
-    """What a checkpoint is asked for, when it shall compute again and no more."""
+    """What a checkpoint is asked for, to have it compute again and do no more."""
 
     @property
     def handles(self) -> Any:
-        """The first thing that it looks at when it has."""
+        """What the checkpoint reads first after it has computed again."""
         raise _ComputedAgainError
 
 
@@ -253,8 +253,8 @@ _NOTHING = _Nothing()
 
 
 def _compute_again(unpack: Callable[[Any], Any]) -> None:
-    """What a checkpoint would do for any saved tensor, once for each backward: what modules write in forward, such as
-    BatchNorm's statistics, is then written once more, as without us.
+    """Has a checkpoint compute again, as it does for any saved tensor, once for each backward. What modules write in
+    forward, such as BatchNorm's statistics, is then written once more, as in a plain run.
 
     Its unpack hook (torch.utils.checkpoint._checkpoint_hook) recomputes, then reads `holder.handles`. Raising there
     stops it before it hands out a tensor.
@@ -264,7 +264,7 @@ def _compute_again(unpack: Callable[[Any], Any]) -> None:
 
 
 def check_unchanged(slot: ManagedParam, before: Token) -> None:
-    """Raises WeightChangedError when the home has other contents now than it had then."""
+    """Raises WeightChangedError if the slot's home has other contents now than those of `before`."""
     with without_overrides():  # a look at a home is our own
         now = slot.token
     if now == before:

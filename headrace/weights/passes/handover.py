@@ -1,4 +1,4 @@
-"""What goes into a call of the model, and what comes out? Inputs to the device; weights that outlive the visit."""
+"""What goes into a call of the model, and what comes out? Inputs, on the device; copies of weights."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ class Handover:
         self._residency = residency
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inputs where the model computes.
+        """Moves inputs to where the model computes.
 
-        Whoever places some of them there means the others as they are, as far as these can be lengths (integers of one
-        dimension at most, which PyTorch's packed sequences want on the host).
+        If some of them are there already, others that can be lengths stay where they are: integers of at most one
+        dimension, which PyTorch's packed sequences want on the host.
         """
         device = self._device
         placed = device.type != "cpu" and any(tensor.device == device for tensor in tensors_in((args, kwargs)))
@@ -35,9 +35,9 @@ class Handover:
         return map_tensors(args, moved), map_tensors(kwargs, moved)
 
     def output(self, output: Any, *, outermost: bool) -> Any:
-        """What a call hands on of its weights. Views are copied: they would keep a whole buffer beyond the visit.
+        """A call's output, with views of weights copied: a view would keep a whole buffer beyond the visit.
 
-        A weight itself may go on inside the model, where it comes back when it is used; the user gets a copy.
+        A weight itself may be handed on inside the model, where its block comes back for it; the user gets a copy.
         """
 
         addresses = self._residency.addresses

@@ -32,7 +32,7 @@ __all__ = ["LayerMajor"]
 
 
 class _Member:
-    """One micro-batch. `at`: the site whose call it waits for. `calls`: of it, that are under way."""
+    """One micro-batch. `at`: the site at whose call it waits for its turn. `calls`: its calls under way."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class _Member:
         self.fiber = Fiber(partial(self._compute, compute), number, device)
         self.at: Site | None = None
         self.calls: list[Call] = []
-        self.grouped = 0  # the last of its segments that has a turn
+        self.grouped = 0  # the number of its last segment that has a turn
 
     def next_segment(self) -> int:
-        """The first that has none; now it has."""
+        """The number of the first segment that has no turn, and gets one now."""
         self.grouped += 1
         return self.grouped
 
@@ -71,16 +71,16 @@ class LayerMajor:
     """One step of several micro-batches."""
 
     def __init__(self, engine: Engine, gradients: Gradients, states: ModuleStates | None) -> None:
-        """`states`: of modules before, where it is not known yet whether they note something."""
+        """`states`: what modules noted before; None where micro-batches are known to go together."""
         self._engine = engine
         self._gradients = gradients
         self._states = states
-        # By reentrant checkpoints: micro-batch, function, and the segment of its node.
+        # Blocks that reentrant checkpoints compute again: micro-batch, function, and the segment of its node.
         self._computed_again: dict[Block, set[tuple[int, int, int]]] = {}
-        self._computes_again = False  # blocks in backward
-        self._groups: list[list[_Turn]] = []  # those that are computed while one block is there, in order
+        self._computes_again = False  # whether blocks are computed again in backward
+        self._groups: list[list[_Turn]] = []  # turns that come while one block is there, in order
         self._running: _Member | None = None
-        self._turn = 0  # counts them
+        self._turn = 0  # counts calls of _go_on()
 
     def run(
         self,
@@ -88,11 +88,11 @@ class LayerMajor:
         in_forward: AbstractContextManager[None],
         in_backward: AbstractContextManager[None],
     ) -> list[torch.Tensor]:
-        """Forward and backward of all: their losses. Each computation gives the loss of a micro-batch.
+        """Runs forward and backward of all micro-batches, and returns their losses. Each computation gives one loss.
 
-        `in_forward`, `in_backward`: what activations want to be around these.
+        `in_forward`, `in_backward`: contexts that activations want around these.
 
-        Raises CannotCutError, when nothing is left of what was done but what user code did itself.
+        Raises CannotCutError; nothing is left then of what was done, except for what user code did itself.
         """
         engine = self._engine
         members: list[_Member] = []
@@ -145,12 +145,12 @@ class LayerMajor:
         self._group_what_lies_between(members)
 
     def _group_what_lies_between(self, members: Sequence[_Member]) -> None:
-        """Segments that have begun without a turn."""
+        """Gives turns to segments that have begun without one."""
         while some := [member for member in members if member.grouped < member.segments.number]:
             self._groups.append([_Turn(member, member.next_segment()) for member in some])
 
     def _go_on(self, members: Sequence[_Member]) -> None:
-        """One after the other, to where each stops next."""
+        """Resumes the members one after the other; each goes on to where it stops next."""
         self._turn += 1
         for member in members:
             self._engine.take_turn(first=member is members[0], last=member is members[-1])
@@ -174,7 +174,7 @@ class LayerMajor:
             raise CannotCutError(f"{changed!r} is written while micro-batches are computed, which others would see")
 
     def arrive(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """A micro-batch calls a block: the others go on until all that come here have. Its inputs."""
+        """A micro-batch calls a block. Waits until the others that call it have come here; returns its inputs."""
         member = self._running
         if member is None:
             raise StateError("a block of the model is called by another thread while forward_backward() is under way")
@@ -193,7 +193,7 @@ class LayerMajor:
         return inputs
 
     def note_use(self, *blocks: Block) -> None:
-        """The micro-batch that is computed uses these, or parts of them: without gradients, it does so again later."""
+        """Notes blocks that the micro-batch uses, or parts of them. If without gradients, it uses them again later."""
         if self._running is not None and not torch.is_grad_enabled():
             segments = self._running.segments
             for block in blocks:
@@ -202,9 +202,11 @@ class LayerMajor:
 
     # between ----------------------------------------------------------------------------------------------------------
     def _apart(self, members: Sequence[_Member]) -> tuple[dict[ManagedParam, int], set[ManagedParam]]:
-        """Parameters that get gradients in several groups, and in how many; those that reentrant checkpoints give them.
+        """Parameters that get gradients in several groups, with the number of groups; and those of them that get some
+        from reentrant checkpoints.
 
-        Raises CannotCutError for others than the model's that do, and where these take more host memory than there is.
+        Raises CannotCutError if parameters outside the model do, or if the gradients need more host memory than there
+        is.
         """
         used_in: dict[torch.Tensor, set[int]] = {}
         owners: dict[Any, int] = {}
@@ -218,7 +220,7 @@ class LayerMajor:
         count = len(members)
         several = [leaf for leaf, used in used_in.items() if len(used) > 1]
         uses = {leaf.owner(): len(used) for leaf, used in used_in.items() if isinstance(leaf, Leaf)}
-        one_by_one: dict[ManagedParam, int] = {}  # their graphs are not there yet
+        one_by_one: dict[ManagedParam, int] = {}  # by recomputation, whose graphs are not there yet
         often = False  # whether a block is computed again for several checkpoints of a micro-batch
         for block, functions in self._computed_again.items():
             again = max(Counter(number for number, _, _ in functions).values())
@@ -247,8 +249,8 @@ class LayerMajor:
         return apart, set(one_by_one)
 
     def _staying(self, *, any_of_them: bool) -> Iterable[ManagedParam]:
-        """Trained parameters that stay on the device and that several checkpoints may use, which nobody sees: those of
-        several modules, or `any_of_them`.
+        """Trained parameters that stay on the device and that several checkpoints may use unseen: those of several
+        modules or, with `any_of_them`, all.
         """
         for block in self._engine.residents:
             of_several = block.places.of_several_modules()
@@ -263,7 +265,7 @@ class LayerMajor:
                 raise CannotCutError("another offloaded model is trained by the same loss")
 
     def _is_passing(self, leaf: torch.Tensor, groups: set[int]) -> bool:
-        """Whether it is no parameter: a table's sign, or made on the way by one block (T5's position bias)."""
+        """Whether a leaf is no parameter, but a table's sign or a tensor that a block has made (T5's position bias)."""
         made_on_the_way = 0 in groups and len(groups) == 2 and leaf.grad is None and not isinstance(leaf, nn.Parameter)
         return made_on_the_way or self._engine.parts.is_sign(leaf)
 
@@ -281,6 +283,6 @@ class LayerMajor:
 
 
 def _in_order(members: Sequence[_Member], groups: Mapping[tuple[int, int], int]) -> bool:
-    """Whether the turns of each reentrant checkpoint come together. `groups`: of each member's segments."""
+    """Whether each reentrant checkpoint is in one group for all members. `groups`: of each member's segments."""
     turns = ([groups[member.number, segment] for segment in member.segments.checkpoints] for member in members)
     return all(len(set(of_each)) == 1 for of_each in itertools.zip_longest(*turns))

@@ -1,4 +1,4 @@
-"""Who gets a leaf without a call of its module? What computes with a home, or asks a module for one, during a pass.
+"""Who gets a leaf without a call of its module? Code that computes with a home, or asks for one, during a pass.
 
 See weights/passes/parameter_access.py for how such uses come here.
 """
@@ -24,7 +24,7 @@ __all__ = ["Lending", "is_idle"]
 
 
 class Lending:
-    """Lends the leaves of one model. `begin_method`: a method that is no pass becomes one."""
+    """Lends the leaves of one model. `begin_method` makes a method's call a pass, unless it is one."""
 
     def __init__(
         self,
@@ -36,17 +36,17 @@ class Lending:
         self._executor = executor
         self._begin_method = begin_method
         self._blocks: dict[ManagedParam, Block] = {}
-        self._lent_in_backward: list[Block] = []  # outside of any call
+        self._lent_in_backward: list[Block] = []  # lent outside of any call
 
     def add(self, block: Block) -> None:
         """From now on the block's leaves are lent, too."""
         self._blocks.update(dict.fromkeys(block.slots, block))
 
     def lend_to_function(self, slot: ManagedParam, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
-        """A torch function takes a home that no call of its own module brought.
+        """The leaf for a home that a torch function takes with no call of its module; None: the home itself is used.
 
-        A method other than `forward` has homes as its caller has them, outside of its pass, where it does not use them
-        with what is on the device: it may update, average or save weights.
+        A method other than `forward` uses homes themselves, outside of its pass, unless it uses them with tensors on
+        the device: it may update, average or save weights.
         """
         block = self._blocks.get(slot)
         progress = self._progress
@@ -60,16 +60,16 @@ class Lending:
                 method.pause()
                 return None
             self._begin_method(method)
-        if use is Use.WRITE:  # as the user would, from outside
+        if use is Use.WRITE:  # the home is written to, as by the user from outside
             slot.touch()
             return None
         return self._lend(block, slot)
 
     def lend_to_module(self, slot: ManagedParam) -> torch.Tensor | None:
-        """A module is asked for a parameter of a block that no visit brought.
+        """The leaf for a home that a module is asked for, of a block that no visit brought; None: it gives the home.
 
-        In backward, what is computed again runs with gradients on; hooks run with gradients off, and see homes as user
-        code does.
+        In backward, recomputation runs with gradients on, and gets leaves. Hooks run with gradients off, and get homes,
+        as user code does.
         """
         block = self._blocks.get(slot)
         if block is None or not (self.computes or self.begin_method()):
@@ -77,8 +77,8 @@ class Lending:
         return self._lend(block, slot)
 
     def _lend(self, block: Block, slot: ManagedParam) -> torch.Tensor:
-        """The block comes, for a visit until the innermost call ends, or in backward the visit that it is at; or until
-        its memory is needed, see `Block.may_be_taken_back`.
+        """Brings the block, and returns the slot's leaf. The block stays until the innermost call ends or, in backward,
+        the visit that this is at; or until its memory is needed (`Block.may_be_taken_back`).
         """
         slot.prepare_leaf()
         if block.experts is not None and torch.is_grad_enabled() and slot.home.requires_grad:
@@ -96,7 +96,7 @@ class Lending:
         return slot.leaf
 
     def begin_method(self) -> bool:
-        """A module is asked for a weight or a buffer outside of any pass. Whether a method has become one by that."""
+        """Makes a pass of this thread's method, in which a module is asked for a weight or a buffer. Whether it has."""
         method = self._method()
         if method is None:
             return False
@@ -104,17 +104,17 @@ class Lending:
         return True
 
     def _method(self) -> MethodCall | None:
-        """The one that this thread calls, if that computes no gradients now."""
+        """The method that this thread calls; None if it calls none, or runs a backward."""
         return None if self._progress.in_backward else self._progress.methods.get(threading.get_ident())
 
     def end_of_visit(self) -> None:
-        """Backward goes on to another block, or ends: what was lent in between comes back."""
+        """Backward goes on to another block, or ends: blocks that were lent in between go back."""
         lent, self._lent_in_backward = self._lent_in_backward, []
         for block in lent:
             block.take_back()
 
     def forget(self) -> None:
-        """Nothing is lent any more: all blocks were unbound."""
+        """Forgets what is lent: all blocks were unbound."""
         self._lent_in_backward.clear()
 
     @property
@@ -124,9 +124,9 @@ class Lending:
 
 
 def is_idle(blocks: Sequence[Block], args: Any, kwargs: Any) -> bool:
-    """Whether a call of an expert is one with no tokens, and gives its weights no gradient: it need not come for that.
+    """Whether a call of an expert has no tokens, and gives its weights no gradient: the expert need not come for it.
 
-    Where code loops over all experts of a layer, most calls are such ones. See docs/design/experts.md.
+    Where code loops over all experts of a layer, this holds for most calls. See docs/design/experts.md.
     """
     (block,) = blocks
     if block.users or any(isinstance(slot.home, AliasHome) for slot in block.slots):

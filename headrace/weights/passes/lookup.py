@@ -1,8 +1,8 @@
 """How is a table that travels by rows looked up? Its embedding's `forward` is ours: rows come, and get a gradient.
 
-The host reads which rows: it waits once for what the device computes before the lookup. The rows that are used, in
-order, are a small table, and the positions in it are the ids. So the device's own kernels look up, and add the
-gradients of a row up, in the same order as in the whole table. See docs/design/tables.md.
+The host reads which rows are wanted, and so waits once for what the device computes before the lookup. The used rows,
+in order, are a small table, and positions in it take the place of ids. So the device's own kernels look rows up, and
+add up the gradients of a row in the same order as in the whole table. See docs/design/tables.md.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ class Lookups:
         self._lending = lending
 
     def look_up(self, block: Block, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of the `forward` of an embedding; `own` is its own, which computes with the whole table."""
+        """Runs a call of an embedding. `own` is its own `forward`, which computes with the whole table."""
         ids: Any = args[0] if args else kwargs.get("input")
         if len(args) + len(kwargs) == 1 and self._goes_by_rows(block, module, ids):
             with without_overrides():
                 if ids.dtype not in (torch.int64, torch.int32):
-                    return F.embedding(ids, torch.empty(1, 1, device=self._device))  # which says so
+                    return F.embedding(ids, torch.empty(1, 1, device=self._device))  # raises
                 return self._look_up(block, module, ids)
         return own(*args, **kwargs)
 
@@ -82,7 +82,7 @@ class Lookups:
 
 
 def _place(padding_idx: int | None, used: torch.Tensor, rows: int) -> int:
-    """Where the row without gradients is among those that are used; -1 where it is not."""
+    """The position among the used rows of the row without gradients; -1 if it is not used."""
     if padding_idx is None:
         return -1
     padding_idx %= rows

@@ -1,7 +1,7 @@
-"""What do an offloaded model's modules do differently? Moving, reading, writing and copying them is as on a CPU.
+"""What do an offloaded model's modules do differently? They are moved, read, written and copied as if on a CPU.
 
-Their classes stay what they are: see runtime/module_calls.py. Their parameters come out of a dict that lends leaves
-while the model computes.
+Their classes stay what they are: see runtime/module_calls.py. Their parameters are in a dict that lends leaves while
+the model computes.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ __all__ = ["Managed", "bring_attributes_back", "lend_parameters", "make_managed"
 
 
 class LendingDict(dict[str, Any]):
-    """A module's `_buffers`, or `_parameters`: while the model computes, a home that is asked for gives its leaf."""
+    """A module's `_buffers`, or `_parameters`: gives, while the model computes, the leaf for a home."""
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
@@ -57,9 +57,9 @@ class LendingDict(dict[str, Any]):
 
 
 class Parameters(LendingDict):
-    """A module's `_parameters`. What is put here, or taken from here, is so as well for who asks the module: an
-    attribute of the instance that is in front of it goes (weights/model/places.py). Who goes through all of it has
-    homes, as from `parameters()`.
+    """A module's `_parameters`. When a parameter is put here, or taken from here, the leaf that hides it as an
+    attribute of the instance goes (weights/model/places.py), so that the module shows the change. Iteration gives
+    homes, as `parameters()` does.
     """
 
     def __init__(self, held: Mapping[str, Any], module: nn.Module) -> None:
@@ -104,7 +104,7 @@ class Parameters(LendingDict):
 
 
 def lend_parameters(module: nn.Module) -> None:
-    """The module gives leaves, where it is asked for a parameter during a pass."""
+    """Makes the module give leaves when it is asked for parameters during a pass."""
     if module._parameters and not isinstance(module._parameters, Parameters):
         module.__dict__["_parameters"] = Parameters(module._parameters, module)
     if module._buffers and not isinstance(module._buffers, LendingDict):
@@ -112,7 +112,7 @@ def lend_parameters(module: nn.Module) -> None:
 
 
 class Managed:
-    """One managed module, as a participant in what it does."""
+    """The participant that takes part in what one managed module does."""
 
     outer = False
 
@@ -188,15 +188,15 @@ class Managed:
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
         """Blocks are compiled in the place of a module around them."""
         if self._takes_parts:
-            return True  # of which nothing is gained, and which the compiler cannot follow
+            return True  # nothing is gained by it, and the compiler cannot follow it
         if not self.site.encloses:
             return False
         compile_blocks(self._engine, _layers(module), compiler)
         return True
 
     def stopped(self, module: nn.Module) -> None:
-        """Where torch.compile was given the module, that compiles its blocks from now on. Raises StateError in an
-        export.
+        """The compiler has come to a call of the module. If torch.compile was given the module, it compiles the
+        module's blocks from now on. Raises StateError in an export.
         """
         if torch.compiler.is_exporting():
             raise StateError(
@@ -212,7 +212,7 @@ class Managed:
 
     @property
     def _takes_parts(self) -> bool:
-        """Whether the module's `forward` is ours, as rows of its weight, or experts, come when they are used."""
+        """Whether the module's `forward` is ours, because rows of its weight, or experts, come when they are used."""
         return self.site.table is not None or self.site.all_experts is not None or self.site.adapts
 
     @contextlib.contextmanager
@@ -248,10 +248,10 @@ class Managed:
     def _apply(
         self, module: nn.Module, _own: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
-        """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there; so
-        do parameters that are left to the user.
+        """Serves `.to(device)`, `.cuda()` and `.cpu()`: managed parameters and buffers stay where they are; so do
+        parameters that are left to the user.
 
-        Of the whole model `.to(dtype)` is done, and it is offloaded anew.
+        `.to(dtype)` of the whole model is carried out, and the model is offloaded anew.
         """
         owner = self.site.companion
         if owner is not None and recurse and any(_changes_dtype(home, fn) for home in module.parameters()):
@@ -272,12 +272,12 @@ class Managed:
         return module
 
     def _named_members(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """Behind `parameters()`, `zero_grad()` and their like: homes, also right after a backward that raised."""
+        """Gives homes to `parameters()`, `zero_grad()` and their like, also right after a backward that raised."""
         self._engine.quiesce()
         return ((name, _home_or_own(member)) for name, member in own(*args, **kwargs))
 
     def _zero_grad(self, module: nn.Module, own: Any, set_to_none: bool = True) -> None:
-        """As nn.Module has it; without waiting for updates under way, which keep the gradients that they read."""
+        """Does as in nn.Module, but does not wait for updates under way, which keep the gradients that they read."""
         if set_to_none:
             self._engine.quiesce(updates=False)
             for part in module.modules():
@@ -304,14 +304,14 @@ class Managed:
 
 
 def bring_attributes_back(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Tensors that modules have made on the device and kept in attributes go to the host."""
+    """Moves tensors that modules have made on the device, and kept in attributes, to the host."""
     known: dict[int, torch.Tensor] = {}
     for module in modules:
         module.__dict__.update(_attributes_on_host(module, device, known))
 
 
 def _attributes_on_host(module: nn.Module, device: torch.device, known: dict[int, torch.Tensor]) -> dict[str, Any]:
-    """The attributes that have tensors on the device, with copies on the host; `known`: those made before."""
+    """The attributes that have tensors on the device, with copies on the host; `known`: copies made before, by id."""
 
     def on_host(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not torch.Tensor or tensor.device != device:
@@ -333,7 +333,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)  # parameters, buffers and hooks h
 def _home_or_own(member: Any) -> Any:
     if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
         return borrow(member)
-    return member if isinstance(member, Leaf) else shown_for(member)  # the former: a buffer that travels with its block
+    return member if isinstance(member, Leaf) else shown_for(member)  # a Leaf is a buffer here
 
 
 _copies_on_host: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # weakly, of parameters left to the user
@@ -358,7 +358,7 @@ def _never() -> bool:
 
 
 def _looking_at_homes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """nn.TransformerEncoder looks at its first layer's weights, to choose how to compute, and uses none."""
+    """For nn.TransformerEncoder, which looks at its first layer's weights to choose how to compute, and uses none."""
 
     def looking(*args: Any, **kwargs: Any) -> Any:
         with homes_as_they_are():
@@ -368,8 +368,8 @@ def _looking_at_homes(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The modules below whose calls bring blocks, and with none of their kind inside. One operation alone gains nothing
-    by being compiled: modules without children are left out.
+    """The modules in `module` whose calls bring blocks, and that have no such modules inside. Modules without children
+    are left out: one operation alone gains nothing by being compiled.
     """
     composed = [inner for inner in module.modules() if next(inner.children(), None) is not None]
     sites = ((inner, site_of(inner)) for inner in composed)
@@ -377,7 +377,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def make_managed(module: nn.Module, site: Site, engine: Engine) -> None:
-    """The module is a managed one from now on."""
+    """Makes the module a managed one."""
     take_part(module, Managed(module, site, engine))
     _give_device(module, site.device)
 
@@ -418,7 +418,7 @@ class _Device(property):
 
 
 def _give_device(module: nn.Module, device: torch.device) -> None:
-    """The module's `device` is this one, if its class has such a property."""
+    """Makes the module's `device` this one, if its class has such a property."""
     owner = _owner_of_device(type(module))
     if owner is not None:
         if not isinstance(owner.__dict__["device"], _Device):
@@ -436,7 +436,7 @@ def _take_device(module: nn.Module) -> None:
 
 
 def _owner_of_device(kind: Any) -> Any:
-    """The class whose property `device` is; None where it is none, or another kind of attribute."""
+    """The class that has the property `device`; None if there is none, or `device` is another kind of attribute."""
     for owner in kind.__mro__:
         if "device" in owner.__dict__:
             return owner if isinstance(owner.__dict__["device"], property) else None

@@ -1,4 +1,4 @@
-"""What do modules note while they compute? Attributes and buffers: those that take turns would see each other's."""
+"""What do modules note while they compute? Attributes and buffers, which micro-batches that take turns would share."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -15,9 +15,9 @@ from headrace.weights.model.home import Leaf
 __all__ = ["ModuleStates"]
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-# What is compared elsewhere, or is ours.
+# Attributes that are compared elsewhere, or are ours.
 _NOT_COMPARED = frozenset(("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"))
-# Hooks that make no difference where they are there already. transformers puts another one on with each call of
+# Hooks of which a second one makes no difference. transformers puts another one on with each call of
 # activation_checkpointing_enable().
 _IDEMPOTENT = frozenset(("PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",))
 _MOST_BUFFER_BYTES = 1 << 20  # larger ones are tables or packed weights, which no forward writes
@@ -25,7 +25,7 @@ _MISSING = object()
 
 
 class ModuleStates:
-    """What modules have noted, and their buffers, as they were when this was made. Not during a pass."""
+    """Modules' attributes and buffers as they were when this was made. To be made between passes."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._modules = list(modules)
@@ -38,14 +38,14 @@ class ModuleStates:
             if buffer is not None and buffer.nbytes <= _MOST_BUFFER_BYTES
         ]
         self._turn = 0
-        self._used_in: list[set[int]] = [set() for _ in self._buffers]  # turns in which anything was done to each
-        self._here: list[torch.Tensor | None] = []  # what modules compute with, in the place of each
-        self._numbers: dict[int, int] = {}  # of these, by id
+        self._used_in: list[set[int]] = [set() for _ in self._buffers]  # turns in which each was used or replaced
+        self._here: list[torch.Tensor | None] = []  # what modules compute with in the place of each
+        self._numbers: dict[int, int] = {}  # the positions of these, by id
 
     def changed_attribute(self) -> str | None:
-        """The name of an attribute that is another one now than when this was asked first, or holds others; None: none.
+        """The name of an attribute that is, or holds, something else now than when this was first asked; None: none.
 
-        Not than before: a first call may set something up for good (hooks of transformers).
+        What came before is not compared: a first call may set something up for good (hooks of transformers).
         """
         if not self._compared:
             attributes = [_attributes_of(module) for _, module in self._modules]
@@ -63,7 +63,7 @@ class ModuleStates:
         return None
 
     def look_at_buffers(self, turn: int) -> None:
-        """A micro-batch goes on, or has stopped, in this turn: modules may have other buffers than at the last look."""
+        """A micro-batch goes on, or has stopped, in this turn: notes buffers that were replaced since the last look."""
         before, self._turn = self._here, turn
         self._here = [container.get(name) for container, name, _, _ in self._buffers]
         self._numbers = {id(held): number for number, held in enumerate(self._here) if held is not None}
@@ -72,20 +72,20 @@ class ModuleStates:
                 used_in.add(turn)
 
     def note_use(self, value: Any) -> None:
-        """A torch function is given `value`."""
+        """Notes that a torch function uses the buffers in `value`."""
         for tensor in tensors_in(value):
             number = self._numbers.get(id(tensor))
             if number is not None:
                 self._used_in[number].add(self._turn)
 
     def buffers_changed(self) -> bool:
-        """Whether a buffer holds something else than before."""
+        """Whether a buffer holds something else than when this was made."""
         return any(map(self._has_changed, range(len(self._buffers))))
 
     def shared_buffer(self) -> str | None:
-        """The name of a buffer that was written, and used in several turns: others came between. None: there is none.
+        """The name of a buffer that was written, and used in several turns, with others in between; None: none.
 
-        Not during a pass.
+        Not to be asked during a pass.
         """
         numbers = (number for number, turns in enumerate(self._used_in) if len(turns) > 1)
         return next((self._buffers[number][1] for number in numbers if self._has_changed(number)), None)
@@ -95,7 +95,7 @@ class ModuleStates:
         return container.get(name) is not buffer or not torch.equal(buffer, before)
 
     def restore(self) -> None:
-        """As it was; what lists and dicts hold excepted."""
+        """Sets attributes and buffers back to what they were, but not what lists and dicts hold."""
         for (_, module), before in zip(self._modules, self._attributes, strict=True):
             for key in _attributes_of(module).keys() - before.keys():
                 del module.__dict__[key]
@@ -115,12 +115,12 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _within(attributes: dict[str, Any]) -> dict[str, list[Any]]:
-    """What lists, dicts and sets hold."""
+    """What each attribute that is a list, dict or set holds."""
     return {key: _holds(key, value) for key, value in attributes.items() if isinstance(value, dict | list | set)}
 
 
 def _holds(name: str, container: Any) -> list[Any]:
-    """What it holds; of hooks, the order alone counts besides: their keys are numbers that are given anew each time."""
+    """What a container holds. Of hooks it leaves the keys out, which are numbers that are given anew each time."""
     if not isinstance(container, dict):
         return list(container)
     if not name.endswith("_hooks"):
@@ -130,12 +130,12 @@ def _holds(name: str, container: Any) -> list[Any]:
 
 
 def _same(before: Any, now: Any, depth: int = 3) -> bool:
-    """Whether they compute the same. A function that is defined anew, in the same place around the same, does."""
+    """Whether two values compute the same, as functions do that come of the same `def` and enclose the same."""
     if before is now:
         return True
     if type(before) is not type(now):
         return False
-    if isinstance(before, FunctionType | partial) and depth:  # that encloses itself, perhaps
+    if isinstance(before, FunctionType | partial) and depth:  # a function may enclose itself
         return _same_within(_parts(before), _parts(now), depth - 1)
     return isinstance(before, RemovableHandle) or (isinstance(before, _SIMPLE) and bool(before == now))
 
@@ -145,7 +145,7 @@ def _same_within(before: list[Any], now: list[Any], depth: int = 3) -> bool:
 
 
 def _parts(function: "FunctionType | partial[Any]") -> list[Any]:
-    """What decides on what a function computes."""
+    """All that decides what a function computes."""
     if isinstance(function, partial):
         return [function.func, *function.args, *function.keywords, *function.keywords.values()]
     named = function.__kwdefaults__ or {}

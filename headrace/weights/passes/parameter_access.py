@@ -1,10 +1,10 @@
-"""What happens to a home that is used without a call of its module? It is lent its leaf, or waits for an update.
+"""What happens when a home is used without a call of its module? Its leaf is lent, or the use waits for an update.
 
 `Fused.apply(x, self.child.weight)` computes with a weight that no visit brought. While a visit is under way, a module
 that is asked for a parameter comes through here and gives the leaf, present until the call ends. Torch functions come
-here too, with homes that somebody kept before (in a list), and with leaves that somebody keeps while their block is
-away again; they borrow likewise. While an optimizer updates homes beside the next pass they come through here as
-well, and wait.
+here, too, with homes that user code kept before the visit (in a list), and with leaves that it keeps while their block
+is away again: they borrow likewise. While an optimizer updates homes beside the next pass, torch functions come
+here as well, and wait.
 """
 
 import threading
@@ -38,22 +38,22 @@ class Lender(Protocol):
     """Lends the leaves of one model while a visit of it is under way. They stay until the innermost call ends."""
 
     def lend_to_function(self, owner: Any, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
-        """The leaf for a home that a torch function takes; None: it is not the lender's, or to be used as it is.
+        """The leaf for a home that a torch function takes; None: the home is not the lender's, or is to be used itself.
 
-        `beside`: where other tensors are that take part.
+        `beside`: the devices of the function's other tensors.
         """
 
     def lend_to_module(self, owner: Any) -> torch.Tensor | None:
-        """The leaf for a home that a module is asked for; None: not the lender's, or not now."""
+        """The leaf for a home that a module is asked for; None: the home is not the lender's, or not lent now."""
 
     def begin_method(self) -> bool:
-        """A module is asked for a buffer outside of any pass. Whether there is one now."""
+        """A module is asked for a buffer outside of any pass. Whether a pass has begun by that."""
 
 
 Wait = Callable[[Any], None]
 _Answer = TypeVar("_Answer")
 
-# Torch functions that change no tensor and look at no value before they compute: for an empty input, shapes do.
+# Torch functions that change no tensor and look at no value before they compute: for an empty input, shapes suffice.
 # fmt: off
 _GO_BY_SHAPE = frozenset((
     "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mul", "__mul__", "__rmul__",
@@ -92,7 +92,7 @@ class TakingPart:
         with _changing:
             if self._present and self._present[-1] == self._one:
                 self._present.pop()
-            elif self._one in self._present:  # of another thread's visit, that began later
+            elif self._one in self._present:  # another thread's visit began later
                 self._present.remove(self._one)
             _watch()
 
@@ -108,7 +108,7 @@ class TakingPart:
 
 
 def lending_leaves(lender: Lender) -> TakingPart:
-    """Torch functions that take homes get the lender's leaves."""
+    """While this lasts, torch functions that take homes get the lender's leaves."""
     return TakingPart(_lenders, _Lending(lender, threading.get_ident()))
 
 
@@ -126,18 +126,18 @@ def is_lending(lender: Lender) -> bool:
 def homes_as_they_are() -> TakingPart:
     """Until the next visit, homes are plain parameters for torch functions: `has_torch_function(home)` is False.
 
-    Modules of this thread, and not of others, give homes then.
+    Modules, too, give homes then, on this thread and not on others.
     """
     return TakingPart(_lenders, _Lending(None, threading.get_ident()))
 
 
 def waiting_for_homes(wait: Wait) -> TakingPart:
-    """Torch functions call `wait(owner)` for a home before they read it, or hand out its gradient."""
+    """While this lasts, torch functions call `wait(owner)` before they read a home, or hand out its gradient."""
     return TakingPart(_waits, wait)
 
 
 def borrow(home: Home | WatchedBuffer) -> torch.Tensor:
-    """What a module gives for a home, or a buffer that travels, when it is asked for that: during a pass the leaf."""
+    """What a module gives that is asked for a home, or for a buffer that travels: during a pass, the leaf."""
     if not _lenders:
         return home
     with without_overrides():
@@ -147,7 +147,7 @@ def borrow(home: Home | WatchedBuffer) -> torch.Tensor:
 
 
 def borrow_compound(weight: Any) -> Any:
-    """As `borrow`, for a weight that is not one plain tensor. Anything else is given as it is."""
+    """Does as `borrow` does, for a weight that is not one plain tensor. Anything else is given as it is."""
     compound = compound_of(weight) if _lenders and _last_lender() is not None else None
     if compound is None or (weight is compound.leaf and not isinstance(weight, AwayCompound)):
         return weight
@@ -156,7 +156,7 @@ def borrow_compound(weight: Any) -> Any:
 
 
 def pass_begins() -> bool:
-    """A module is asked for a buffer. Whether a pass has begun by that, which has put another in its place."""
+    """A module is asked for a buffer. Whether a pass has begun by that, and has put another buffer in its place."""
     return _first(lambda lender: lender.begin_method() or None) is not None
 
 
@@ -171,7 +171,7 @@ def _first(ask: Callable[[Lender], _Answer | None]) -> _Answer | None:
 
 
 def _last_lender() -> Lender | None:
-    """Who began last to lend; None: nobody does, or homes are left as they are on this thread."""
+    """The lender that began last; None: none lends, or homes are left as they are on this thread."""
     this, lenders = threading.get_ident(), _lenders.copy()[::-1]  # other threads begin and end meanwhile
     for one in lenders:
         if one.thread == this:
@@ -185,14 +185,14 @@ def _last_lender() -> Lender | None:
 
 
 def stop_lending(lender: Lender) -> None:
-    """After an interrupt that kept visits of this lender from ending."""
+    """Ends all lending of this lender, after an interrupt that kept visits from ending."""
     with _changing:
         _lenders[:] = [other for other in _lenders if other.lender is not lender]
         _watch()
 
 
 def _watch() -> None:
-    """Torch functions that take homes come here exactly while somebody wants that. To be called with `_changing`."""
+    """Has torch functions that take homes come here just while one lends or waits. Called with `_changing` held."""
     wanted = bool(_waits) or bool(_lenders and _lenders[-1].lender is not None)
     if wanted == ("__torch_function__" in Home.__dict__):
         return
@@ -203,7 +203,7 @@ def _watch() -> None:
 
 
 def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """A torch function takes a home, on any thread: it waits for its update, and gets the leaf where one is lent."""
+    """A torch function takes a home, on any thread: it waits for the home's update, and gets a leaf if one is lent."""
     kwargs = kwargs or {}
     with without_overrides():
         use = _use_of(func, args, kwargs)
@@ -232,7 +232,7 @@ def _use_away_leaf(_cls: type, func: Any, types: Any, args: Any = (), kwargs: An
 
 
 def _of_no_elements(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a torch function gives, if that has no elements, and gives leaves no gradient; None otherwise."""
+    """A torch function's result, if it has no elements, and gives leaves no gradient; None otherwise."""
     given = list(tensors_in((args, kwargs)))
     trains = torch.is_grad_enabled() and any(isinstance(one, AwayLeaf) and one.requires_grad for one in given)
     if trains or all(one.numel() for one in given):
@@ -243,7 +243,7 @@ def _of_no_elements(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _brought_back(leaf: AwayLeaf) -> torch.Tensor:
-    """A leaf that is away, present during a pass, and otherwise its home."""
+    """What is used for a leaf that is away: during a pass, the leaf, present again; otherwise its home."""
     with without_overrides():
         return _lent(home_of(leaf), Use.COMPUTE, {leaf.device})
 
@@ -253,7 +253,7 @@ AwayLeaf.brought_back = staticmethod(_brought_back)  # type: ignore[method-assig
 
 
 def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """The leaf of a compound is used while its block is away: it is lent again, or else the user's own is used."""
+    """A torch function takes a compound's leaf that is away: the leaf is lent again, or the user's own is used."""
     kwargs = kwargs or {}
     if getattr(func, "__name__", "") == "__hash__":
         with without_overrides():
@@ -278,7 +278,7 @@ AwayCompound.__torch_function__ = classmethod(_use_away_compound)  # type: ignor
 
 
 def _use_of(func: Any, args: Any, kwargs: Any) -> Use:
-    """As `use_of`, but Use.WRITE only where a home is written to with nothing but numbers; with tensors it computes."""
+    """What `use_of` says, but Use.WRITE only if a home is written to with nothing but numbers; else Use.COMPUTE."""
     use = use_of(func)
     if use is not Use.WRITE:
         return use

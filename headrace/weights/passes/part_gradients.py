@@ -1,5 +1,6 @@
-"""How does a weight of which parts came alone get a gradient? Each part has one, and what autograd makes of them all
-goes to the home: of rows of a table (lookup.py), of single experts (expert_dispatch.py).
+"""How does a weight get a gradient if only parts of it came? Each part has one, and their sum goes to the home.
+
+Parts are rows of a table (lookup.py) or single experts (expert_dispatch.py).
 """
 
 import weakref
@@ -17,7 +18,7 @@ __all__ = ["PartGradients", "TakenPart"]
 
 
 class PartGradients:
-    """Where the gradients of parts of weights go, of one model."""
+    """Takes the gradients of parts of one model's weights."""
 
     def __init__(self, backward: Backward, device: torch.device) -> None:
         self._backward = backward
@@ -33,11 +34,11 @@ class PartGradients:
         to_rows: Callable[..., torch.Tensor],
         *saved: torch.Tensor,
     ) -> torch.Tensor:
-        """What `values` gives, made of these rows of the slot's weight; they are on the host, and named once each.
+        """What `values` gives, computed from these rows of the slot's weight. `rows` names each once.
 
-        `to_rows(gradient, *saved)`: the gradient of these rows, of that of the values. `alone`: whether nothing but
-        parts of the weight has gradients. Otherwise autograd gets those of parts as whole ones, and adds all up in its
-        own order.
+        `to_rows(gradient, *saved)` makes the gradient of these rows from that of the values. `alone`: whether nothing
+        but parts of the weight has gradients. If not, autograd gets a part's gradient as one of the whole weight, and
+        adds all up in its own order.
         """
         if not (torch.is_grad_enabled() and slot.home.requires_grad):
             return values()
@@ -70,8 +71,8 @@ class _OfWeight:
         register(lambda _: _complete(own()))
 
     def take(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """What autograd itself adds up for the weight, in backward: nothing, unless other uses of the whole weight have
-        gradients, too.
+        """Takes a part's gradient, in backward. Returns what autograd itself is to add up for the weight: None, unless
+        uses of the whole weight have gradients, too.
         """
         if self._slot.on_gradient is None:
             raise StateError(REMOVED)
@@ -96,7 +97,7 @@ def _complete(gradients: _OfWeight | None) -> None:
 
 
 class TakenPart(torch.autograd.Function):
-    """Saves what the operation saves that a plain run has in its place, and reads no weight in backward."""
+    """Saves what a plain run's operation in its place saves, and reads no weight in backward."""
 
     @staticmethod
     def forward(

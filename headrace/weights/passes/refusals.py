@@ -14,7 +14,7 @@ __all__ = ["refuse_call", "refuse_script", "refuse_unmanageable"]
 def refuse_unmanageable(model: nn.Module, *, with_checkpoint: bool) -> None:
     """Raises StateError for a model that something else manages already, or that cannot be; names the module.
 
-    LayoutError for parameters without bytes, where no checkpoint has them.
+    Raises LayoutError for parameters without values, unless a checkpoint has them.
     """
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"

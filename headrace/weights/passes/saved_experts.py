@@ -1,6 +1,6 @@
 """What does autograd keep of experts that came one by one? Which they were, and how they lay in a slot, but no bytes.
 
-As with handles of blocks (handles.py): backward has them brought again, where they are not there any more.
+Backward has experts that are gone brought again, as it has blocks brought of which it needs a weight (handles.py).
 """
 
 from bisect import bisect_right
@@ -19,23 +19,23 @@ __all__ = ["SavedExperts", "saved_experts_of"]
 
 
 class SavedExperts(NamedTuple):
-    """A view of one expert's weight, or of those of a bank in slots of their own, without its memory."""
+    """A view of one expert's weight, or of one weight of all experts in a bank, without the memory."""
 
     block: Block
     slot: ManagedParam
     token: Token
-    experts: dict[int, int]  # by the slot of the bank
-    bank_slots: int  # where it matters in which slot each is: of how many; 0: it does not
+    experts: dict[int, int]  # numbers of experts, by the slot of the bank
+    bank_slots: int  # how many slots the bank had; 0: it does not matter in which one an expert is
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # bytes from the start of the slot, or of the bank
-    recompute: "Callable[[Any], Any] | None"  # how the checkpoint around it unpacks, by computing again first
+    recompute: "Callable[[Any], Any] | None"  # the unpack hook of a checkpoint around, which computes again first
 
     def weight(self, slices: Slices) -> torch.Tensor:
-        """The view, on the device; experts that are not there are brought. An unpack hook calls this in backward.
+        """The view, on the device; experts that are gone are brought. An unpack hook calls this in backward.
 
-        Raises BudgetError where the bank has not as many slots as forward had.
+        Raises BudgetError if it matters in which slots experts are and the bank has not as many slots as in forward.
         """
         with without_overrides():
             bank = slices.bank_of(self.block, len(self.experts))

@@ -29,10 +29,10 @@ Optimizer = torch.optim.Optimizer
 class OptimizerSteps:
     """The steps that concern one offloaded model, from `watch()` to `unwatch()`.
 
-    `waits_by_itself` says of an optimizer that it waits for each block when it comes to it, `skipped` that it has just
-    left everything as it was because gradients were not finite, `not_finite` how many of its steps took such ones:
-    of all, for which it may wait, or of those that are over; `takes_turns` that ranks which have homes in `common` each
-    perform a part of its step.
+    The callables are asked about one optimizer. `waits_by_itself`: whether it waits for each block when it comes to it.
+    `skipped`: whether it has just left everything as it was because gradients were not finite. `not_finite`: how many
+    of its steps took such gradients; with True, it waits for steps under way, too. `takes_turns`: whether ranks that
+    have homes in `common` each perform a part of its step.
     """
 
     _watching: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
@@ -59,24 +59,25 @@ class OptimizerSteps:
         self._common = common
         self._leave_hooks: Callable[[], None] = lambda: None
         self._within_step = contextlib.ExitStack()
-        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and counted before
+        # Each optimizer's count at the last reset, or before its first step here.
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def watch(self) -> None:
-        """From now on."""
+        """From now on, optimizers' steps are watched."""
         self._watching.add(self)
         self._leave_hooks = _hooks.use(self)
 
     def unwatch(self) -> None:
-        """From now on no more."""
+        """From now on, optimizers' steps are watched no more."""
         self._watching.discard(self)
         self._leave_hooks()
 
     def not_finite_steps(self, *, wait: bool) -> int:
-        """Steps since the last `reset` that took gradients that were not finite; `wait`: for updates under way."""
+        """How many steps since `reset` took gradients that were not finite. `wait`: waits for updates under way."""
         return sum(self._not_finite(optimizer, wait) - before for optimizer, before in list(self._seen.items()))
 
     def reset(self) -> None:
-        """Counts anew."""
+        """Begins the count of not_finite_steps() anew."""
         for optimizer in list(self._seen):
             self._seen[optimizer] = self._not_finite(optimizer, True)
 
@@ -93,7 +94,7 @@ class OptimizerSteps:
             steps._after(optimizer)
 
     def _before(self, optimizer: Optimizer) -> None:
-        """No copy may be reading homes that are written, and those of a checkpoint move to where writes are kept."""
+        """Waits until no copy reads homes that will be written. Those in a checkpoint move to where writes are kept."""
         slots = self._slots_of(optimizer)
         if slots and optimizer not in self._seen:
             self._seen[optimizer] = self._not_finite(optimizer, True)
@@ -104,9 +105,9 @@ class OptimizerSteps:
                 if self._common is None:
                     block.make_writable()
                 block.keep_leaf_writes()
-        self._within_step.close()  # of one that raised
+        self._within_step.close()  # of a step that raised
         in_method = bool(slots) and self._engine.pause_method()
-        if in_method or (slots and self._engine.progress.computes):  # it computes on the host, as any other
+        if in_method or (slots and self._engine.progress.computes):  # the step computes on the host, as any other
             self._within_step.enter_context(homes_as_they_are())
         if slots and not self._waits_by_itself(optimizer):
             self._engine.wait_until_free()
@@ -114,13 +115,13 @@ class OptimizerSteps:
             self._meet_other_ranks(optimizer, self._common)
             for block in self._engine.all_blocks():
                 if any(id(slot) in written for slot in block.slots):
-                    block.make_writable()  # with what all have agreed on
-        if not self._takes_turns(optimizer):  # it may be broken off, when nobody is told after it
+                    block.make_writable()  # with the contents that all ranks have agreed on
+        if not self._takes_turns(optimizer):  # the step may be broken off, and nothing is called after it then
             for slot in slots:
                 slot.changed_untraced()
 
     def _after(self, optimizer: Optimizer) -> None:
-        """Fused optimizers leave no trace of their writes."""
+        """Notes that homes were written: fused optimizers leave no trace of it."""
         self._within_step.close()
         slots = self._slots_of(optimizer)
         unwritten = [] if self._common is None else self._common.unwritten()
@@ -141,7 +142,7 @@ class OptimizerSteps:
             self._executor.homes_changed()
 
     def _meet_other_ranks(self, optimizer: Optimizer, common: CommonHomes) -> None:
-        """Nobody reads homes any more, on any rank, or saves those that are updated, and all see the same of them."""
+        """Waits until no rank reads homes, or saves those to be updated, and all ranks see the same contents."""
         if not self._takes_turns(optimizer):
             name = type(optimizer).__name__
             raise StateError(

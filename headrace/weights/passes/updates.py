@@ -1,4 +1,4 @@
-"""Who waits while optimizers write homes? Whoever looks at them: torch functions that take one, and the handle."""
+"""Who waits while optimizers write homes? All that look at homes: torch functions that take one, and the handle."""
 
 import contextlib
 import weakref
@@ -12,7 +12,7 @@ __all__ = ["Updates"]
 
 
 class Updates:
-    """Updates under way of the blocks of one model."""
+    """The updates under way of one model's blocks."""
 
     def __init__(self, blocks: Callable[[], Sequence[Block]]) -> None:
         self._blocks = blocks
@@ -21,7 +21,7 @@ class Updates:
         weakref.finalize(self, self._guard.close)
 
     def changed(self) -> None:
-        """Updates began or ended: while there are any, torch functions that take a home wait for its own."""
+        """Updates began or ended. While any is under way, a torch function that takes a home waits for its update."""
         pending = False
         for block in self._blocks():
             if block.updates and block.being_updated:
