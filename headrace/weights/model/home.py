@@ -158,7 +158,7 @@ class AliasParam(nn.Parameter):
 
     tensor: torch.Tensor  # the one inside of the weight, or the buffer
     is_buffer: bool  # whether the tensor is a buffer of a module
-    leads: bool  # whether the tensor follows this parameter; it follows only one of those that weights have for it
+    leads: bool  # whether the tensor is pointed where this is; of several weights that hold it, one has the leader
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, is_buffer: bool = False) -> "AliasParam":
