@@ -211,7 +211,7 @@ class HostTiers:
         layouts: Sequence[Layout],
         casts: Sequence[int],
     ) -> None:
-        """Copies the first rank's parameters to memory that all ranks of the node share; ones that cast, to the homes."""
+        """Copies the first rank's parameters to memory that the node's ranks share; those that cast, to the homes."""
         if casts:
             wide = [parameters[number] for number in casts]
             wide_layouts, wide_bytes = lay_out(wide, None)

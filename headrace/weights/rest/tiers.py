@@ -55,7 +55,7 @@ class Rest(ABC):
         return False
 
     def forget_writes(self) -> None:  # noqa: B027  # nothing to do where they are kept
-        """Frees the memory that writes to the places took. Called once homes lie elsewhere and the places are unused."""
+        """Frees the memory that writes to the places took. Called once homes lie elsewhere and nobody has a place."""
 
     def was_written(self) -> None:
         """Called when an update has written the whole block to the files, past the places."""
