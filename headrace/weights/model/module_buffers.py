@@ -226,8 +226,8 @@ class ModuleBuffers:
 
 
 def may_rest_on_host(buffer: torch.Tensor) -> bool:
-    """Whether a buffer may be copied to the device and back: it is plain and dense, needs no gradient, and no two of its
-    elements share memory. All others go to the device for good, and so do those of `overlapping_buffers`.
+    """Whether a buffer may be copied to the device and back: it is plain and dense, wants no gradient, and no two of
+    its elements share memory. All others go to the device for good, and so do those of `overlapping_buffers`.
     """
     if type(buffer) is not torch.Tensor or buffer.layout != torch.strided or buffer.requires_grad:
         return False

@@ -41,7 +41,7 @@ class _PackedRead:
 
 
 class PackedCopy:
-    """The packed copy of one block, piece by piece. It keeps its space in `store` for good; without a store there is none.
+    """The packed copy of one block, piece by piece. It takes space of `store` for good; without a store there is none.
 
     `spilled` is told how many bytes were written.
     """
