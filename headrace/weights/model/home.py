@@ -158,7 +158,7 @@ class AliasParam(nn.Parameter):
 
     tensor: torch.Tensor  # the one inside of the weight, or the buffer
     is_buffer: bool  # whether the tensor is a buffer of a module
-    leads: bool  # whether the tensor is pointed where this is; of several weights that hold it, one has the leader
+    leads: bool  # whether the tensor is pointed where this is; if several weights hold it, one of their parts leads
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, is_buffer: bool = False) -> "AliasParam":

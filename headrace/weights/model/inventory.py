@@ -37,7 +37,7 @@ class Inventory:
     )  # ids of the parameters a module itself computes with
     names: dict[nn.Module, str] = field(default_factory=dict)  # every module, by its first name
     parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
-    buffers: dict[int, nn.Parameter] = field(default_factory=dict)  # those that travel, as parameters, by their ids
+    buffers: dict[int, nn.Parameter] = field(default_factory=dict)  # each that travels, as a parameter, by buffer id
     places_of_compounds: dict[Compound, list[Place]] = field(default_factory=dict)
 
     def add(self, name: str, parameter: nn.Parameter, module: nn.Module, place: Place, *, check: bool) -> None:

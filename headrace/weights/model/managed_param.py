@@ -34,7 +34,7 @@ class Token(NamedTuple):
     data_number: int  # which data the home was given (`p.data = t`); 0: its own
 
 
-_NEVER = Token(-1, 0, 0)  # equals the token of no contents
+_NEVER = Token(-1, 0, 0)  # no contents have this token
 
 
 @dataclass(frozen=True, kw_only=True)
