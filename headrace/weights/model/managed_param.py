@@ -127,7 +127,7 @@ class ManagedParam:
 
     @property
     def memory_is_kept(self) -> bool:
-        """Whether the user, too, holds a reference to the home's place in the arena (`kept = p.data`)."""
+        """Whether anything beside the home refers to its place in the arena, such as a user's `kept = p.data`."""
         return references_beside(self.rest) > self._own_references + self.in_place
 
     @property
@@ -251,8 +251,8 @@ class ManagedParam:
     def adopt(self, parameter: nn.Parameter) -> None:
         """Makes `parameter` the home, after the user put it in the home's place (`load_state_dict(assign=True)`).
 
-        Its data moves to the home's place in the arena, unless somebody still refers to that memory: another home
-        that was given these values, or a user who keeps them.
+        Its data moves to the home's place in the arena, unless somebody still refers to that memory: a
+        parameter that took another home's place with the values that lie there, or a user who keeps them.
         """
         kind = type(parameter if type(parameter) is not nn.Parameter else raw_data(parameter))
         if kind not in (nn.Parameter, torch.Tensor, AliasParam):
