@@ -164,7 +164,7 @@ class Budgets:
 def _rests_alone_on_disk(
     part: Part, inventory: Inventory, config: OffloadConfig, materialized: Materialized | None
 ) -> bool:
-    """Whether the part has experts that come one by one, and may rest on disk as a whole. Never with several ranks."""
+    """Whether the part has experts that come one by one, and may rest on disk as a whole. Never so with a mesh."""
     if part.experts is None or config.mesh is not None:
         return False
     parameters = [inventory.members[key].parameter for key in part.keys]
