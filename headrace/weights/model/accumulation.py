@@ -1,7 +1,7 @@
 """How do gradients get into homes whose gradients somebody watches? As in any backward: autograd accumulates them.
 
-Hooks of a parameter, of several (`register_multi_grad_hook`) and of the node of autograd's graph that accumulates its
-gradient (AccumulateGrad; Horovod and Apex hook into it) fire so as without us, in the order in which gradients came.
+So hooks fire as without headrace, in the order in which gradients came: those of a parameter, of several parameters
+(`register_multi_grad_hook`), and of the AccumulateGrad node in autograd's graph (Horovod and Apex hook into it).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _MARK = "headrace"
 
 
 class _Arrival(torch.autograd.Function):
-    """One gradient, and then those after it: a node that accumulates comes before any other that is ready."""
+    """Passes one gradient on, and then those after it: autograd runs an accumulating node before other ready ones."""
 
     @staticmethod
     def forward(
@@ -34,16 +34,16 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *tokens: Any) -> Any:
         context.before()
-        # Popped: what nobody else has becomes `home.grad` uncopied.
+        # Popped: autograd does not copy a gradient that nobody else holds, but makes it `home.grad`.
         return tokens[0], context.gradient.pop(), None, None
 
 
 def accumulate_as_autograd(
     arrived: "Sequence[tuple[nn.Parameter, list[torch.Tensor]]]", before: Callable[[], None]
 ) -> None:
-    """Homes get the gradients that the lists hold, one each, in this order; the lists are empty then.
+    """Gives each home the one gradient in its list, in this order, by a backward of its own. The lists are empty then.
 
-    `before` is called within this backward, before hooks are.
+    `before` is called within this backward, before each home's hooks.
     """
     if not arrived:
         return
@@ -58,9 +58,9 @@ def accumulate_as_autograd(
 
 
 def node_is_kept(parameter: nn.Parameter) -> bool:
-    """Whether somebody keeps the node that accumulates the gradient of a parameter, which requires one.
+    """Whether somebody keeps the node that accumulates the gradient of a parameter, which has to require one.
 
-    A node that nobody keeps is made anew.
+    It marks the node and asks for it again: autograd makes a new node if nobody kept the marked one.
     """
     _node_of(parameter).metadata[_MARK] = True
     return _MARK in _node_of(parameter).metadata
@@ -69,38 +69,38 @@ def node_is_kept(parameter: nn.Parameter) -> bool:
 def is_saved(parameter: nn.Parameter) -> bool:
     """Whether autograd has saved a parameter, or a view of it, and still needs it for a backward."""
     with without_overrides():
-        node = _node_of(parameter) if parameter.requires_grad else None  # of which there is one, and which has it
+        node = _node_of(parameter) if parameter.requires_grad else None  # exists once, and holds the parameter, too
         return tensor_use_count(parameter) > 1 + (node is not None)
 
 
 def is_accumulated_itself(parameter: nn.Parameter) -> bool:
-    """Whether the backward under way has a gradient of its own for a parameter: of a loss term that uses it directly.
+    """Whether the backward under way accumulates into this parameter itself, as a loss term uses it directly.
 
-    Such a gradient comes at any time and on another thread than those of an accelerator.
+    Such a gradient may come at any time, and on another thread than the gradients of an accelerator.
     """
     return runs_in_backward(_node_of(parameter))
 
 
 def _node_of(parameter: nn.Parameter) -> Any:
-    """As `torch.autograd.graph.get_gradient_edge`, which is slower, and which homes take notice of."""
-    # In inference mode and function transforms there are no nodes, or other ones; homes wait for updates.
+    """The node that accumulates a gradient. `torch.autograd.graph.get_gradient_edge` is slower, and homes notice it."""
+    # Inference mode and function transforms have no such nodes, or others; with overrides a home waits for updates.
     with torch.inference_mode(False), torch.enable_grad(), without_transforms(), without_overrides():
         grad_fn: Any = torch.Tensor.view_as(parameter, parameter).grad_fn
         return grad_fn.next_functions[0][0]
 
 
 def accumulate(home: nn.Parameter, gradient: torch.Tensor) -> None:
-    """What autograd does with a gradient that reaches a leaf: it is set or added."""
+    """Sets the home's gradient, or adds to it, as autograd does when a gradient reaches a leaf."""
     if home.grad is None:
         if gradient.dtype != home.grad_dtype:
             home.grad_dtype = gradient.dtype
         home.grad = gradient
     elif gradient.layout == torch.strided != home.grad.layout:
-        home.grad = gradient + home.grad  # dense and sparse
+        home.grad = gradient + home.grad  # sparse + dense is dense
     else:
         home.grad.add_(gradient)
 
 
 def late_hooks(home: nn.Parameter) -> list[Any]:
-    """The user's own, that fire when a gradient has been accumulated."""
+    """The user's hooks that fire after a gradient has been accumulated."""
     return list((getattr(home, "_post_accumulate_grad_hooks", None) or {}).values())

@@ -1,7 +1,7 @@
-"""Of which plain tensors is a weight made that is no plain one, and how is another made of such?
+"""Which plain tensors make up a weight that is not plain itself, and how is such a weight made around other ones?
 
-A wrapper subclass tells (`__tensor_flatten__`, as torchao's). A Parameter of a class of its own is its data, and the
-tensors in its attributes (bitsandbytes' quantisation state, the type of a GGUF weight).
+A wrapper subclass such as torchao's names them (`__tensor_flatten__`). A Parameter of a class of its own is made of its
+data and of the tensors in its attributes (bitsandbytes' quantisation state, the type of a GGUF weight).
 """
 
 import copy
@@ -21,16 +21,16 @@ OWN_DATA = "data"  # the name of the part that is the Parameter itself
 
 
 class Attributes:
-    """What lay in the attributes of a weight, and of the objects in these, when this was made."""
+    """A snapshot of what the attributes of a weight, and of the objects in them, refer to."""
 
     def __init__(self, weight: Any) -> None:
         holders = list(_holders(weight))
         self._of = [vars(holder) for holder in holders if hasattr(holder, "__dict__")]
         self._slotted = [holder for holder in holders if any(map(_slots, type(holder).__mro__))]
-        self._values = self._now()  # which keeps their ids from being given to others
+        self._values = self._now()  # kept, so that other objects do not get their ids
 
     def changed(self) -> bool:
-        """Whether something else lies there."""
+        """Whether an attribute refers to something else than when the snapshot was taken."""
         return list(map(id, self._values)) != list(map(id, self._now()))
 
     def _now(self) -> list[Any]:
@@ -51,7 +51,7 @@ def _holders(weight: Any, around: tuple[Any, ...] = ()) -> Iterator[Any]:
 
 
 def parts_of(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that a weight is made of, each with its name in it. LayoutError: it cannot be told."""
+    """The plain tensors that a weight is made of, each with its path in the weight. LayoutError if nobody can tell."""
     if type(tensor).__name__ == "DTensor":
         raise LayoutError(f"it is a DTensor: {SHARDS}; or {ADVICE}")
     if is_wrapper(tensor):
@@ -72,7 +72,7 @@ def parts_of(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors_in(holder: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in the attributes of an object, and of the objects in these; not of those that it is itself in."""
+    """The tensors in the attributes of an object, and of the objects in these, except of those in `around`."""
     for name, value in _fields(holder).items():
         if type(value) in (torch.Tensor, nn.Parameter):
             yield name, value
@@ -97,7 +97,7 @@ def _may_hold_tensors(value: Any) -> bool:
 
 
 def rebuilt(tensor: Any, leaves: Mapping[str, torch.Tensor]) -> Any:
-    """Another of its kind, around these parts."""
+    """Makes another weight of the same class around `leaves`, which are given by their paths."""
     made: Any
     if is_wrapper(tensor):
         names, context = tensor.__tensor_flatten__()
@@ -106,7 +106,7 @@ def rebuilt(tensor: Any, leaves: Mapping[str, torch.Tensor]) -> Any:
             for name in names
         }
         made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-        for name, value in vars(tensor).items():  # what a class keeps beside: `_is_param`
+        for name, value in vars(tensor).items():  # attributes that the class does not flatten, such as `_is_param`
             made.__dict__.setdefault(name, value)
         return made
     made = make_subclass(type(tensor), leaves[OWN_DATA], False)
@@ -116,7 +116,7 @@ def rebuilt(tensor: Any, leaves: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _put_parts(holder: Any, made: Any, leaves: Mapping[str, torch.Tensor]) -> None:
-    """`made`, which is like `holder`, gets copies of the objects that hold parts, with these in them."""
+    """Gives `made`, which is like `holder`, the leaves: directly, or in copies of the objects that hold parts."""
     for name, value in _fields(holder).items():
         if name in leaves and name != OWN_DATA:
             setattr(made, name, leaves[name])

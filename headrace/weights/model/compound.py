@@ -1,7 +1,7 @@
 """Which weights are not one plain tensor? Those of quantisers: a class of their own around plain ones, which travel.
 
-The user's object stays what it is, but for the memory of its tensors, its *parts* (anatomy.py). What computes in its
-place is another of its kind, around the leaves of the parts.
+The user's object stays as it is, but for the memory of the tensors inside it, its *parts* (anatomy.py). Another object
+of its class, made around the leaves of the parts, computes in its place.
 """
 
 import sys
@@ -24,11 +24,11 @@ __all__ = ["AwayCompound", "Compound", "compound_of", "is_compound", "shown_for"
 
 _VIEWS = frozenset(("t", "view", "detach"))
 _PLAIN = frozenset((torch.Tensor, nn.Parameter, Home, Leaf, AwayLeaf, AliasParam))
-_known: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the compound of each weight, weakly, and of each leaf
+_known: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the compound of each weight and of each leaf, weakly
 
 
 class Compound:
-    """One weight. `shown` is the user's object, `parts` what it is made of, `leaf` what computes in its place."""
+    """One weight. `shown` is the user's object, `parts` its plain tensors, and `leaf` the object that computes."""
 
     def __init__(self, name: str, shown: torch.Tensor) -> None:
         self.name = name
@@ -40,25 +40,25 @@ class Compound:
         self._leaves: dict[str, Leaf] = {}
         self._kind = type(shown)
         self._away = _away_kind(self._kind)
-        self.own_references = 0  # of leaves of its parts by itself, and of its leaf where it is counted
-        self._views: list[weakref.ref[LeafView]] = []  # of its leaf, that somebody has
-        self._attributes: Attributes  # of the user's object, for which the leaf was made
+        self.own_references = 0  # its own to the parts' leaves, and those to its leaf while they are counted
+        self._views: list[weakref.ref[LeafView]] = []  # views of its leaf that may still be in use
+        self._attributes: Attributes  # those of the user's object when the leaf was made
         self._seen_version = version_of(shown)
         _known[shown] = weakref.ref(self)
 
     @property
     def owner(self) -> Any:
-        """The owner of one of its parts, which travel together."""
+        """The owner of its first part. All parts travel together."""
         return next(iter(self._leaves.values())).owner()
 
     @property
     def own_views(self) -> int:
-        """How many tensors of its own lie in the block's buffer, beside the leaves of its parts."""
+        """How many tensors lie in the block's buffer for it, beside the leaves of its parts."""
         return 1 + len(self._kept_views()) if OWN_DATA in self.parts else 0
 
     def make_leaf(self, leaves: Mapping[str, Leaf]) -> None:
-        """The leaf, around those of the parts, by their names."""
-        self.leaf, self._leaves = None, {}  # one that was made before
+        """Makes the leaf around the leaves of the parts, which are given by the parts' names."""
+        self.leaf, self._leaves = None, {}  # drops the leaf that was made before
         before = _references(leaves.values())
         with without_overrides(), torch.no_grad():
             self._leaves = dict(leaves)
@@ -73,7 +73,7 @@ class Compound:
         _known[self.leaf] = weakref.ref(self)
 
     def notice_writes(self) -> None:
-        """A write in place to a wrapper counts in the wrapper's version, and in none of its parts'."""
+        """Tells the parts' owners of writes in place to a wrapper, which raise its own version and no part's."""
         version = version_of(self.shown)
         if version != self._seen_version:
             self._seen_version = version
@@ -81,12 +81,12 @@ class Compound:
                 owner_of(home).changed_untraced()
 
     def catch_up(self) -> None:
-        """Takes over other tensors that were put in the place of its parts (`weight.data = t`, `weight.scale = t`).
+        """Takes over other tensors that the user put in the place of its parts (`weight.data = t`, `weight.scale = t`).
 
-        Raises LayoutError for such of another shape or dtype.
+        Raises LayoutError if one of them has another shape or dtype. Called at every visit.
         """
         with without_overrides():
-            if self._attributes.changed():  # asked at every visit
+            if self._attributes.changed():
                 now = dict(parts_of(self.shown))
                 if now.keys() != self.parts.keys():
                     raise LayoutError(self._changed(f"a {self._kind.__name__} made of {', '.join(now)}"))
@@ -102,9 +102,9 @@ class Compound:
         )
 
     def adopt(self, weight: torch.Tensor) -> bool:
-        """The user put another weight in its place, which is it from now on; False where that is not for us to say."""
+        """Takes over another weight that the user put in its place. False if that weight has a compound already."""
         if compound_of(weight) is not None:
-            return False  # one that is tied now
+            return False  # the two are tied now
         parts = dict(parts_of(weight)) if is_compound(weight) else {}
         if type(weight) is not self._kind or parts.keys() != self.parts.keys():
             raise LayoutError(self._changed(f"a {type(weight).__name__}"))
@@ -115,7 +115,7 @@ class Compound:
         return True
 
     def _adopt_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """These are its parts from now on, and what it has beside them may be another, too."""
+        """Makes these its parts, and makes the leaf again, as other attributes of the weight may have changed, too."""
         for path, part in parts.items():
             owner = owner_of(self.parts[path])
             owner.adopt(AliasParam.of(part))
@@ -123,7 +123,7 @@ class Compound:
         self.make_leaf(self._leaves)
 
     def undo_rewrites(self) -> None:
-        """A visit ends in which the module may have put other data into the leaf: each visit begins with what travels.
+        """Makes the leaf again if the module put other data into it. Called when a visit ends.
 
         bitsandbytes does so on CPUs with AVX512-BF16, in calls without gradients, to lay out weights for its kernel.
         """
@@ -131,13 +131,13 @@ class Compound:
             self.make_leaf(self._leaves)
 
     def leaf_is(self, *, present: bool) -> None:
-        """Whether the memory of its parts is on the device; else whoever still holds the leaf gets it brought."""
+        """Sets whether the memory of its parts is on the device. If it is not, using the leaf brings it back."""
         self.leaf.__class__ = self._kind if present else self._away
         for view in self._kept_views():
             view.__class__ = LeafView if present else _away_kind(LeafView)
 
     def follow(self) -> None:
-        """The leaves of the parts were pointed elsewhere."""
+        """Points the leaf and its views to the data of its part's leaf, which was pointed elsewhere."""
         if OWN_DATA in self.parts:
             data = raw_data(self._leaves[OWN_DATA])
             data_of.__set__(self.leaf, data)
@@ -145,9 +145,9 @@ class Compound:
                 view.follow(data)
 
     def view(self, data: torch.Tensor) -> "LeafView":
-        """A view of its leaf that goes and comes with that.
+        """A view of its leaf that leaves the device and returns together with the leaf.
 
-        For bitsandbytes, which keeps such from forward to backward where no hook of autograd's sees it.
+        bitsandbytes keeps such views from forward to backward, where no hook of autograd's sees them.
         """
         made = LeafView.of(data, raw_data(self._leaves[OWN_DATA]))
         made.compound = self
@@ -158,7 +158,7 @@ class Compound:
         return made
 
     def stand_in(self, leaf: torch.Tensor) -> torch.Tensor:
-        """The user's own for its leaf, or for a view of that."""
+        """The user's object in the place of its leaf, or a view of that object in the place of a view of the leaf."""
         if not isinstance(leaf, LeafView):
             return self.shown
         with without_overrides():
@@ -171,16 +171,16 @@ class Compound:
 
     @property
     def references(self) -> int:
-        """How often its leaf is referred to, here as well."""
+        """The number of references to its leaf, including the one in this object."""
         return sys.getrefcount(self.leaf)
 
     def prepare_leaf(self) -> None:
-        """A visit begins. Raises LayoutError where the weight is no longer what travels."""
+        """Called when a visit begins. Raises LayoutError if the weight can no longer travel, or its parts changed."""
         self.check()
         self.catch_up()
 
     def check(self) -> None:
-        """Raises LayoutError when it cannot travel as it is now."""
+        """Raises LayoutError if the weight cannot travel as it is now: if it is trained."""
         if self.shown.requires_grad:
             raise LayoutError(
                 f"parameter {self.name!r} cannot be offloaded: it is a {self._kind.__name__} that is trained, and"
@@ -189,14 +189,14 @@ class Compound:
             )
 
     def release(self) -> None:
-        """The user's object is an ordinary one again."""
+        """Stops managing the user's object, which is an ordinary weight again."""
         for known in (self.shown, self.leaf):
             _known.pop(known, None)
         self.leaf.__class__ = self._kind
 
 
 class LeafView(torch.Tensor):
-    """A view of a compound's leaf, and a plain tensor otherwise."""
+    """A view of a compound's leaf. It behaves like a plain tensor."""
 
     compound: Compound
     _offset: int  # elements from the start of the leaf
@@ -204,20 +204,20 @@ class LeafView(torch.Tensor):
 
     @classmethod
     def of(cls, data: torch.Tensor, leaf: torch.Tensor) -> "LeafView":
-        """`data` is a view of `leaf`."""
+        """Makes one of `data`, which is a view of `leaf`."""
         made: LeafView = make_subclass(cls, data, False)
         made._offset = int(data.storage_offset()) - int(leaf.storage_offset())
         made._stride = data.stride()
         return made
 
     def over(self, leaf: torch.Tensor) -> torch.Tensor:
-        """The same view of another leaf; of one that is away nothing but the shape."""
+        """The same view of another leaf. If that leaf is away, the view has the right shape and no more."""
         if leaf.untyped_storage().nbytes() < leaf.nbytes:
             return leaf.as_strided(self.size(), (0,) * self.dim())
         return leaf.as_strided(self.size(), self._stride, int(leaf.storage_offset()) + self._offset)
 
     def follow(self, leaf: torch.Tensor) -> None:
-        """The leaf was pointed elsewhere."""
+        """Points the view to the leaf's data, after the leaf was pointed elsewhere."""
         data_of.__set__(self, self.over(leaf))
 
     @classmethod
@@ -230,40 +230,40 @@ class LeafView(torch.Tensor):
 
 
 class AwayCompound:
-    """The leaf of a compound whose block is away, or on its way, is one too: see weights/passes/parameter_access.py."""
+    """A base of a compound's leaf while its block is away, or on its way (weights/passes/parameter_access.py)."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often it was written to in place, as it counts by itself; 0 where it does not count."""
+    """The tensor's own version, which counts writes in place; 0 for an inference tensor, which has none."""
     with without_overrides():
         return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def is_compound(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is of a class of its own."""
+    """Whether a parameter is of a class of its own: not plain, not one of headrace's, and not lazy."""
     return type(tensor) not in _PLAIN and not is_lazy(tensor)
 
 
 def compound_of(tensor: torch.Tensor) -> Compound | None:
-    """The compound that the tensor is, on the host or as its leaf; None where headrace knows of none."""
+    """The compound of which `tensor` is the user's object, the leaf or a view of the leaf; None if there is none."""
     known = _known.get(tensor)
     return None if known is None else known()
 
 
 def shown_for(tensor: Any) -> Any:
-    """For the leaf of a compound the user's own object; anything else as it is."""
+    """The user's object if `tensor` is the leaf of a compound; anything else unchanged."""
     compound = compound_of(tensor) if isinstance(tensor, torch.Tensor) and type(tensor) not in _PLAIN else None
     return tensor if compound is None else compound.shown
 
 
 def _viewed(compound: "weakref.ref[Compound]", name: str, *args: Any) -> torch.Tensor:
-    """`leaf.t()`, `leaf.view(...)`"""
+    """Calls `leaf.t()` or `leaf.view(...)` and returns a view that follows the leaf."""
     known = compound()
     if known is None:
         raise StateError(GONE)
     with without_overrides():
         viewed = getattr(torch.Tensor, name)(known.leaf, *args)
-        return viewed if torch.compiler.is_compiling() else known.view(viewed)  # whose graphs keep nothing unseen
+        return viewed if torch.compiler.is_compiling() else known.view(viewed)  # compiled graphs keep no tensor unseen
 
 
 def _references(leaves: Iterable[Leaf]) -> int:

@@ -1,7 +1,7 @@
 """Who averages gradients between ranks? headrace, with `mesh`: wrappers around offloaded weights never see gradients.
 
-DistributedDataParallel waits for the gradients of the parameters that it was given. Those of an offloaded model are
-homes, and autograd accumulates into leaves: nothing would be averaged, and every rank would train a model of its own.
+DistributedDataParallel waits for gradients of the parameters that it was given. In an offloaded model these are homes,
+but autograd accumulates into leaves: nothing would be averaged, and every rank would train a model of its own.
 """
 
 import gc
@@ -32,14 +32,14 @@ _ONE_PROCESS = (
     " train it on one device, or in one process for each device: headrace.offload(model, mesh=mesh)"
 )
 
-# By name: FSDP takes long to import, and other libraries have classes of the same names and ways.
+# By name: FSDP takes long to import, and other libraries have wrappers of these names that work alike.
 _WRAPPERS = frozenset((
     "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule",
 ))  # fmt: skip
 
 
 def refuse_wrapping(wrapper: nn.Module, module: nn.Module | None) -> None:
-    """`module` is about to become a part of `wrapper`. Raises StateError where that would have to see its gradients."""
+    """Raises StateError if `wrapper`, of which `module` is about to become a part, would have to see its gradients."""
     if module is None or not _is_wrapper(type(wrapper)):
         return
     if any(isinstance(parameter, Home) and parameter.requires_grad for parameter in module.parameters()):
@@ -52,7 +52,7 @@ def refuse_wrapping(wrapper: nn.Module, module: nn.Module | None) -> None:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raises StateError for a model that contains such a wrapper, or is a part of one."""
+    """Raises StateError for a model with trainable parameters that contains such a wrapper, or is inside of one."""
     for name, module in model.named_modules():
         if _is_wrapper(type(module)) and _learns(module):
             where = f"module {name!r}" if name else "the model"
@@ -62,13 +62,13 @@ def refuse_wrapped(model: nn.Module) -> None:
     around = next(_wrappers_around(model), None)
     if around is not None:
         del around
-        gc.collect()  # nobody may have it any more
+        gc.collect()  # the wrapper may be garbage
         for around in _wrappers_around(model):
             raise StateError(f"the model ({_described(model)}) is inside of a {_refusal(around)}")
 
 
 def _wrappers_around(model: nn.Module) -> Iterator[nn.Module]:
-    """Nothing leads from a module to what it was registered in."""
+    """Finds wrappers around the model among all live objects: a module does not know what it was registered in."""
     own = set(map(id, model.modules()))
     for found in gc.get_objects():
         if (

@@ -1,8 +1,8 @@
 """Which weights may travel expert by expert? Those of modules that pick experts by their numbers, and do nothing else.
 
-See docs/design/experts.md. Such modules are behind the experts interface of transformers: their weights have the
-experts as first dimension, and `experts(hidden_states, top_k_index, top_k_weights)` says which ones a call wants. Or
-they are the user's own, who named the argument that says so (`headrace.experts`).
+See docs/design/experts.md. The first dimension of such weights is that of experts. The modules are either behind the
+experts interface of transformers, where `experts(hidden_states, top_k_index, top_k_weights)` says which experts a call
+wants, or the user's own, for which the user named the argument that says it (`headrace.experts`).
 """
 
 import functools
@@ -36,22 +36,22 @@ __all__ = [
     "takes_single_experts",
 ]
 
-_LISTS = "experts"  # what lists of experts are called, or end with
-_ARGUMENT = "_headrace_experts_argument"  # of a user's own module, whose copies have it, too
-_LEAST_SLOTS = 2  # for a user's own: one expert comes while another computes
+_LISTS = "experts"  # names of lists of experts end with this
+_ARGUMENT = "_headrace_experts_argument"  # attribute of a marked module; copies of the module have it, too
+_LEAST_SLOTS = 2  # for a marked module: one expert comes while another computes
 
-# What transformers' `use_experts_implementation` gives each instance.
+# The attributes that transformers' `use_experts_implementation` gives each instance.
 _MARKS = ("num_experts", "config", "has_gate", "has_bias", "is_transposed", "is_concatenated", "_is_expert_parallel")
-_INTERFACE = "transformers.integrations.moe"  # where that is
-# What configs call the number of experts that a token is sent to.
+_INTERFACE = "transformers.integrations.moe"  # the module that has this function
+# The names that configs have for the number of experts that a token is sent to.
 _ROUTED = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 class ExpertAccess(Enum):
     """How a call takes experts out of its weights."""
 
-    ONE_BY_ONE = auto()  # in a loop over those that are used, in ascending order
-    GATHERED = auto()  # a copy of the expert of each pair of token and expert
+    ONE_BY_ONE = auto()  # in a loop over the experts that it uses, in ascending order
+    GATHERED = auto()  # copies the expert once for each pair of token and expert
     GROUPED = auto()  # by one kernel, for all tokens of an expert together
 
 
@@ -65,7 +65,7 @@ _ACCESS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Weights that can travel expert by expert: how many there are, bytes of one, how many a token needs."""
+    """Weights that can travel expert by expert: the number of experts, bytes of one, and how many a token needs."""
 
     count: int
     slice_bytes: int
@@ -78,18 +78,18 @@ class SlicePart:
 
     offset: int  # bytes from the start of the slice
     nbytes: int
-    layout: Layout  # of the whole parameter, in its block
+    layout: Layout  # the whole parameter's, in its block
 
     def view(self, memory: torch.Tensor, slot_bytes: int, first: int, count: int) -> torch.Tensor:
-        """This part of the slices in slots `first` to `first + count` of `memory`, uint8, shape (count, ...).
+        """This part of the slices in slots `first` to `first + count` of `memory`, which is uint8: shape (count, ...).
 
-        It counts its own versions: what is written to other slots is no write to it.
+        The view has a version counter of its own, which writes to other slots do not raise.
         """
         strides = (slot_bytes // self.layout.dtype.itemsize, *self.layout.stride[1:])
         return self._view(memory, slot_bytes, first, (count, *self.layout.shape[1:]), strides)
 
     def view_of_one(self, memory: torch.Tensor, slot_bytes: int, slot: int) -> torch.Tensor:
-        """This part of the slice in one slot: a view of nothing else, so that it alone refers to the memory."""
+        """This part of the slice in one slot. It is no view of another tensor, so it alone refers to the memory."""
         return self._view(memory, slot_bytes, slot, self.layout.shape[1:], self.layout.stride[1:])
 
     def _view(self, memory: torch.Tensor, slot_bytes: int, slot: int, shape: Any, strides: Any) -> torch.Tensor:
@@ -99,7 +99,7 @@ class SlicePart:
 
 
 def slice_parts(layouts: Sequence[Layout]) -> tuple[list[SlicePart], int]:
-    """Where the parts of one expert's slice lie, in the order of the parameters, and the bytes of all."""
+    """The parts of one expert's slice, in the order of the parameters, and the bytes of the whole slice."""
     parts, end = [], 0
     for layout in layouts:
         nbytes = layout.nbytes // layout.shape[0]
@@ -109,7 +109,7 @@ def slice_parts(layouts: Sequence[Layout]) -> tuple[list[SlicePart], int]:
 
 
 def experts_of(module: nn.Module, inventory: Inventory) -> Experts | None:
-    """What the module's weights are, if they can travel expert by expert."""
+    """The experts of the module, if its weights can travel expert by expert; else None."""
     keys = inventory.owned.get(module, ())
     marked = is_marked(module)
     if not keys or not (marked or picks_experts(module)) or list(keys) != inventory.below(module):
@@ -126,22 +126,22 @@ def experts_of(module: nn.Module, inventory: Inventory) -> Experts | None:
 
 
 def mark_experts(module: nn.Module, argument: str | None) -> None:
-    """The user's own module has experts as first dimension of its weights; the argument says which ones a call uses.
+    """Marks a user's module whose weights have experts as first dimension; `argument` says which ones a call uses.
 
-    None: it is a list of modules that are experts.
+    With None the module is a list of modules that are experts.
     """
     module.__dict__[_ARGUMENT] = argument
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Whether that is so."""
+    """Whether `mark_experts` was called for the module."""
     return _ARGUMENT in module.__dict__
 
 
 def lists_experts(module: nn.Module, name: str, *, by_name: bool) -> bool:
-    """Whether it is a list or dict of experts: modules of which a call of the layer calls some.
+    """Whether the module is a list or dict of experts: modules of which one call of the layer calls only some.
 
-    Not `by_name`: only if that was said.
+    A list counts if it is marked, or, with `by_name`, if its name says so.
     """
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
@@ -155,10 +155,10 @@ def lists_experts(module: nn.Module, name: str, *, by_name: bool) -> bool:
 
 
 def named_index_of(module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument that says which experts a call of a marked module uses; None where it is no tensor of integers."""
+    """The argument that says which experts a call of a marked module uses; None if it is no tensor of integers."""
     try:
         found = inspect.signature(own).bind(*args, **kwargs).arguments.get(module.__dict__[_ARGUMENT])
-    except TypeError:  # which the call itself raises
+    except TypeError:  # the call itself will raise it
         return None
     if not isinstance(found, torch.Tensor) or found.is_floating_point() or found.is_complex():
         return None
@@ -166,7 +166,7 @@ def named_index_of(module: nn.Module, own: Callable[..., Any], args: tuple[Any, 
 
 
 def picks_experts(module: nn.Module) -> bool:
-    """Whether its forward is the one that chooses an implementation, and numbers of experts go nowhere else."""
+    """Whether its forward is transformers' own, which picks an implementation, and nothing else uses expert numbers."""
     return (
         all(mark in module.__dict__ for mark in _MARKS)
         and "forward" not in module.__dict__
@@ -178,32 +178,32 @@ def picks_experts(module: nn.Module) -> bool:
 
 @functools.cache
 def _names(forward: Callable[..., Any]) -> list[str]:
-    """Of the arguments of a method."""
+    """The names of a method's arguments, without `self`."""
     return list(inspect.signature(forward).parameters)[1:]
 
 
 def _routed(module: Any) -> int:
-    """How many experts one token is sent to, as far as the config says; else a quarter."""
+    """How many experts one token is sent to: as the config says, else a quarter of them."""
     values = (getattr(module.config, name, None) for name in _ROUTED)
     return next((value for value in values if isinstance(value, int)), max(1, module.num_experts // 4))
 
 
 def access_of(module: Any) -> ExpertAccess | None:
-    """How a call of the module takes experts now; None: in a way that nothing is known of."""
+    """How a call of the module takes experts at present; None if its implementation is unknown."""
     if module._is_expert_parallel:
         return None
     return _ACCESS.get(module.config._experts_implementation)
 
 
 def takes_single_experts(module: nn.Module) -> bool:
-    """Whether its calls can do without all experts at once, also where gradients follow."""
+    """Whether calls of the module work with some experts at a time, even if a backward follows."""
     return is_marked(module) or access_of(module) in (ExpertAccess.ONE_BY_ONE, ExpertAccess.GATHERED)
 
 
 def routing_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Hidden states, numbers of experts and weights of these, of a call; None where they are not just that."""
+    """The hidden states, expert numbers and expert weights of a call; None if its arguments are anything else."""
     given = [*args, *(kwargs[name] for name in _names(type(module).forward)[len(args) :] if name in kwargs)]
     if len(given) != 3 or len(given) != len(args) + len(kwargs):
         return None

@@ -55,10 +55,10 @@ _MOVES = (
 
 
 class PlainCopies(torch.Tensor):
-    """A tensor of ours that a user has: its copies, its pickles and its text are those of a plain one."""
+    """A tensor of a class of ours in a user's hands: its copies, pickles and text are those of a plain tensor."""
 
     def plain(self) -> torch.Tensor:
-        """A tensor, or parameter, of no class of ours and of the same memory."""
+        """A plain tensor or parameter over the same memory."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -76,10 +76,10 @@ class PlainCopies(torch.Tensor):
 
 
 class Home(PlainCopies, nn.Parameter):
-    """A managed parameter. It behaves as nn.Parameter does; its copies and pickles are plain parameters."""
+    """A managed parameter. It behaves like an nn.Parameter; its copies and pickles are plain parameters."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
-        """`type(parameter)(tensor)`, to be put in a parameter's place, makes a plain one."""
+        """Makes a plain parameter: user code calls `type(parameter)(tensor)` to replace a parameter."""
         if data is not None and data.device.type != "cpu":
             raise StateError(f"a parameter of an offloaded model would be replaced by one on {data.device}: {_MOVES}")
         return nn.Parameter(data, requires_grad)
@@ -100,7 +100,7 @@ class Home(PlainCopies, nn.Parameter):
 
     @property
     def shown(self) -> torch.Tensor:
-        """What the user's module has in the place that the leaf takes."""
+        """The tensor that the user's module holds, and that the leaf replaces during a visit."""
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -109,14 +109,14 @@ class Home(PlainCopies, nn.Parameter):
         super().__setattr__(name, value)
 
     def point(self, value: torch.Tensor) -> None:
-        """`self.data = value`, unnoticed."""
+        """Does `self.data = value` without telling the owner."""
         data_of.__set__(self, value)
 
     def follow(self) -> None:
-        """It is what `shown` is, which may have got other memory or another shape in a way that tells nobody."""
+        """Takes over the memory and shape of `shown`, which may have changed in a way that nobody was told of."""
 
     def plain(self) -> nn.Parameter:
-        """As in PlainCopies. The host waits until no optimizer writes the home any more."""
+        """As `PlainCopies.plain`. Blocks the calling thread until no optimizer writes the home any more."""
         owner_of(self).wait_for_updates()
         plain = nn.Parameter(raw_data(self), self.requires_grad)
         plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != OWNER})
@@ -127,12 +127,12 @@ _NO_WRITES = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_",
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 
 
-# That is how Horovod, Apex and Megatron, and `torch.autograd.graph`, find the node that accumulates the gradient.
+# Horovod, Apex, Megatron and `torch.autograd.graph` call these to find the node that accumulates the gradient.
 _FIND_NODES = ("expand_as", "view_as")
 
 
 def _announced(name: str, notice: Callable[[Any], None]) -> Callable[..., Any]:
-    """The method of tensors, of which the home's owner has notice before."""
+    """A method of tensors that calls `notice` with the home's owner first."""
     method = getattr(torch.Tensor, name)
 
     @functools.wraps(method)
@@ -151,15 +151,18 @@ for _name in _FIND_NODES:
 
 
 class AliasParam(nn.Parameter):
-    """A tensor inside of a weight (compound.py), or a buffer that travels, as a parameter: same memory and versions."""
+    """A parameter over a tensor inside of a weight (compound.py), or over a buffer that travels.
 
-    tensor: torch.Tensor  # that is inside of the weight
-    is_buffer: bool  # it is a buffer of a module, all of the weight
-    leads: bool  # the tensor goes where this goes: another weight's part, which has it too, does not lead it
+    It shares the tensor's memory and version counter.
+    """
+
+    tensor: torch.Tensor  # the one inside of the weight, or the buffer
+    is_buffer: bool  # whether the tensor is a buffer of a module
+    leads: bool  # whether the tensor is pointed where this is; if several weights hold it, one of their parts leads
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, is_buffer: bool = False) -> "AliasParam":
-        """The part that `tensor` is."""
+        """Makes the parameter over `tensor`."""
         with without_overrides():
             part: AliasParam = make_subclass(cls, tensor.detach(), False)
         part.tensor, part.is_buffer = tensor, is_buffer
@@ -171,7 +174,7 @@ class AliasParam(nn.Parameter):
 
 
 class AliasHome(Home):
-    """A managed part. What it is pointed to, the tensor inside of the weight is as well."""
+    """A managed AliasParam. When it is pointed to other memory, so is the tensor inside of the weight."""
 
     tensor: torch.Tensor
     is_buffer: bool
@@ -179,11 +182,11 @@ class AliasHome(Home):
 
     @property
     def shown(self) -> torch.Tensor:
-        """As in Home."""
+        """As `Home.shown`: the buffer itself where this is one."""
         return self.tensor if self.is_buffer else self
 
     def follow(self) -> None:
-        """As in Home."""
+        """As `Home.follow`, for a buffer."""
         if self.is_buffer:
             shown = data_of.__get__(self.tensor)
             if not lie_alike(shown, raw_data(self)):
@@ -191,7 +194,7 @@ class AliasHome(Home):
                 data_of.__set__(self, shown)
 
     def point(self, value: torch.Tensor) -> None:
-        """As in Home."""
+        """As `Home.point`, and the same for the tensor that follows this home."""
         super().point(value)
         if self.leads:
             data_of.__set__(self.tensor, value)
@@ -201,8 +204,8 @@ _leaders: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the part that
 
 
 class WatchedBuffer(PlainCopies):
-    """A large buffer of a module with packed weights (of GPTQ, of AWQ), which travels with its block, as the user sees
-    it. Other memory that it is given (`data`, `set_`, `resize_`) is that of its home.
+    """A large buffer with a module's packed weights (GPTQ, AWQ), as the user sees it; it travels with its block. When
+    it is given other memory (`data`, `set_`, `resize_`), its home gets the same memory.
     """
 
     __torch_function__ = no_override
@@ -228,16 +231,16 @@ class WatchedBuffer(PlainCopies):
         return self
 
     def plain(self) -> torch.Tensor:
-        """As in PlainCopies."""
+        """As `PlainCopies.plain`."""
         return data_of.__get__(self)  # type: ignore[no-any-return]
 
 
 class Leaf(PlainCopies, nn.Parameter):
-    """What a module computes with. Its `data` notices that it was handed out: the module may write to its weight."""
+    """The parameter that a module computes with. Its `data` sets `handed_out`, as the module may write through it."""
 
     handed_out: bool
-    owner: "weakref.ref[Any]"  # of its home, which has that as `home`
-    gave_up: str | None = None  # the parameter's name, where a backward within a backward had a gradient for it
+    owner: "weakref.ref[Any]"  # the ManagedParam, whose `home` is the home of this leaf
+    gave_up: str | None = None  # the parameter's name, once a backward within a backward had a gradient for it
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -266,25 +269,25 @@ class Leaf(PlainCopies, nn.Parameter):
         data_of.__set__(self, value)
 
     def point(self, value: torch.Tensor) -> None:
-        """`self.data = value`, unnoticed."""
+        """Does `self.data = value` without counting as a write by the module."""
         with without_overrides():
             data_of.__set__(self, value)
 
     def plain(self) -> nn.Parameter:
-        """As in PlainCopies."""
+        """As `PlainCopies.plain`."""
         return nn.Parameter(raw_data(self), self.requires_grad)
 
 
 class AwayLeaf(Leaf):
-    """A leaf whose block is away, or on its way. Whoever still holds it uses it during a pass, when it is brought back,
-    and at other times uses the home (weights/passes/parameter_access.py).
+    """A leaf whose block is away, or on its way. Code that still holds the leaf may use it: during a pass the leaf is
+    brought back, at other times the home is used (weights/passes/parameter_access.py).
     """
 
     @staticmethod
     def brought_back(leaf: "AwayLeaf") -> torch.Tensor:
-        """The leaf, which is present then, or the home where no pass is under way.
+        """The leaf, once it is present, during a pass; the home otherwise.
 
-        Of itself it is the home; weights/passes/parameter_access.py, which can lend leaves, replaces this function.
+        This version always returns the home: weights/passes/parameter_access.py, which can lend leaves, replaces it.
         """
         return home_of(leaf)
 
@@ -297,7 +300,7 @@ class AwayLeaf(Leaf):
         home_of(self).data = value
 
     def plain(self) -> nn.Parameter:
-        """As in PlainCopies, of its home."""
+        """As `PlainCopies.plain`, called on the home."""
         return home_of(self).plain()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -305,7 +308,7 @@ class AwayLeaf(Leaf):
 
 
 def as_home(parameter: nn.Parameter, owner: Any) -> Home:
-    """Makes the object itself a home, which `owner` (a `ManagedParam`) manages."""
+    """Turns the object itself into a home that `owner`, a `ManagedParam`, manages."""
     home: Any = parameter
     home.__class__ = AliasHome if isinstance(parameter, AliasParam) else Home
     home.__dict__[OWNER] = owner
@@ -316,7 +319,7 @@ def as_home(parameter: nn.Parameter, owner: Any) -> Home:
 
 
 def as_parameter(home: nn.Parameter) -> nn.Parameter:
-    """The inverse of `as_home`."""
+    """Turns a home back into an ordinary parameter: the inverse of `as_home`."""
     if isinstance(home, AliasHome) and home.is_buffer:
         home.tensor.__dict__.pop(OWNER, None)
         home.tensor.__class__ = torch.Tensor
@@ -349,5 +352,5 @@ def home_of(leaf: Leaf) -> Home:
 
 
 def raw_data(parameter: nn.Parameter) -> torch.Tensor:
-    """`parameter.data`, unnoticed."""
+    """`parameter.data`, without telling the owner or counting as handed out."""
     return data_of.__get__(parameter)  # type: ignore[no-any-return]

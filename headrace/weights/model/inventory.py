@@ -1,4 +1,4 @@
-"""What does a model hold? Every parameter once, with all the places that keep it, and the modules that own it."""
+"""What does a model hold? Every parameter once, with all the places that hold it, and the modules that own it."""
 
 import itertools
 import weakref
@@ -20,7 +20,7 @@ from headrace.weights.model.places import Member, Place
 
 __all__ = ["USE_WEIGHTS_OF_CHILDREN", "Inventory", "is_left_to_user", "leave_to_user", "take_inventory"]
 
-# They compute with their children's weights, without calling those, where they take a path of their own.
+# These have a path on which they compute with their children's weights without calling the children.
 USE_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _LARGE_BUFFER_BYTES = 16 * 2**10  # smaller ones stay on the device
 _LEFT = "_headrace_left_to_user"  # attribute of a parameter
@@ -30,18 +30,18 @@ _LEFT = "_headrace_left_to_user"  # attribute of a parameter
 class Inventory:
     """The parameters of a model. Tied ones are one member with several places."""
 
-    param_dtype: torch.dtype | None = None  # in which they travel
+    param_dtype: torch.dtype | None = None  # the dtype in which they travel; None: their own
     members: dict[int, Member] = field(default_factory=dict)  # by the id of the parameter
     owned: dict[nn.Module, list[int]] = field(
         default_factory=dict
     )  # ids of the parameters a module itself computes with
     names: dict[nn.Module, str] = field(default_factory=dict)  # every module, by its first name
     parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
-    buffers: dict[int, nn.Parameter] = field(default_factory=dict)  # that travel: the parameter that each is, by its id
+    buffers: dict[int, nn.Parameter] = field(default_factory=dict)  # each that travels, as a parameter, by buffer id
     places_of_compounds: dict[Compound, list[Place]] = field(default_factory=dict)
 
     def add(self, name: str, parameter: nn.Parameter, module: nn.Module, place: Place, *, check: bool) -> None:
-        """A parameter that is one plain tensor. With `check`, raises LayoutError for one that cannot travel."""
+        """Adds a parameter that is one plain tensor. With `check`, raises LayoutError if it cannot travel."""
         key = id(parameter)
         if key not in self.members:
             if check:
@@ -51,14 +51,14 @@ class Inventory:
         self.owned.setdefault(module, []).append(key)
 
     def add_buffer(self, name: str, buffer: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
-        """As `add`, of a buffer that travels."""
+        """As `add`, for a buffer that travels."""
         if id(buffer) not in self.buffers:
             home = owner_of(buffer).home if isinstance(buffer, WatchedBuffer) else None
             self.buffers[id(buffer)] = AliasParam.of(buffer, is_buffer=True) if home is None else home
         self.add(name, self.buffers[id(buffer)], module, place, check=check)
 
     def add_compound(self, name: str, weight: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
-        """As `add`, of the parts of a weight that is not one plain tensor."""
+        """As `add`, for the parts of a weight that is not one plain tensor."""
         compound = compound_of(weight)
         try:
             compound = compound or Compound(name, weight)
@@ -81,7 +81,7 @@ class Inventory:
         return list(dict.fromkeys(key for inner in module.modules() for key in self.owned.get(inner, ())))
 
     def named(self, pattern: str) -> list[int]:
-        """Ids of the parameters of such names; all parts of a weight whose name, or that of one, is such."""
+        """Ids of the parameters whose names match. If a weight or one of its parts matches, all its parts count."""
         found = [member for member in self.members.values() if fnmatchcase(member.name, pattern)]
         whole = {member.compound for member in found if member.compound is not None}
         whole |= {compound for compound in self.places_of_compounds if fnmatchcase(compound.name, pattern)}
@@ -89,19 +89,19 @@ class Inventory:
         return [key for key, member in self.members.items() if key in alone or member.compound in whole]
 
     def nbytes(self, keys: list[int]) -> int:
-        """Bytes of these parameters in a block: in the dtype in which they travel, and aligned."""
+        """Bytes that these parameters take in a block, aligned and in the dtype in which they travel."""
         alone = [self.members[key].parameter for key in keys if key not in self._sharing]
         sharing = [self.members[key].parameter for key in keys if key in self._sharing]
         sizes = (parameter.numel() * travel_dtype(parameter, self.param_dtype).itemsize for parameter in alone)
         return sum(aligned(nbytes) for nbytes in sizes) + lay_out(sharing, self.param_dtype)[1]
 
     def cast_bytes(self, keys: list[int]) -> int:
-        """Bytes of those of these parameters that travel in another dtype than they have: homes beside the block."""
+        """Bytes of the homes beside the block: of those parameters that travel in another dtype than their own."""
         parameters = [self.members[key].parameter for key in keys]
         return sum(p.nbytes for p in parameters if travel_dtype(p, self.param_dtype) != p.dtype)
 
     def can_be_cut(self, key: int) -> bool:
-        """Whether rows of a parameter can travel alone: nothing else has it or its memory, nor hooks to it."""
+        """Whether rows of a parameter can travel alone: nothing else holds it or its memory, and it has no hooks."""
         member = self.members[key]
         parameter = member.parameter
         return (
@@ -113,9 +113,10 @@ class Inventory:
         )
 
     def check_together(self, parts: Iterable[Collection[int]]) -> None:
-        """Raises LayoutError for trained parameters that have elements in common, and would not have them in blocks.
+        """Raises LayoutError for trained parameters that have elements in common and would lose that in blocks.
 
-        `parts`: the parameters of each block. Those of one keep what they share, unless they travel in another dtype.
+        `parts`: the ids of each block's parameters. Those of one block keep sharing, unless they travel in another
+        dtype.
         """
         number = {key: index for index, keys in enumerate(parts) for key in keys}
         members = [member for member in self.members.values() if member.compound is None]
@@ -135,15 +136,15 @@ class Inventory:
 
     @cached_property
     def _sharing(self) -> frozenset[int]:
-        """Parameters that share a storage with others: their bytes in a block depend on each other."""
+        """Ids of the parameters that share a storage with others: their bytes in a block depend on each other."""
         keys = list(self.members)
         groups = by_storage([member.parameter for member in self.members.values()], self.param_dtype)
         return frozenset(keys[index] for group in groups if len(group) > 1 for index in group)
 
 
 def leave_to_user(parameters: Iterable[nn.Parameter], *, left: bool = True) -> None:
-    """They are in no inventory, and so in no block and no budget: the user has them on the device that computes, with
-    their gradients and their optimizer. Until they are no longer `left`.
+    """Keeps these parameters out of every inventory, and so of blocks and budgets: the user has them on the device,
+    with their gradients and their optimizer. `left=False` ends that.
     """
     for parameter in parameters:
         if left:
@@ -153,13 +154,13 @@ def leave_to_user(parameters: Iterable[nn.Parameter], *, left: bool = True) -> N
 
 
 def is_left_to_user(parameter: nn.Parameter) -> bool:
-    """Whether `leave_to_user` was told so."""
+    """Whether `leave_to_user` left the parameter to the user."""
     return hasattr(parameter, _LEFT)
 
 
 def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, check: bool = True) -> Inventory:
-    """Walks the model, but for parameters that are left to the user. With `check`, raises LayoutError for one that
-    cannot travel; without, no buffers travel but those that do already.
+    """Walks the model and lists its parameters, except those left to the user. With `check`, raises LayoutError for
+    one that cannot travel; without it, only those buffers travel that do already.
     """
     inventory = Inventory(param_dtype)
     overlapping = overlapping_buffers(model.modules()) if check else set()
@@ -188,9 +189,8 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
 
 
 def _packed(module: nn.Module, overlapping: Collection[int]) -> Collection[str]:
-    """The buffers that are packed weights, or the scales of such: large, saved with the model, beside large integers.
-
-    Others (statistics, codebooks, queues) are written to by the module itself, and stay on the device.
+    """The names of buffers that are packed weights or their scales: large and persistent, in a module that has a large
+    buffer of integers. Other buffers (statistics, codebooks, queues) are written by the module, and stay on the device.
     """
     large = {
         name: buffer
@@ -212,7 +212,7 @@ def _is_integer(buffer: torch.Tensor) -> bool:
 
 
 def _add_flat_weights(inventory: Inventory, module: nn.RNNBase) -> None:
-    """An RNN computes with lists of its parameters, and checks by weak references that nobody changed them."""
+    """Adds the lists of its parameters with which an RNN computes, and the weak references by which it checks them."""
     for index, parameter in enumerate(module._flat_weights):
         member = inventory.members.get(id(parameter))
         if member is not None:

@@ -1,4 +1,4 @@
-"""How do parameters become the byte range of a block? Aligned one behind the other; shared storages stay shared."""
+"""How do parameters become the byte range of a block? Aligned, one after the other; shared storages stay shared."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -52,11 +52,11 @@ def check_can_travel(name: str, parameter: nn.Parameter) -> None:
 
 
 def lay_out(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | None) -> tuple[list[Layout], int]:
-    """The layout of each parameter, in order, and the bytes of all.
+    """The layout of each parameter, in order, and the bytes of all together.
 
-    Every region begins at a multiple of 64 bytes; those of 256 bytes and more come first, at multiples of 256. A region
-    is one parameter, or all that share a storage and travel as they are: these keep their distances, so that a write
-    through one is still seen through the others.
+    Every region begins at a multiple of 64 bytes; regions of 256 bytes and more come first, at multiples of 256. A
+    region is one parameter, or all parameters that share a storage and travel in their own dtype: these keep their
+    distances, so that a write through one is still seen through the others.
     """
     layouts: dict[int, Layout] = {}
     end = 0
@@ -108,7 +108,7 @@ def overlap(one: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def _alone(parameter: nn.Parameter, offset: int, dtype: torch.dtype) -> Layout:
-    """The layout of a parameter that shares nothing: dense strides (channels_last, transposed) are kept."""
+    """The layout of a parameter that shares nothing. It keeps dense strides (channels_last, transposed)."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
     stride = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
     nbytes = parameter.numel() * dtype.itemsize
@@ -126,12 +126,12 @@ def _region_bytes(parameters: Sequence[nn.Parameter], group: list[int], param_dt
 
 
 def _base(spans: Iterable[tuple[int, int]]) -> int:
-    """Where the region of a shared storage begins: before its first byte, so that all keep their alignment."""
+    """Where the region of a shared storage begins: at or before its first byte, so that all keep their alignment."""
     return min(begin for begin, _ in spans) // KERNEL_ALIGNMENT_BYTES * KERNEL_ALIGNMENT_BYTES
 
 
 def _span(parameter: nn.Parameter) -> tuple[int, int]:
-    """The bytes of its storage that a parameter reaches: first, and one past the last."""
+    """The bytes of its storage that a parameter spans: the first, and one past the last."""
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     begin = int(parameter.storage_offset()) * parameter.element_size()
     return begin, begin + (last + 1) * parameter.element_size()

@@ -27,14 +27,14 @@ REMOVED = (
 
 
 class Token(NamedTuple):
-    """Which contents of a home."""
+    """Identifies the contents of a home: two equal tokens mean the same contents, as far as autograd would notice."""
 
     version: int  # its _version
-    untraced_changes: int  # without a trace in that
-    data_number: int  # which data it was given (`p.data = t`); 0: its own
+    untraced_changes: int  # writes that leave no trace in `_version`
+    data_number: int  # which data the home was given (`p.data = t`); 0: its own
 
 
-_NEVER = Token(-1, 0, 0)  # of no contents
+_NEVER = Token(-1, 0, 0)  # no contents have this token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,14 @@ class Layout:
 
     offset: int  # bytes from the start of the block
     nbytes: int
-    region: tuple[int, int]  # bytes (first, one past the last) of the storage it lies in: its own, or a shared one
-    dtype: torch.dtype  # in which it travels and computes
+    region: tuple[int, int]  # bytes (first, one past the last) of its storage, which other parameters may share
+    dtype: torch.dtype  # the dtype in which it travels and computes
     shape: torch.Size
     stride: tuple[int, ...]  # elements
 
     def view(self, block_bytes: torch.Tensor, *, first_byte: int = 0) -> torch.Tensor:
-        """The parameter within the whole block's bytes, uint8 or its own dtype, or in a part that begins at
-        `first_byte`.
+        """A view of the parameter in the bytes of its block, or in a part of these that begins at `first_byte`. The
+        bytes are given as uint8 or in the parameter's dtype.
         """
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype, device=block_bytes.device)
@@ -63,7 +63,7 @@ class ManagedParam:
 
     `home` is the user's own Parameter, on the host; `leaf` is the Parameter that autograd sees, on the device. Both
     live as long as the model is offloaded. `rest` is the slot's place in the block's arena. The home's data lies there,
-    unless the user re-pointed it (`p.data = t`) or shared it with other processes, or it travels in another dtype.
+    unless the user re-pointed it (`p.data = t`), shared it with other processes, or it travels in another dtype.
     """
 
     def __init__(
@@ -77,26 +77,26 @@ class ManagedParam:
         before_write: Callable[[], None],
     ) -> None:
         self.name = name
-        # Of the home: asked of the home itself, while a visit is under way, it is the leaf's.
+        # The home's dtype. It is kept because the home itself answers with the leaf's dtype during a visit.
         self.dtype = parameter.dtype
         self.layout = layout
         self._keep(rest)
         self.absent = absent  # what the leaf's data is while there is no device copy
-        self._home_place: torch.Tensor | None = None  # of a home that casts, where ranks have one copy of it
+        self._home_place: torch.Tensor | None = None  # where the ranks' one copy of a home that casts lies
         self.untraced_changes = 0  # writes that a hook reported: fused optimizers leave no trace in _version
-        self.unit: Unit | None = None  # what it travels with
-        self.on_change: Callable[[ManagedParam, bool], None] = _nothing  # see `Block`: the home may have changed
-        self.generation = 0  # of its block, when what the home holds last changed
+        self.unit: Unit | None = None  # the block that it travels in
+        self.on_change: Callable[[ManagedParam, bool], None] = _nothing  # called when the home may have changed
+        self.generation = 0  # the block's generation when the home's contents last changed
         self._before_touch = before_touch
         self.before_write = before_write  # called when the home is about to be written in place
-        self._times_given = 0  # how often the home got other data (`p.data = t`)
-        self.data_number = 0  # which of these it has; 0: its own
-        self._cast = -1  # the generation of what the cast in `rest` was made of
-        self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
+        self._times_given = 0  # how often the home was given other data (`p.data = t`)
+        self.data_number = 0  # which of these data it has; 0: its own
+        self._cast = -1  # the generation of the contents from which the cast in `rest` was made
+        self.loaded_token: Token = _NEVER  # the token of the contents from which the device copy was made
         self.on_gradient: Callable[[Leaf], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
-        self.node_is_watched = True  # until somebody looks
-        fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # whose version no other leaf counts
+        self.node_is_watched = True  # assumed until `look_for_watchers` has looked
+        fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # with a version counter of its own
         self.leaf = Leaf(fresh, requires_grad=parameter.requires_grad)
         self.leaf.__dict__.update(
             {key: value for key, value in parameter.__dict__.items() if not key.startswith("_headrace")}
@@ -108,89 +108,89 @@ class ManagedParam:
         self.leaf.__class__ = AwayLeaf
         self.home: Home = as_home(parameter, self)
         self._move_in()
-        self._own_references = references_beside(self.rest) - self.in_place  # to the home's place, beside the home
+        self._own_references = references_beside(self.rest) - self.in_place  # those to its place
 
     @property
     def shown(self) -> torch.Tensor:
-        """What the user's modules have where they are to have the leaf in a visit."""
+        """The tensor that the user's modules hold, and that the leaf replaces during a visit."""
         return self.home.shown
 
     @property
     def casts(self) -> bool:
-        """Whether it travels in another dtype than its home has."""
+        """Whether the parameter travels in another dtype than its home has."""
         return self.dtype != self.layout.dtype
 
     @property
     def in_place(self) -> bool:
-        """Whether the home's data is the arena's, so that the block's one copy carries it."""
+        """Whether the home's data lies in the arena, so that the one copy of the whole block carries it."""
         return self.home.data_ptr() == self._rest_address and lie_alike(self.home, self.rest)
 
     @property
     def memory_is_kept(self) -> bool:
-        """Whether somebody refers to the home's place in the arena (`kept = p.data`), beside the home."""
+        """Whether anything beside the home refers to its place in the arena, such as a user's `kept = p.data`."""
         return references_beside(self.rest) > self._own_references + self.in_place
 
     @property
     def token(self) -> Token:
-        """Differs when the home's contents do, as far as autograd would notice."""
+        """The token of the home's present contents."""
         return Token(self.home._version, self.untraced_changes, self.data_number)
 
     @property
     def is_old_on_device(self) -> bool:
-        """Whether the last device copy was made of other contents than the home has now, as far as autograd notices."""
+        """Whether the home's contents have changed since the last device copy was made, as far as autograd notices."""
         return self.loaded_token is not _NEVER and self.loaded_token != self.token
 
     def note_version_raised(self) -> None:
-        """The leaf's version is one more now, and nobody has written to the leaf."""
+        """Accounts for a leaf's version that headrace raised by one without a write to the leaf."""
         self._leaf_version += 1
 
     @property
     def others_may_write(self) -> bool:
-        """Whether other processes may write what is read, at any time and unnoticed."""
+        """Whether other processes share the home's data, and so may write to it at any time, unnoticed."""
         return not self.in_place and self.data.untyped_storage().is_shared()
 
     @property
     def gradient_is_watched(self) -> bool:
-        """Whether somebody may have hooks that see a gradient before it is accumulated, or as it is."""
+        """Whether somebody may have a hook that sees a gradient before or while it is accumulated."""
         return self.node_is_watched or bool(self.home._backward_hooks)
 
     def discard_gradient(self) -> None:
-        """The home's gradient is about to be set to None: what waits to be averaged over ranks goes, too."""
+        """Called when the home's gradient is set to None: discards those that wait to be averaged over ranks, too."""
         if self.unit is not None and self.unit.common is not None:
             self.unit.common.discard([self.home])
 
     def watch_node(self) -> None:
-        """Somebody may hook into the node that accumulates the home's gradient: from now on autograd does that."""
+        """Called when somebody may hook into the node that accumulates the home's gradient: autograd now does that."""
         self.node_is_watched = True
 
     def look_for_watchers(self) -> None:
-        """A pass with gradients begins: graphs that had the node may be gone, and whoever asked for it may not keep it.
+        """Looks whether the home's node is still watched: graphs that held it, and whoever asked for it, may be gone.
 
-        A frozen home has a node that nobody can find before it is thawed.
+        Called when a pass with gradients begins. Nobody can find the node of a frozen home before it is thawed.
         """
         if self.node_is_watched and self.home.requires_grad:
             self.node_is_watched = node_is_kept(self.home)
 
     @property
     def data(self) -> torch.Tensor:
-        """The home's data, unnoticed."""
+        """The home's data. Asking for it here does not count as handing it out."""
         return raw_data(self.home)
 
     @property
     def source(self) -> torch.Tensor:
-        """What a copy to the device reads: the home, or the cast of it."""
+        """The tensor that a copy to the device reads: the home's data, or its cast."""
         return self.rest if self.casts else self.data
 
     @property
     def leaf_may_be_written(self) -> bool:
-        """Whether the model may have written to the leaf since that was last kept."""
+        """Whether the model may have written to the leaf since its writes were last kept."""
         return self.leaf._version != self._leaf_version or self.leaf.handed_out
 
     def keep_leaf_writes(self, buffer: torch.Tensor) -> bool:
-        """What the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`) is the home's too.
+        """Copies to the home what the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`).
 
-        Whether there was any. Of a leaf whose `data` was handed out nobody knows; the home, if it was touched after
-        the device copy was made, is newer.
+        Returns whether it copied. A leaf whose `data` was handed out counts as written, unless its home was touched
+        after the device copy was made: the home is newer then.
         """
         touched = type(self.leaf) is AwayLeaf
         if not self.leaf_may_be_written or (touched and self.leaf._version == self._leaf_version):
@@ -198,7 +198,7 @@ class ManagedParam:
         self._leaf_version = self.leaf._version
         written = raw_data(self.leaf)
         self.check_shape(written)
-        self.keep(self.data, written)  # leaves no trace in the version: the device copy is what it should be
+        self.keep(self.data, written)  # leaves no trace in the home's version: the device copy is current
         self._cast = -1
         place = self.layout.view(buffer)
         if written.data_ptr() != place.data_ptr():  # `weight.data = t`
@@ -207,8 +207,8 @@ class ManagedParam:
         return True
 
     def keep(self, data: torch.Tensor, written: torch.Tensor) -> None:
-        """The home's data, or a part of it, gets what the model has now of that. Where it has written nothing, a home
-        that casts keeps what the cast has lost.
+        """Copies `written`, the leaf's values, to `data`, the home's data or a part of it. A home that casts keeps its
+        own, more precise values wherever the model wrote nothing.
         """
         if self.casts:
             written = written.to("cpu")
@@ -217,20 +217,20 @@ class ManagedParam:
 
     @property
     def cast_is_old(self) -> bool:
-        """Whether the home may have changed since `cast`, as far as its block has looked."""
+        """Whether the home may have changed since the last cast, as far as its block has looked."""
         return self.casts and (self._cast != self.generation or self.others_may_write)
 
     def cast(self) -> None:
-        """Casts the home into `rest`. Nobody may be reading there."""
+        """Casts the home into `rest`, which nobody may be reading."""
         self.rest.copy_(self.data)
         self.is_cast()
 
     def is_cast(self) -> None:
-        """`rest` has the cast of what the home holds."""
+        """Notes that `rest` holds the cast of the home's present contents."""
         self._cast = self.generation
 
     def prepare_leaf(self) -> None:
-        """The leaf wants a gradient exactly when the home does."""
+        """Makes the leaf require a gradient exactly when the home does, and hooks `on_gradient` to it."""
         wanted = self.home.requires_grad
         if self.leaf.requires_grad != wanted:
             self.leaf.requires_grad_(wanted)
@@ -239,7 +239,7 @@ class ManagedParam:
             self._hook = register(self.on_gradient)
 
     def fits(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter can be the home."""
+        """Whether a parameter could be the home as it is."""
         return (
             type(parameter) is nn.Parameter
             and parameter.shape == self.layout.shape
@@ -249,10 +249,10 @@ class ManagedParam:
         )
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now.
+        """Makes `parameter` the home, after the user put it in the home's place (`load_state_dict(assign=True)`).
 
-        It moves to the home's place in the arena, unless somebody refers to that memory: a parameter that took another
-        home's place, whose values are those that were here, or who keeps these values.
+        Its data moves to the home's place in the arena, unless somebody still refers to that memory: a
+        parameter that took another home's place with the values that lie there, or a user who keeps them.
         """
         kind = type(parameter if type(parameter) is not nn.Parameter else raw_data(parameter))
         if kind not in (nn.Parameter, torch.Tensor, AliasParam):
@@ -273,12 +273,12 @@ class ManagedParam:
             self.home.point(self.data.clone())  # whoever still holds it keeps its contents
         as_parameter(self.home)
         self.home = as_home(parameter, self)
-        self.changed_untraced()  # its version may count as the other one's did
+        self.changed_untraced()  # the version may have the same number as that of the parameter before
         if self.casts or self.in_place or not self.memory_is_kept:
             self._move_in()
 
     def check_shape(self, data: torch.Tensor | None = None) -> None:
-        """Raises LayoutError when the home, or `data` that it is to have, is not as it was laid out."""
+        """Raises LayoutError when the home, or `data` that it is about to get, does not fit the layout."""
         data = self.home if data is None else data
         if data.shape != self.layout.shape:
             was, now = f"with shape {tuple(self.layout.shape)}", f"has shape {tuple(data.shape)}"
@@ -292,7 +292,7 @@ class ManagedParam:
         )
 
     def move_to(self, rest: torch.Tensor, *, keeps: bool = True) -> None:
-        """`rest` is the slot's place from now on; `keeps`: with what the home or the cast of it holds."""
+        """Makes `rest` the slot's place from now on; `keeps`: with the contents of the home, or of its cast."""
         with torch.no_grad():
             if keeps:
                 copy_on_disk(rest, self.rest if self.casts else self.data)
@@ -302,7 +302,7 @@ class ManagedParam:
         self._own_references = references_beside(rest) - self.in_place
 
     def live_at(self, place: torch.Tensor, *, keeps: bool = False) -> None:
-        """A home that casts lies there from now on; `keeps`: with what it holds."""
+        """Makes a home that casts lie at `place` from now on; `keeps`: with its contents."""
         with torch.no_grad():
             if keeps:
                 copy_on_disk(place, self.data)
@@ -310,7 +310,7 @@ class ManagedParam:
             self._home_place = place
 
     def return_home(self) -> None:
-        """A home that was pointed elsewhere (`p.data = t`) lies where the ranks have it again, with what it holds."""
+        """Moves a home that was pointed elsewhere (`p.data = t`) back to the ranks' shared place, with its contents."""
         place = self._home_place if self.casts else self.rest
         if place is not None and self.home.data_ptr() != place.data_ptr():
             place.copy_(self.data)
@@ -320,10 +320,10 @@ class ManagedParam:
             self._home_changed(written=True)
 
     def release(self) -> None:
-        """The home is an ordinary Parameter again; its data stays where it is. Nothing refers back to the slot."""
+        """Makes the home an ordinary Parameter again, whose data stays where it is. Nothing refers back to the slot."""
         home = as_parameter(self.home)
         if home.grad is None and home.requires_grad:
-            home.grad_dtype = home.dtype  # as gradients of plain parameters are
+            home.grad_dtype = home.dtype  # the dtype of a plain parameter's gradient
         self.on_gradient = None
         self.unit = None
         self._before_touch = self.before_write = self.on_change = _nothing
@@ -338,7 +338,7 @@ class ManagedParam:
         with torch.no_grad():
             if self.casts:
                 self.cast()
-            elif self.rest.data_ptr() == self._rest_address:  # not what other processes have
+            elif self.rest.data_ptr() == self._rest_address:  # else other processes share it
                 if not self.in_place:
                     copy_on_disk(self.rest, self.data)
                 self.home.point(self.rest)
@@ -347,31 +347,31 @@ class ManagedParam:
 
     def _keep(self, rest: torch.Tensor) -> None:
         self.rest = rest
-        self._rest_address = rest.data_ptr()  # a tensor that goes to other processes moves, with all of its storage
+        self._rest_address = rest.data_ptr()  # the tensor's storage moves when it is shared with other processes
 
     def wait_for_updates(self) -> None:
-        """The host waits until no optimizer writes the home any more."""
+        """Blocks the calling thread until no optimizer writes the home any more."""
         if self.unit is not None:
             self.unit.wait_for_updates()
 
     def touch(self) -> None:
-        """The home's data is about to be handed out, and may be written through what was."""
+        """Called before the home's data is handed out to the user, who may write through it."""
         self._before_touch()
         self._home_changed(written=False)
 
     def give(self, data: torch.Tensor) -> None:
-        """`home.data = data` follows: what autograd saved of the data before is not what the home holds then."""
+        """Called before `home.data = data`. Other data gets a new number: what autograd saved before is old then."""
         if data.data_ptr() != self.data.data_ptr():
             self._times_given += 1
             self.data_number = 0 if data.data_ptr() == self._rest_address else self._times_given
 
     def changed_untraced(self) -> None:
-        """The home was written, or is being written, in a way that leaves no trace in its version."""
+        """Called when the home was written, or is being written, in a way that leaves no trace in its version."""
         self.untraced_changes += 1
         self._home_changed(written=True)
 
     def _home_changed(self, *, written: bool) -> None:
-        self.leaf.__class__ = AwayLeaf  # whoever uses it, also where it is bound, has the home brought once more
+        self.leaf.__class__ = AwayLeaf  # the next use of the leaf, even where it is bound, loads the home again
         self.on_change(self, written)
 
 

@@ -1,8 +1,8 @@
 """Where are the buffers of modules? Like parameters: on the host for the user, on the device while the model computes.
 
-The device's copies stay there between passes. What a pass has written to them comes to the host when somebody looks:
-until then the user's tensor is a `StaleBuffer`, which any torch function makes good first. So BatchNorm's statistics
-cost no copy in a step, and reading, writing, keeping or saving a buffer is as with a CPU model.
+The device's copies stay there between passes. What a pass writes to them is copied to the host when somebody looks.
+Until then the user's tensor is a `StaleBuffer`, which any torch function brings up to date first. So BatchNorm's
+statistics cost no copy in a step, and reading, writing, keeping or saving a buffer works as with a CPU model.
 """
 
 import itertools
@@ -20,17 +20,17 @@ from headrace.weights.model.uses import StandIn
 
 __all__ = ["HostBuffer", "ModuleBuffers", "may_rest_on_host", "overlapping_buffers", "plain_buffer"]
 
-_Key = tuple[int, str]  # of a place: the id of a module's `_buffers`, and the name
+_Key = tuple[int, str]  # identifies a place: the id of a module's `_buffers`, and the name
 
 
 class HostBuffer(PlainCopies):
-    """A buffer as the user sees it. It notices when it may have been written to."""
+    """A buffer as the user sees it, on the host. It notices when it may have been written to."""
 
     __torch_function__ = no_override
 
-    on_device: torch.Tensor | None  # its copy; None before the first pass
-    seen: int  # version at which both were the same
-    touched: bool  # its `data` was handed out since
+    on_device: torch.Tensor | None  # its copy on the device; None before the first pass
+    seen: int  # the version at which both were the same
+    touched: bool  # whether its `data` was handed out since
 
     @property
     def data(self) -> torch.Tensor:
@@ -43,32 +43,32 @@ class HostBuffer(PlainCopies):
         data_of.__set__(self, value)
 
     def plain(self) -> torch.Tensor:
-        """As in PlainCopies, with what the device's copy holds."""
+        """As `PlainCopies.plain`, with the contents of the device's copy."""
         self.make_good()
         return data_of.__get__(self)  # type: ignore[no-any-return]
 
     def stale(self) -> None:
-        """The device's copy may hold something else from now on."""
+        """Makes this a StaleBuffer, as the device's copy may have other contents from now on."""
         here, there = data_of.__get__(self), self.on_device
         self._become(StaleBuffer)
         if there is not None and (here.shape, here.dtype) != (there.shape, there.dtype):
-            self.make_good()  # who asks for these is told at once
+            self.make_good()  # a stale one answers questions about these itself
 
     def _become(self, kind: type) -> None:
         self.__class__ = kind
 
     def make_good(self) -> None:
-        """The host's memory holds what the device's copy does."""
+        """Copies the device's copy to the host if that is newer."""
         if type(self) is StaleBuffer and self.on_device is not None:
             with without_overrides(), torch.inference_mode(False), torch.no_grad():
                 if self.shape != self.on_device.shape or self.dtype != self.on_device.dtype:
                     data_of.__set__(self, torch.empty_like(self.on_device, device="cpu"))
                 self.copy_(self.on_device)
                 self.seen, self.touched = self._version, False
-            self._become(HostBuffer)  # last: until then it is good for nobody
+            self._become(HostBuffer)  # last: until then it is still stale
 
     def renewed(self, device: torch.device) -> torch.Tensor:
-        """The device's copy, with what the user wrote to this one."""
+        """The device's copy, updated with what the user wrote to this buffer."""
         copied = self.on_device
         if copied is None or (type(self) is HostBuffer and (self.touched or self._version != self.seen)):
             with torch.inference_mode(False), torch.no_grad():
@@ -81,10 +81,10 @@ class HostBuffer(PlainCopies):
 
 
 class StaleBuffer(StandIn, HostBuffer):
-    """A buffer whose copy on the device is newer."""
+    """A HostBuffer whose copy on the device may be newer."""
 
     def used(self) -> torch.Tensor:
-        """As in StandIn: itself, made good."""
+        """As `StandIn.used`: this buffer, brought up to date."""
         self.make_good()
         return self
 
@@ -100,26 +100,26 @@ class StaleBuffer(StandIn, HostBuffer):
 
 
 def plain_buffer(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    """A buffer in a tensor of no class of ours, on the host."""
+    """The buffer as a plain tensor on the host."""
     if isinstance(buffer, PlainCopies):
         buffer = buffer.plain().detach()
     return buffer if buffer is None else buffer.to("cpu")
 
 
 class ModuleBuffers:
-    """All buffers of one model that lie elsewhere than it computes."""
+    """Manages all buffers of one model that do not lie where it computes."""
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
-        self.users = 0  # passes under way, as of a block
+        self.users = 0  # passes under way, counted as for a block
         self._device = device
         self._ledger = ledger
         self._places: dict[_Key, tuple[dict[str, Any], HostBuffer]] = {}
-        self._lent: set[_Key] = set()  # places that have something else in them during a pass
-        self.nbytes = 0  # of all, on the device in a pass
+        self._lent: set[_Key] = set()  # places that hold another tensor during a pass
+        self.nbytes = 0  # bytes that all of them take on the device in a pass
         self._booked_bytes = 0
 
     def take_in(self, modules: Iterable[nn.Module]) -> None:
-        """The buffers of these modules, and no others, are managed. Not during a pass; the next one brings them to
+        """Manages the buffers of these modules and no others. Not called during a pass; the next pass brings them to
         the device."""
         modules = list(modules)
         containers = {id(module._buffers) for module in modules}
@@ -140,12 +140,12 @@ class ModuleBuffers:
                 wants_gradient = buffer.requires_grad and buffer.is_leaf
                 moved = (buffer.detach() if wants_gradient else buffer).to(self._device)
                 module._buffers[name] = moved.requires_grad_(wants_gradient) if wants_gradient else moved
-        for name, buffer in module._buffers.items():  # of another module as well
+        for name, buffer in module._buffers.items():  # it may be another module's as well
             if isinstance(buffer, HostBuffer):
                 self._places[id(module._buffers), name] = module._buffers, buffer
 
     def bind(self, *, adopts: bool) -> None:
-        """Modules have the device's copies; or what `torch.func.functional_call` has put there, which stays its own."""
+        """Gives modules the device's copies. Leaves a tensor that `torch.func.functional_call` has put there alone."""
         self._lent.clear()
         for (key, name), (container, buffer) in self._places.items():
             held = container.get(name)
@@ -157,7 +157,7 @@ class ModuleBuffers:
         self._book()
 
     def unbind(self) -> None:
-        """Modules have the user's own. What they have put in the place of one on the device is one from now on."""
+        """Gives modules the user's buffers again. A tensor that a module put in the place of one becomes managed."""
         replaced = {}
         for key, (container, buffer) in self._places.items():
             held = container.get(key[1])
@@ -178,14 +178,14 @@ class ModuleBuffers:
         self._book()
 
     def release(self) -> None:
-        """All buffers are ordinary ones again, on the host."""
+        """Makes all buffers ordinary tensors on the host again."""
         self.unbind()
         self._drop(list(self._places))
         self._book()
 
     def _drop(self, keys: Iterable[_Key]) -> None:
-        """These places are no longer managed, and a buffer that was in no other one is an ordinary tensor again."""
-        buffers = [weakref.ref(self._places.pop(key)[1]) for key in keys]  # what nobody has need not come to the host
+        """Stops managing these places. A buffer that is in no other place becomes an ordinary tensor again."""
+        buffers = [weakref.ref(self._places.pop(key)[1]) for key in keys]  # weakly: the host needs none that nobody has
         kept = {id(buffer) for _, buffer in self._places.values()}
         for weak_buffer in buffers:
             buffer = weak_buffer()
@@ -209,7 +209,7 @@ class ModuleBuffers:
         return buffer  # type: ignore[no-any-return]
 
     def _book(self) -> None:
-        """The ledger has the bytes of what is on the device now."""
+        """Books the bytes of the copies that are on the device now, and drops places that are gone."""
         self._drop([key for key in self._places if self._is_gone(key)])
         with without_overrides():
             buffers = {id(buffer): buffer for _, buffer in self._places.values()}.values()
@@ -219,15 +219,15 @@ class ModuleBuffers:
         self._booked_bytes = held_bytes
 
     def _is_gone(self, key: _Key) -> bool:
-        """Whether something else took the place, for longer than a call."""
+        """Whether something else has taken the place, for longer than one call."""
         container, buffer = self._places[key]
         held = container.get(key[1])
         return held is not buffer and (held is None or held is not buffer.on_device) and key not in self._lent
 
 
 def may_rest_on_host(buffer: torch.Tensor) -> bool:
-    """Whether copies to and fro do no harm: not to a class that is not ours to change, nor to a gradient, nor to a
-    tensor whose elements share memory. Such ones go to the device for good, and so do those of `overlapping_buffers`.
+    """Whether a buffer may be copied to the device and back: it is plain and dense, wants no gradient, and no two of
+    its elements share memory. All others go to the device for good, and so do those of `overlapping_buffers`.
     """
     if type(buffer) is not torch.Tensor or buffer.layout != torch.strided or buffer.requires_grad:
         return False
@@ -235,7 +235,7 @@ def may_rest_on_host(buffer: torch.Tensor) -> bool:
 
 
 def overlapping_buffers(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of buffers that share memory with others."""
+    """The ids of the modules' buffers that share memory with others of these."""
     buffers = {
         id(buffer): buffer
         for module in modules

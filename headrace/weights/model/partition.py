@@ -1,8 +1,8 @@
 """Which parameters travel together? Repeated layers first, then by size; or as the user says.
 
-The parts of a partition are disjoint. A parameter that a module holds beside children of its own (a positional table
-at the root) and leaves too small to be worth a trip stay resident, and so do adapters: a few trainable parameters in a
-model that is otherwise frozen.
+The parts of a partition are disjoint. Three kinds of parameters stay resident: those that a module holds beside
+children of its own (a positional table at the root), those of modules too small to be worth a trip, and adapters, which
+are a few trainable parameters in a model that is otherwise frozen.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,10 +19,10 @@ from headrace.weights.model.tables import FEWEST_ROWS, row_bytes_of
 
 __all__ = ["Part", "Partition", "partition"]
 
-_ADAPTER_SHARE = 0.1  # of all bytes: so many trainable ones, beside frozen ones, count as adapters
-_SMALL_SHARE = 1 / 16  # of a unit: a leaf below that is not worth a trip of its own
-_MISSING_SHARE = 1 / 32  # of what has no room: the unit of a model that decodes, see `_unit_of_decoding`
-_VISIT_BYTES = 2 * 2**20  # what crosses a link of 25 to 50 GB/s while the host makes one visit
+_ADAPTER_SHARE = 0.1  # of all bytes: trainable parameters that take no more count as adapters
+_SMALL_SHARE = 1 / 16  # of a unit: a module with fewer bytes is not worth a trip of its own
+_MISSING_SHARE = 1 / 32  # of the bytes without room: the unit of a model that decodes, see `_unit_of_decoding`
+_VISIT_BYTES = 2 * 2**20  # cross a link of 25 to 50 GB/s while the host makes one visit
 
 
 @dataclass
@@ -32,25 +32,25 @@ class Part:
     name: str
     keys: list[int]
     sites: list[nn.Module]
-    row_bytes: int = 0  # of an embedding table whose rows alone travel: bytes of one; 0: it travels whole
-    experts: Experts | None = None  # that travel one by one; None: it travels whole
-    called: Key | None = None  # an expert that is a module: it comes when it is called. Of which layer, and which
+    row_bytes: int = 0  # bytes of one row of an embedding table that travels by rows; 0: it travels whole
+    experts: Experts | None = None  # the experts that travel one by one; None: it travels whole
+    called: Key | None = None  # (layer, number) of an expert that is a module and comes when it is called
 
     def least_bytes(self, inventory: Inventory) -> int:
-        """Device memory that it needs at the least while it computes."""
+        """The least device memory that it needs while it computes."""
         return FEWEST_ROWS * self.row_bytes or inventory.nbytes(self.keys)
 
 
 @dataclass
 class Partition:
-    """A model's streamed parts, in order of registration, and what stays: resident parts without sites of their own."""
+    """A model's streamed parts, in order of registration, and its resident parts, which have no sites of their own."""
 
     streamed: list[Part]
     resident: list[Part]
 
     @property
     def bank_bytes(self) -> int:
-        """Device memory that experts need at the least, beside other parts: for those of one token."""
+        """The least device memory that experts need beside other parts: enough for the experts of one token."""
         experts = [part.experts for part in self.streamed if part.experts is not None]
         slots = max((one.routed for one in experts), default=0)
         return slots * max((one.slice_bytes for one in experts), default=0)
@@ -102,7 +102,7 @@ class _Cutter:
             self._cut_experts()
             unit_bytes = self._repeated_layer_bytes() or self._budget_bytes // 2
             fine_bytes = self._unit_of_decoding()
-            # It writes text, token by token, as models of transformers do, and is not being trained.
+            # A model that writes text token by token, as those of transformers do, and is not being trained.
             decodes = not self._model.training and callable(getattr(self._model, "generate", None))
             if decodes and 2 * fine_bytes <= unit_bytes:
                 unit_bytes = merge_bytes = fine_bytes
@@ -121,7 +121,7 @@ class _Cutter:
 
     # the walk ---------------------------------------------------------------------------------------------------------
     def _walk(self, module: nn.Module, unit_bytes: int) -> None:
-        """A module not above the unit is a part; a larger one is cut into its children, as far as that goes."""
+        """Makes a part of a module not larger than the unit; cuts a larger one into its children, if it has any."""
         keys = self._untaken(self._inventory.below(module))
         if not keys:
             return
@@ -138,12 +138,12 @@ class _Cutter:
             self._walk(child, unit_bytes)
 
     def _cut_experts(self) -> None:
-        """Experts travel one by one, unless all weights stay on the device."""
+        """Makes parts of experts that travel one by one, unless all weights stay on the device."""
         if self._nbytes(list(self._inventory.members)) <= self._budget_bytes:
             return
         layers = 0
         for module, name in self._inventory.names.items():
-            if lists_experts(module, name, by_name=not self._model.training):  # training calls most of them
+            if lists_experts(module, name, by_name=not self._model.training):  # training calls most experts
                 for number, expert in enumerate(module.children()):
                     self._add_part(expert, called=(layers, number))
                 layers += 1
@@ -152,7 +152,7 @@ class _Cutter:
                 self._add_part(module, experts=experts)
 
     def _cut_tables_by_rows(self, kept_bytes: int) -> None:
-        """Embedding tables larger than every other block travel by rows, unless all weights stay on the device."""
+        """Has embedding tables larger than every other block travel by rows, unless all weights stay on the device."""
         sizes = [self._nbytes(part.keys) for part in self._parts]
         if kept_bytes + sum(sizes) <= self._budget_bytes:
             return
@@ -179,9 +179,9 @@ class _Cutter:
     def _unit_of_decoding(self) -> int:
         """Bytes of the blocks that suit a model that nearly fits and uses each weight for little compute.
 
-        A block has room only once another one has computed, so in each pass about one block more crosses the link than
-        has no room: it should be small beside that. But the host visits all blocks in a pass, also those that stay: if
-        they are too many, that takes longer than the link needs.
+        A block has room only once another one has computed. So each pass moves about one block more over the link than
+        the bytes without room, and a block should be small beside these. But the host visits all blocks in a pass, also
+        those that stay: with too many blocks, visits take longer than the link needs.
         """
         total_bytes = self._nbytes(list(self._inventory.members))
         missing_bytes = total_bytes - self._budget_bytes
@@ -238,7 +238,7 @@ class _Cutter:
             raise TypeError(f"{pattern!r} is neither a module nor a name pattern such as 'model.layers.*'")
         found = [module for module, name in self._inventory.names.items() if fnmatchcase(name, pattern)]
         inner = {below for module in found for below in module.modules() if below is not module}
-        return [module for module in found if module not in inner]  # "*" goes across dots: the outermost are meant
+        return [module for module in found if module not in inner]  # "*" matches dots, too: the outermost count
 
     def _own(self, module: nn.Module, setting: str) -> nn.Module:
         for element in _elements([module]):
@@ -267,7 +267,7 @@ def _in_list(module: nn.Module | None) -> bool:
 
 
 def _elements(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """A ModuleList is never called: its elements are meant."""
+    """The modules, with the elements of each ModuleList in its place, as a ModuleList is never called itself."""
     for module in modules:
         if isinstance(module, nn.ModuleList):
             yield from _elements(module.children())
@@ -276,7 +276,7 @@ def _elements(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _merged(parts: list[Part], nbytes: Callable[[list[int]], int], limit_bytes: int) -> list[Part]:
-    """Neighbours joined while they stay within the limit."""
+    """Joins neighbouring parts while they stay within the limit. Parts that travel by rows or experts stay alone."""
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None

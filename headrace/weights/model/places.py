@@ -1,8 +1,8 @@
 """Where do modules keep the parameters of a block? In `_parameters`, and in lists such as an RNN's.
 
-While a block is bound, lists hold its leaves. `_parameters` hold the homes at all times; in front of each, the leaf is
-an attribute of the instance, which Python finds before it asks `nn.Module.__getattr__`. A class with a `__getattr__` of
-its own is asked all the same (it may give a masked weight), and comes to the leaf through `_parameters`.
+While a block is bound, lists hold its leaves. `_parameters` holds the homes at all times; each leaf is an attribute of
+the module instance, which Python finds before it asks `nn.Module.__getattr__`. A class with a `__getattr__` of its own
+gets no such attribute: it is asked as ever (it may give a masked weight), and comes to the leaf through `_parameters`.
 """
 
 import weakref
@@ -27,11 +27,11 @@ class Place:
 
     container: Any  # dict or list
     key: Any
-    weakly: bool = False  # holds a weak reference, as an RNN's `_flat_weight_refs` does
-    module: "weakref.ref[nn.Module] | None" = None  # of which it is an attribute
+    weakly: bool = False  # whether the place holds a weak reference, as an RNN's `_flat_weight_refs` does
+    module: "weakref.ref[nn.Module] | None" = None  # the module whose `_parameters` this is
 
     def get(self) -> Any:
-        """What is there; None where there is nothing any more."""
+        """The parameter that is there now; None if the place is gone or empty."""
         if isinstance(self.container, dict):
             return dict.get(self.container, self.key)
         held = self.container[self.key] if self.key < len(self.container) else None
@@ -48,11 +48,11 @@ class Member:
     name: str
     parameter: nn.Parameter
     places: list[Place] = field(default_factory=list)
-    compound: Compound | None = None  # of which it is a part, and which has the places then
+    compound: Compound | None = None  # the weight of which it is a part; that has the places then
 
 
 class Places:
-    """All places of one block's parameters, each with the slot of its parameter, or with its compound."""
+    """All places of one block's parameters, each with the slot or the compound of its parameter."""
 
     def __init__(self, places: Iterable[tuple[Place, ManagedParam]]) -> None:
         self._keep(places, ())
@@ -64,7 +64,7 @@ class Places:
         compounds: Iterable[Compound],
         places_of_compounds: Mapping[Compound, Sequence[Place]],
     ) -> None:
-        """The model was rebuilt around the parameters of these slots: `places` by the id of each home."""
+        """Takes over new places, after the model was rebuilt around these slots. `places`: by the id of each home."""
         self._keep(
             ((place, slot) for slot in slots for place in places.get(id(slot.home), ())),
             ((place, compound) for compound in compounds for place in places_of_compounds.get(compound, ())),
@@ -78,7 +78,7 @@ class Places:
             *compounds,
         ]
         self._compounds = {weight for _, weight in self._others if isinstance(weight, Compound)}
-        # By module: its `_parameters`, and what it has there. Bound at every visit.
+        # For each module its `_parameters`, and the slots of what lies there: what a visit binds.
         self._modules: list[tuple[weakref.ref[nn.Module], dict[str, Any], list[tuple[str, ManagedParam, Leaf]]]] = []
         for place, slot in self._attributes:
             if place.module is not None:
@@ -88,12 +88,12 @@ class Places:
 
     @property
     def references(self) -> int:
-        """How often leaves are referred to while they are bound, from here and by the places."""
+        """The number of references to leaves from here and from the places while they are bound."""
         return 2 * len(self._attributes) + sum(not place.weakly for place, _ in self._others)
 
     def bind(self, *, adopts: bool) -> None:
-        """The modules that have the homes compute with the leaves; `adopts`: so do those to which the user has given
-        another parameter, which becomes the home.
+        """Makes modules that hold the homes compute with the leaves. With `adopts`, a parameter that the user put in
+        the place of a home becomes the home first.
         """
         for module, parameters, held in self._modules:
             present = module()
@@ -109,14 +109,14 @@ class Places:
                 if leaf.requires_grad != home.requires_grad:
                     slot.prepare_leaf()
                 if attributes is not None:
-                    attributes.setdefault(name, leaf)  # not in the place of what the user has put there
+                    attributes.setdefault(name, leaf)  # never replaces what the user has put there
         for place, weight in self._others:
             if place.get() is weight.shown or (adopts and self._adopt(place, weight)):
                 weight.prepare_leaf()
                 place.put(weight.leaf)
 
     def unbind(self) -> None:
-        """They have the homes again."""
+        """Makes the modules hold the homes again."""
         self.hide_leaves()
         for place, weight in self._others:
             if place.get() is weight.leaf:
@@ -125,7 +125,7 @@ class Places:
             compound.undo_rewrites()
 
     def hide_leaves(self) -> None:
-        """Modules find the parameters in `_parameters` when they are asked for them."""
+        """Removes the leaves from the modules' attributes, so that modules look parameters up in `_parameters`."""
         for module, _, held in self._modules:
             present = module()
             if present is not None:
@@ -135,23 +135,23 @@ class Places:
                         del attributes[name]
 
     def of_several_modules(self) -> set[ManagedParam]:
-        """Whose parameter several modules have."""
+        """The slots whose parameter is held by several modules, or twice by one."""
         return {slot for slot, count in Counter(slot for _, slot in self._attributes).items() if count > 1}
 
     def adopt_replacements(self) -> None:
-        """Parameters that the user put in the place of homes become the homes."""
+        """Makes parameters that the user put in the place of homes the homes."""
         for place, weight in (*self._attributes, *self._others):
             self._adopt(place, weight)
 
     def _adopt(self, place: Place, weight: ManagedParam | Compound) -> bool:
-        """Whether the user put another parameter in the place of what is shown there: it is the home now."""
+        """Makes the parameter at `place` the home if the user put it there. Returns whether it did."""
         held = place.get()
         if held is weight.shown or held is weight.leaf or not _is_replacement(held):
             return False
         if isinstance(weight, Compound):
             return weight.adopt(held)
         replaced = weight.home
-        if not place.weakly:  # which is looked at, and not what is computed with
+        if not place.weakly:  # a weak reference is only compared, never computed with
             self._check_still_tied(weight)
             weight.adopt(held)
         for other, its_weight in (*self._attributes, *self._others):
@@ -160,7 +160,7 @@ class Places:
         return True
 
     def _check_still_tied(self, slot: ManagedParam) -> None:
-        """Raises LayoutError where modules that had one parameter together have several now."""
+        """Raises LayoutError if modules that shared one parameter now hold different ones."""
         held = [place.get() for place, its_slot in self._attributes if its_slot is slot]
         if len({id(parameter) for parameter in held if parameter is not None}) > 1:
             raise LayoutError(
@@ -171,7 +171,7 @@ class Places:
 
 
 def _is_replacement(held: Any) -> bool:
-    """Whether it is a parameter of the user's own: not that of another slot (tied after offload), and no tensor that
-    `torch.func.functional_call` has put there for one call.
+    """Whether `held` is a parameter of the user's: not another slot's home or leaf (tied after offload), and not a
+    tensor that `torch.func.functional_call` has put there for one call.
     """
     return isinstance(held, nn.Parameter) and not isinstance(held, Home | Leaf)

@@ -1,6 +1,6 @@
-"""Which weights may travel by rows? Those of embeddings that nobody uses but to look rows up.
+"""Which weights may travel by rows? Those of embeddings that are used for nothing but looking rows up.
 
-See docs/design/tables.md. What is decided here is decided once; what a lookup itself can do by rows is decided at each.
+See docs/design/tables.md. This is decided once for a table; each lookup decides for itself whether it goes by rows.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from headrace.weights.model.layout import travel_dtype
 
 __all__ = ["FEWEST_ROWS", "gathering_bytes", "looks_rows_up", "row_bytes_of"]
 
-FEWEST_ROWS = 16  # for so many there has to be room: where there is no more, a lookup takes turns
-_HALF_BYTES = 4 * 2**20  # has a link's full speed
+FEWEST_ROWS = 16  # the device has room for at least so many rows; a lookup of more may have to take turns
+_HALF_BYTES = 4 * 2**20  # a copy of this size has a link's full speed
 _HALF_SHARE = 1 / 8  # of a table, at the most
 
 
 def gathering_bytes(table_bytes: int, row_bytes: int) -> int:
-    """Of host memory, where rows are gathered: for one half of it, which is sent while the other one is filled."""
+    """Bytes of one half of the host memory where rows are gathered: one half is sent while the other is filled."""
     nbytes = min(_HALF_BYTES, int(table_bytes * _HALF_SHARE))
     return max(row_bytes, nbytes // row_bytes * row_bytes) if row_bytes else 0
 
 
 def row_bytes_of(keys: Sequence[int], modules: Sequence[nn.Module], inventory: Inventory) -> int:
-    """Bytes of one row on the device, of a block that is a table and nothing else; 0 for one that travels whole."""
+    """Bytes of one row on the device, if these parameters are one table and nothing else; 0 if they travel whole."""
     if len(keys) != 1 or len(modules) != 1 or not looks_rows_up(modules[0]):
         return 0
     parameter = inventory.members[keys[0]].parameter

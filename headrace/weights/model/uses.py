@@ -1,7 +1,7 @@
 """What does a torch function want of a tensor that is not where it seems to be, or has another one in its place?
 
-One table for all of them: homes and leaves that are away (passes/parameter_access.py), buffers whose values are on the
-device (module_buffers.py), and stand-ins for weights of which a part is here (passes/expert_stand_ins.py).
+One table serves all such tensors: homes and leaves that are away (passes/parameter_access.py), buffers whose values are
+on the device (module_buffers.py), and stand-ins for weights of which only a part is here (passes/expert_stand_ins.py).
 """
 
 from enum import Enum, auto
@@ -17,9 +17,9 @@ __all__ = ["StandIn", "Use", "use_of"]
 class Use(Enum):
     """What a torch function wants of a tensor."""
 
-    ASK = auto()  # its shape or the like, which is the same for all that take its place
-    LOOK = auto()  # where it computes, and in which dtype
-    HOLD = auto()  # the object itself or its memory, to hook into it or to hand it on
+    ASK = auto()  # its shape or the like, which every tensor in its place has, too
+    LOOK = auto()  # its device or dtype
+    HOLD = auto()  # the object itself or its memory, to hook into it or to pass it on
     WRITE = auto()  # to change it in place
     COMPUTE = auto()  # its values
 
@@ -39,7 +39,7 @@ _OF_METHODS = {
     ), Use.WRITE),
     "get_device": Use.LOOK,
 }
-_OF_PROPERTIES = {  # any other: HOLD
+_OF_PROPERTIES = {  # all others: HOLD
     **dict.fromkeys(("shape", "ndim", "requires_grad", "layout", "is_leaf", "grad_fn", "is_sparse"), Use.ASK),
     **dict.fromkeys(("device", "dtype", "is_cuda", "is_cpu"), Use.LOOK),
     **dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Use.COMPUTE),
@@ -48,7 +48,7 @@ _OF_PROPERTIES = {  # any other: HOLD
 
 
 def use_of(func: Any) -> Use:
-    """What `func`, as `__torch_function__` is given it, wants of the tensors that it takes."""
+    """What `func`, as given to `__torch_function__`, wants of the tensors that it takes."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return _OF_PROPERTIES.get(getattr(getattr(func, "__self__", None), "__name__", ""), Use.HOLD)
@@ -59,10 +59,10 @@ def use_of(func: Any) -> Use:
 
 
 class StandIn(torch.Tensor):
-    """A tensor of ours that answers what is asked about it, and has another one used in its place for all else."""
+    """A tensor of ours that answers questions about its shape, device and dtype; for all else another one is used."""
 
     def used(self) -> torch.Tensor:
-        """What a torch function takes in its place."""
+        """The tensor that a torch function takes in its place."""
         raise NotImplementedError
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How many bytes may a model take, in which tier? As the user set, or as the machine has; checked before all else."""
+"""How many bytes may a model take, in which tier? As many as the user set, or the machine has; checked first."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -23,10 +23,10 @@ from headrace.weights.rest.placement import Placement, place
 
 __all__ = ["Budgets"]
 
-_DEVICE_RESERVE = 0.1  # of what is free: workspaces and fragmentation, when no device_memory is given
+_DEVICE_RESERVE = 0.1  # of free device memory: for workspaces and fragmentation, when no device_memory is given
 _READING_BYTES = 32 * 2**20  # keeps a drive busy
-_HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
-_ACTIVATIONS_SHARE = 0.25  # of host memory, where blocks rest on disk and nothing else is said
+_HOST_RESERVE = 0.15  # of available host memory: for the rest of the process, when no host_memory is given
+_ACTIVATIONS_SHARE = 0.25  # of host memory, where blocks rest on disk and the user set no share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class Budgets:
     device_bytes: int
     buffer_bytes: int
     host_bytes: int
-    ranks: int = 1  # of a node, which have one host budget
+    ranks: int = 1  # ranks of a node, which share the host budget
 
     @classmethod
     def of(cls, model: nn.Module, inventory: Inventory, config: OffloadConfig) -> "Budgets":
-        """What the user set, and else what device and host have to spare."""
+        """The budgets that the user set, or else what device and host have to spare."""
         weights_bytes = inventory.nbytes(list(inventory.members))
         staying = {id(buffer): buffer.nbytes for buffer in model.buffers() if id(buffer) not in inventory.buffers}
         buffer_bytes = sum(staying.values())
@@ -49,24 +49,24 @@ class Budgets:
             device_bytes = int(free_device_bytes(config.device) * (1 - _DEVICE_RESERVE))
         elif device_bytes is None:
             device_bytes = min(available_host_bytes() // 2, 2 * weights_bytes + buffer_bytes)
-        if host_bytes is None:  # the weights are there already, and are moved, not copied
+        if host_bytes is None:  # weights in host memory count as available: they are moved, not copied
             held_bytes = weights_bytes if config.checkpoint is None else 0
             host_bytes = int(available_host_bytes() * (1 - _HOST_RESERVE)) + held_bytes
         return cls(device_bytes=device_bytes, buffer_bytes=buffer_bytes, host_bytes=host_bytes)
 
     @property
     def weights_bytes(self) -> int:
-        """What the device budget leaves for weights."""
+        """The bytes that the device budget leaves for weights."""
         return self.device_bytes - self.buffer_bytes
 
     @property
     def reading_bytes(self) -> int:
-        """Host memory through which blocks that rest on the host are read from a checkpoint."""
+        """Bytes of host memory through which blocks that rest on the host are read from a checkpoint."""
         return max(LEAST_READING_BYTES, min(_READING_BYTES, self.host_bytes // 16))
 
     def checked(self, inventory: Inventory, partition: Callable[[int], Partition], device: torch.device) -> Partition:
-        """How `partition` cuts the model for what is left for weights. Raises BudgetError for what cannot fit, before
-        anything is allocated.
+        """The parts into which `partition` cuts the model for the bytes that are left for weights. Raises BudgetError
+        if they cannot fit, before anything is allocated.
         """
         parts = partition(self.weights_bytes)
         needs = _Needs.of(inventory, parts, self.buffer_bytes)
@@ -93,10 +93,10 @@ class Budgets:
     def share_for_activations(
         self, inventory: Inventory, parts: Partition, config: OffloadConfig
     ) -> ActivationConfig | None:
-        """The settings of activations, with a share of host memory where blocks that may rest on disk would fill it.
+        """The settings of activations, with a share of host memory if blocks that may rest on disk would fill it.
 
-        Where these leave more than that, activations have what is left. Nobody said how much they need: what finds no
-        room stays on the device.
+        If blocks leave more than that share, activations get what is left. As the user did not say how much they need,
+        activations that find no room stay on the device.
         """
         activations = config.activations
         if activations is None or activations.host_memory_bytes is not None or config.disk is None:
@@ -109,15 +109,15 @@ class Budgets:
     def place(
         self, inventory: Inventory, parts: Partition, config: OffloadConfig, materialized: Materialized | None = None
     ) -> Placement:
-        """Which blocks rest on the host, and which on disk. Raises BudgetError when they have no room.
+        """Decides which blocks rest on the host, and which on disk. Raises BudgetError when they have no room.
 
-        `materialized`: parameters that lie in a checkpoint.
+        `materialized`: the parameters that lie in a checkpoint.
         """
         reserved_bytes = 0 if config.activations is None else config.activations.host_memory_bytes or 0
         host_bytes = self.host_bytes - reserved_bytes
         sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
         resident_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in parts.resident)
-        if config.mesh is not None:  # homes that travel in another dtype are in memory that headrace has made
+        if config.mesh is not None:  # homes that travel in another dtype lie in memory that headrace makes
             resident_bytes += sum(whole_pages(inventory.cast_bytes(part.keys)) for part in parts.resident)
         rows = [gathering_bytes(sizes[part.name], part.row_bytes) for part in parts.streamed]
         resident_bytes += 2 * whole_pages(max(rows)) if any(rows) else 0
@@ -152,7 +152,7 @@ class Budgets:
         return Placement()
 
     def _halves_bytes(self, inventory: Inventory, parts: Partition, config: OffloadConfig) -> int:
-        """Host memory through which ranks give their gradients: of one block from each, twice."""
+        """Bytes of host memory through which ranks give gradients: twice the largest block's from each rank."""
         largest_bytes = 0
         for part in (*parts.streamed, *parts.resident):
             given = [inventory.members[key].parameter for key in part.keys]
@@ -164,7 +164,7 @@ class Budgets:
 def _rests_alone_on_disk(
     part: Part, inventory: Inventory, config: OffloadConfig, materialized: Materialized | None
 ) -> bool:
-    """Whether it has experts that come one by one, and that may all rest on disk, of this process alone."""
+    """Whether the part has experts that come one by one, and may rest on disk as a whole. Never so with a mesh."""
     if part.experts is None or config.mesh is not None:
         return False
     parameters = [inventory.members[key].parameter for key in part.keys]
@@ -177,7 +177,7 @@ def _rests_alone_on_disk(
 
 
 def _with_single_experts(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    """Where some of these blocks, of experts, rest on disk, all do: the room of the others is for single experts."""
+    """Puts all of these blocks of experts on disk if one is there: the freed room is for single experts."""
     on_host = {name: whole_pages(nbytes) for name, nbytes in sizes.items() if name not in placement.on_disk}
     if len(on_host) == len(sizes):
         return placement
@@ -191,10 +191,10 @@ def _with_single_experts(placement: Placement, sizes: Mapping[str, int]) -> Plac
 
 @dataclass(frozen=True, kw_only=True)
 class _Needs:
-    """The device memory without which a model that is cut so cannot run: what stays, and the largest blocks at once."""
+    """The least device memory for a model cut into these parts: what stays, and the largest blocks used at once."""
 
     blocks: frozenset[str]
-    keys: list[int]  # of the blocks
+    keys: list[int]  # ids of the blocks' parameters
     blocks_bytes: int
     kept: str
     kept_bytes: int
@@ -202,7 +202,7 @@ class _Needs:
     @classmethod
     def of(cls, inventory: Inventory, parts: Partition, buffer_bytes: int) -> "_Needs":
         sizes = {part.name: part.least_bytes(inventory) for part in parts.streamed if part.experts is None}
-        order = {name: -index for index, name in enumerate(sizes)}  # of several that are as large, the first
+        order = {name: -index for index, name in enumerate(sizes)}  # among blocks of equal size the first counts
 
         def rank(names: frozenset[str]) -> tuple[int, int]:
             return sum(map(sizes.__getitem__, names)), max(map(order.__getitem__, names))
@@ -230,15 +230,15 @@ class _Needs:
 
 
 def _given_dtype(parameter: nn.Parameter, config: OffloadConfig) -> torch.dtype:
-    """In which ranks give gradients."""
+    """The dtype in which ranks give the gradients of a parameter."""
     travels = travel_dtype(parameter, config.param_dtype)
     return torch.promote_types(travels, config.grad_dtype or parameter.dtype)
 
 
 def _at_once(inventory: Inventory, parts: Partition) -> set[frozenset[str]]:
-    """The streamed parts, by name, that calls within each other use at the same time: a module's own and those whose
-    weights it holds, and those of the modules around it. Weights borrowed from modules it does not hold are only found
-    during a pass.
+    """The sets of streamed parts, by name, that nested calls use at the same time: for each module its own parts, those
+    whose weights it holds, and the same of the modules around it. Weights that it borrows from other modules are only
+    found during a pass.
     """
     whole = [part for part in parts.streamed if part.experts is None]
     part_of = {key: part.name for part in whole for key in part.keys}
@@ -262,7 +262,7 @@ def _at_once(inventory: Inventory, parts: Partition) -> set[frozenset[str]]:
 
 
 def _smaller_blocks(inventory: Inventory, keys: list[int], limit_bytes: int) -> str:
-    """The advice to cut these parameters into blocks of that size, where that can be done."""
+    """The advice to cut these parameters into blocks of `limit_bytes`; empty if one of them is too large for that."""
     if max((inventory.nbytes([key]) for key in keys), default=limit_bytes) >= limit_bytes:
         return ""
     return f", or pass smaller blocks such as blocks={format_bytes(limit_bytes).replace(' ', '')!r}"

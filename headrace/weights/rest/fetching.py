@@ -1,11 +1,11 @@
 """How do blocks that rest on disk come to the device? In chunks, through a ring of pinned host memory, ahead of use.
-Where the CPU is the device, they are read to where they belong, as soon as that is known.
+Where the CPU is the device, a read goes straight to the block's buffer once the buffer is known.
 
-Two threads take one fetch after the other: the first submits reads of files into chunks of the ring; the second gets a
-fetch when its block's onload was asked for, waits for its reads and submits the copies to the device. A chunk is used
-again when the copy that reads it has passed. Fetches that nobody asked for yet are guesses of the plan: what is read of
-all of them together fits into the ring (of the last one maybe a part; the rest follows when it is asked for), and they
-are withdrawn when another block is wanted before them, so no fetch waits for a chunk that only a later one would free.
+Two threads take one fetch after the other. The first submits reads of files into chunks of the ring. The second gets a
+fetch when its block's onload is asked for, waits for its reads and submits the copies to the device. A chunk is used
+again when the copy that reads it is done. Fetches that nobody has asked for yet are guesses of the plan. Their reads
+fit into the ring together (the last guess may be read in part; the rest follows when it is asked for). Guesses are
+withdrawn when another block is wanted before them, so no fetch waits for a chunk that only a later one would free.
 """
 
 from collections import deque
@@ -28,8 +28,8 @@ from headrace.weights.rest.reads import DiskRead, ReadEvent
 
 __all__ = ["Fetch", "Fetchable", "Fetching", "Target"]
 
-_AT_ONCE = 6  # requests, before a guess is read for a drive that has four threads: it may be asked for meanwhile
-_ENOUGH_BLOCKS = 3  # one that computes, one that comes, and the next
+_AT_ONCE = 6  # requests under way before a guess has to wait: a drive has four threads; it may be asked for meanwhile
+_ENOUGH_BLOCKS = 3  # the one that computes, the one that arrives, and the next
 
 
 @dataclass(frozen=True)
@@ -37,32 +37,32 @@ class Target:
     """Where a fetched block goes."""
 
     buffer: torch.Tensor
-    after: Event  # the buffer may be written from then on
-    more: Sequence[Copy]  # what homes hold that is not in the files; copied last
+    after: Event  # the buffer may be written after this
+    more: Sequence[Copy]  # copies of homes whose contents are not in the files; made last
 
 
 @dataclass
 class Fetch:
     """One block on its way from disk.
 
-    Ctrl-C may strike whoever asks for it at any instruction. So both threads know for themselves how far they are:
-    what was broken off is asked for again, by whoever waits for the fetch or withdraws it.
+    Ctrl-C may interrupt the thread that asks for it at any instruction. So each of the two threads of `Fetching` keeps
+    track of its own progress, and a request that was broken off is made again by whoever waits for or withdraws it.
     """
 
     pieces: Sequence[DiskRead]
-    nbytes: int  # of the block
-    generation: int  # of what its homes held when the fetch was submitted
-    before: Callable[[], None]  # to be done ahead of the first read
+    nbytes: int  # bytes of the block
+    generation: int  # the generation of its homes' contents when the fetch was submitted
+    before: Callable[[], None]  # called before the first read, on the first thread
     by: "Fetching"
     arrived: "Job[Transfer]" = field(default_factory=Job)
     ahead: int = 0  # pieces whose reads were submitted before it was asked for
-    _asked: "dict[str, list[Target | None]]" = field(default_factory=dict)  # whoever is first sets it, at one stroke
-    _handed_over: bool = False  # both threads know that it was asked for
+    _asked: "dict[str, list[Target | None]]" = field(default_factory=dict)  # the first to ask sets it
+    _handed_over: bool = False  # whether both threads were told that it was asked for
     _has_read: Gate = field(default_factory=Gate)
-    # the threads' own
+    # used by the two threads alone
     _reads: "SimpleQueue[_Reading | BaseException | None]" = field(default_factory=SimpleQueue)
     _submitted: int = 0  # pieces whose reads were submitted
-    _all_submitted: bool = False  # or given up
+    _all_submitted: bool = False  # whether all reads were submitted, or the rest given up
     _sending: bool = False
 
     @property
@@ -81,13 +81,13 @@ class Fetch:
         return sum(piece.nbytes for piece in self.pieces[: self.ahead])
 
     def read_ahead(self, pieces: int) -> None:
-        """Submits the reads of so many pieces more, if nobody has asked for it yet."""
+        """Submits the reads of `pieces` more pieces, if nobody has asked for the fetch yet."""
         if self.is_guess and pieces:
             self.ahead = min(self.ahead + pieces, len(self.pieces))
             self.by.submit_read(self, self.ahead)
 
     def ask(self, target: Target | None) -> bool:
-        """Says where it goes; None: nowhere. False if that was said before."""
+        """Asks for the block at `target`, or withdraws the fetch (None). Returns False if either was done before."""
         mine = [target]
         first = self._asked.setdefault("target", mine) is mine
         if not self._handed_over:
@@ -96,21 +96,21 @@ class Fetch:
             self._handed_over = True
         return first
 
-    # It is an Event, for those who are about to write the homes.
+    # A fetch is an Event, for whoever is about to write the homes.
     def synchronize(self) -> None:
-        """The caller waits until homes and files are read no more, whatever came of it. A guess is withdrawn."""
+        """Blocks until homes and files are no longer read, even if the fetch failed. Withdraws a guess."""
         if not self._has_read.is_open:
             self.ask(None)
             self._has_read.wait()
 
     def query(self) -> bool:
-        """Whether that is so."""
+        """Whether homes and files are no longer read."""
         return self._has_read.is_open
 
-    # on the two threads of Fetching
+    # called on the two threads of Fetching
     def read(self, ring: StagingRing, stop: int, at_once: "Turns | None") -> None:
-        """Files into chunks, or with `at_once` into the target where it is known: the pieces up to `stop` that were
-        not read yet.
+        """On the first thread: submits the reads of the pieces before `stop` that were not submitted yet. They go to
+        chunks of the ring, or with `at_once` straight to the target if it is known.
         """
         if self._all_submitted:
             return
@@ -153,13 +153,16 @@ class Fetch:
         return _Reading(piece, chunk, reading, finish)
 
     def send(self, ring: StagingRing, pace: Pace, meter: Meter) -> tuple[int, float]:
-        """Chunks to the device. What fails reaches whoever waits for the block. Bytes read, and seconds if all were."""
+        """On the second thread: copies chunks to the device; an error goes to whoever waits for the block.
+
+        Returns the bytes that were read, and the seconds that took; 0.0 if not all pieces were read.
+        """
         if self._sending:
             return 0, 0.0
         self._sending = True
         target = self._asked["target"][0]
         sent: list[tuple[Tick, Tick]] = []  # begin and end of the copies
-        spans: list[tuple[float, float]] = []  # of the reads
+        spans: list[tuple[float, float]] = []  # begin and end of the reads
         read_bytes = 0
         failed: BaseException | None = None
         landed = False
@@ -188,7 +191,7 @@ class Fetch:
         try:
             if target is not None and failed is None and (target.more or landed or not sent):
                 sent.append(_copy(target.more, target, pace))
-                sent[-1][1].synchronize()  # it reads homes
+                sent[-1][1].synchronize()  # the copy reads homes
         except BaseException as error:
             failed = error
         target = self._asked["target"][0] = None  # nothing but the block may keep the buffer alive
@@ -216,27 +219,27 @@ def _send(piece: DiskRead, chunk: torch.Tensor, target: Target, pace: Pace, mete
 
 @dataclass(frozen=True)
 class _Reading:
-    """One piece on its way."""
+    """One piece whose read is under way."""
 
     piece: DiskRead
     chunk: Slot
     event: ReadEvent
-    finish: Callable[[], None] | None  # of a read into the target; None: it goes to the chunk alone
+    finish: Callable[[], None] | None  # completes a read into the target; None: the read goes to the chunk alone
 
 
 class Turns:
-    """How many reads a drive has at once, for one thread that submits them."""
+    """Limits how many reads are under way at once. Used by the one thread that submits them."""
 
     def __init__(self) -> None:
         self._under_way: deque[ReadEvent] = deque()
 
     def wait(self) -> None:
-        """Until one more may be submitted."""
+        """Blocks until one more read may be submitted."""
         while len(self._under_way) >= _AT_ONCE:
             self._under_way.popleft().settle()
 
     def take(self, reading: ReadEvent) -> None:
-        """It was submitted."""
+        """Counts a read that was submitted."""
         while self._under_way and self._under_way[0].query():
             self._under_way.popleft()
         self._under_way.append(reading)
@@ -257,20 +260,20 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 class Fetchable(Protocol):
-    """A block that rests on disk, or a part of it; `nbytes`: what that takes on the device."""
+    """A block that rests on disk, or a part of one. `nbytes` is its size on the device."""
 
     @property
     def nbytes(self) -> int: ...
 
     def look(self) -> int:
-        """The generation of what its homes hold."""
+        """The generation of its homes' contents now."""
 
     def fetch(self, by: "Fetching") -> Fetch:
-        """What brings from disk what its homes hold now, in chunks of `by`."""
+        """A new fetch of its homes' present contents, in chunks of `by`."""
 
 
 class Fetching:
-    """The way from disk for the blocks of one model."""
+    """Fetches the blocks of one model from disk."""
 
     def __init__(self, ring: StagingRing, chunks: int, pace: Pace, meter: Meter) -> None:
         self._meter = meter
@@ -281,22 +284,22 @@ class Fetching:
         self._turns = None if is_accelerator(pace.lanes.device) else Turns()
         self._reader = OneThread("headrace-fetch", pace.lanes.device)
         self._sender = OneThread("headrace-send", pace.lanes.device)
-        self._ahead: dict[Fetchable, Fetch] = {}  # in the order of submission: not asked for yet
-        self._promised: set[int] = set()  # the ids of those that another thread will ask for
+        self._ahead: dict[Fetchable, Fetch] = {}  # guesses, in the order of submission
+        self._promised: set[int] = set()  # the ids of fetches that another thread will ask for
         self._seconds_per_byte = float("inf")
 
     def seconds(self, nbytes: int) -> float:
-        """How long so many bytes take from disk, at the best speed seen; 0.0 before the first fetch."""
+        """How long reading `nbytes` from disk takes at the best speed seen; 0.0 before the first fetch."""
         return 0.0 if self._seconds_per_byte == float("inf") else nbytes * self._seconds_per_byte
 
     def ahead(self, block: Fetchable, device_bytes: int) -> bool:
-        """Submits the fetch of a block whose onload is asked for later, in the order of these calls.
+        """Submits the fetch of a block whose onload will be asked for later, in the order of these calls.
 
-        Blocks may take `device_bytes`: where the CPU is the device and has room for several, the drive is busy without
-        guesses, and what is asked for is read to where it belongs.
+        It reads as much as the ring has room for beside the earlier guesses, and more at the next call. Returns whether
+        all of the block is submitted.
 
-        As much of it as the ring has room for, beside what comes before; more at the next call. False: that was not
-        all of it.
+        `device_bytes`: what blocks may take on the device. If that is the CPU and has room for several blocks, nothing
+        is fetched ahead: the drive is busy without guesses, and blocks that are asked for are read into their buffers.
         """
         if self._promised or (self._turns is not None and device_bytes >= _ENOUGH_BLOCKS * block.nbytes):
             return False
@@ -314,11 +317,11 @@ class Fetching:
         return fetch.ahead == len(fetch.pieces)
 
     def onload(self, block: Fetchable, target: Target) -> Fetch:
-        """The block goes to `target`: as it was fetched ahead, if its homes hold the same still; else it is now."""
+        """Brings the block to `target`: by its guess if the homes have not changed since, else by a new fetch."""
         fetch = self._ahead.get(block)
         if fetch is not None and fetch.generation == block.look():
-            # Those before it, which nobody came for, would keep it waiting; so would those behind it, where a rest of
-            # it is still to be read: after Ctrl-C it may not be the last one.
+            # Earlier guesses, which nobody asked for, would keep it waiting. So would later ones if a part of it is
+            # still to be read: after Ctrl-C it may not be the last guess.
             others, at = list(self._ahead), list(self._ahead).index(block)
             for other in others[:at] if fetch.ahead == len(fetch.pieces) else others[:at] + others[at + 1 :]:
                 self._withdraw(other)
@@ -332,8 +335,8 @@ class Fetching:
         return fetch
 
     def promise(self, block: Fetchable) -> Fetch:
-        """What another thread asks for later, and then gives to `kept`: until then nothing is fetched ahead, as guesses
-        could take the chunks that it needs.
+        """A fetch that another thread will ask for, and then give to `kept`. Nothing is fetched ahead until then:
+        guesses could take the chunks that this fetch needs.
         """
         self.withdraw_all()
         fetch = block.fetch(self)
@@ -341,16 +344,16 @@ class Fetching:
         return fetch
 
     def kept(self, fetch: Fetch) -> None:
-        """It has arrived, or is not wanted any more."""
+        """Ends a promise: the fetch has arrived, or is no longer wanted. Called on the thread that asked for it."""
         self._promised.discard(id(fetch))
 
     def withdraw_all(self) -> None:
-        """What was fetched ahead is not wanted any more."""
+        """Withdraws all guesses."""
         for block in list(self._ahead):
             self._withdraw(block)
 
     def close(self) -> None:
-        """Ends the threads, when what was asked for has arrived."""
+        """Withdraws all guesses, and ends both threads once everything that was asked for has arrived."""
         self.withdraw_all()
         self._reader.shutdown(wait=True)
         self._sender.shutdown(wait=True)
@@ -358,18 +361,18 @@ class Fetching:
 
     def _withdraw(self, block: Fetchable) -> None:
         self._ahead[block].ask(None)
-        del self._ahead[block]  # not before: Ctrl-C would leave its chunks to nobody
+        del self._ahead[block]  # after that: else Ctrl-C between the two would leak its chunks
 
     def packing_pays(self) -> bool:
-        """Whether reading less is worth unpacking: both go on side by side, the latter well ahead of the drive."""
+        """Whether reading packed bytes pays: unpacking, which goes on beside reading, is well faster than the drive."""
         return 0 < self._seconds_per_byte < float("inf") and unpacking_speed() * self._seconds_per_byte > TIMES_AS_FAST
 
     def submit_read(self, fetch: Fetch, stop: int) -> None:
-        """Has the first thread read the pieces up to `stop`. It may be told the same twice."""
+        """Has the first thread read the pieces before `stop`. Asking twice for the same does no harm."""
         self._reader.submit(fetch.read, self._ring, stop, None if self._pace.is_limited else self._turns)
 
     def submit_send(self, fetch: Fetch) -> None:
-        """Has the second thread send it. It may be told the same twice."""
+        """Has the second thread send the fetch to the device. Asking twice for the same does no harm."""
         self._sender.submit(self._send, fetch)
 
     def _send(self, fetch: Fetch) -> None:

@@ -1,7 +1,7 @@
 """How does a whole block come to its extent on disk? As an image of it, grain by grain, past the page cache.
 
-A few grains are read while others are written. What was written is known to be what is read back: each grain has its
-checksum from here, and nobody has to look at it again.
+A few grains are read while others are written. Each grain gets its checksum as it is written here, so later reads are
+checked without another pass over the data.
 """
 
 import ctypes
@@ -19,12 +19,12 @@ from headrace.weights.rest.reads import DiskRead, Range
 __all__ = ["Source", "fill", "from_files", "from_memory", "parts_of"]
 
 _AHEAD = 3  # grains that are read, or written, while one is put together
-# Asked for the bytes `first` to `end` of an image, it begins to read them; what it gives lays them out in memory.
+# Begins to read bytes `first` to `end` of an image. The function that it returns lays them out in memory.
 Source = Callable[[int, int], Callable[[torch.Tensor], None]]
 
 
 def from_memory(parts: Sequence[tuple[int, torch.Tensor]]) -> Source:
-    """Contiguous uint8 tensors of the CPU, each with the first byte of its place in the block."""
+    """A source that copies contiguous uint8 tensors of the CPU, given with the first byte of each one's place."""
 
     def begin(first: int, end: int) -> Callable[[torch.Tensor], None]:
         def lay_out(image: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ def from_memory(parts: Sequence[tuple[int, torch.Tensor]]) -> Source:
 
 
 def parts_of(parameters: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> list[tuple[int, torch.Tensor]] | None:
-    """Those of dense parameters of the CPU that lie in the block as they do in memory; None if one does not."""
+    """The `parts` for `from_memory`, if all parameters lie in the block as they do in the CPU's memory; else None."""
     parts = []
     for parameter, layout in zip(parameters, layouts, strict=True):
         data = parameter.detach()
@@ -55,7 +55,10 @@ def parts_of(parameters: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> l
 def from_files(
     regions: Sequence[tuple[int, int]], grain_bytes: int, pieces: Callable[[int, Sequence[Range]], Sequence[DiskRead]]
 ) -> Source:
-    """What `pieces(most bytes of one, ranges)` reads; `regions`: first byte and bytes of what there is in the block."""
+    """A source that reads what `pieces(most bytes of one, ranges)` gives.
+
+    `regions`: first byte and number of bytes of each range of the block that holds data.
+    """
     most_bytes = disk_pages(grain_bytes) + 2 * DISK_ALIGNMENT_BYTES
     free: list[torch.Tensor] = []
 
@@ -78,7 +81,7 @@ def from_files(
 
 
 def fill(nbytes: int, grain_bytes: int, source: Source, write: Callable[[torch.Tensor, int], Request]) -> None:
-    """Writes `nbytes` of `source` in grains; returns when all are written. `write` submits memory to an offset."""
+    """Writes `nbytes` of `source` in grains, and returns when all are written. `write(memory, offset)` submits one."""
     reading: deque[tuple[int, int, Callable[[torch.Tensor], None]]] = deque()
     writing: deque[tuple[torch.Tensor, Request]] = deque()
 

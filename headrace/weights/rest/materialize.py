@@ -1,4 +1,4 @@
-"""How does a model on the meta device get its weights? Its parameters become those of a checkpoint, where they lie."""
+"""How does a model on the meta device get its weights? Its parameters become a checkpoint's tensors, read in place."""
 
 import contextlib
 import weakref
@@ -20,24 +20,24 @@ __all__ = ["Materialized", "materialize"]
 
 
 class Materialized:
-    """Which parameters lie in the checkpoint. `undo()` gives the model its meta tensors back."""
+    """Knows which parameters lie in the checkpoint. `undo()` gives the model its meta tensors back."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}  # by the id of the parameter
         self._undo = contextlib.ExitStack()
-        self.undo = self._undo.close  # as it was before, in place
+        self.undo = self._undo.close  # restores the model in place
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The checkpoint's name of a parameter that lies there."""
+        """The checkpoint's name of a parameter, or None if the parameter does not lie there unchanged."""
         known, name = self._names.get(id(parameter), (None, None))
-        if known is not None and known() is parameter:  # ids are used again
+        if known is not None and known() is parameter:  # an id may have been reused
             return name
         name = self.checkpoint.name_of(parameter.detach()) if isinstance(parameter, AliasParam) else None
         return None if name is None or self.checkpoint.written(name) else name
 
     def found(self, parameter: nn.Parameter, name: str) -> None:
-        """The parameter is the checkpoint's tensor `name`."""
+        """Notes that the parameter is the checkpoint's tensor `name`."""
         self._names[id(parameter)] = weakref.ref(parameter), name
 
     def put(self, container: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
@@ -47,19 +47,19 @@ class Materialized:
 
     @contextlib.contextmanager
     def followed_by(self, step: Callable[[], None]) -> Iterator[None]:
-        """`step` follows from what is put within: it is done after that, and when that is undone."""
+        """Runs `step` at the end of the `with` block, and again after what the block put in place was undone."""
         self._undo.callback(step)
         yield
         step()
 
 
 def materialize(model: nn.Module, checkpoint: Checkpoint | Path, ledger: Ledger) -> Materialized:
-    """Finds the parameters that lie in the checkpoint, and gives those on meta theirs; no byte is read.
+    """Finds the parameters that lie in the checkpoint, and gives meta parameters theirs without reading a byte.
 
-    Parameters that are memory of the checkpoint lie there, unless that was written to. A meta parameter becomes the
-    checkpoint's tensor of one of its names, in the checkpoint's dtype. Buffers that are saved with a model are read.
-    Raises CheckpointError when a tensor is missing or has another shape, LayoutError for meta buffers that no
-    checkpoint has; the model is as before then.
+    A parameter that is a mapping of the checkpoint lies there, unless the mapping was written to. A meta parameter
+    becomes the checkpoint's tensor of one of its names, in the checkpoint's dtype. Persistent meta buffers are read.
+    Raises CheckpointError when a tensor is missing or has another shape, and LayoutError for meta buffers that no
+    checkpoint has; the model is left as it was.
     """
     made = Materialized(Checkpoint(checkpoint, ledger) if isinstance(checkpoint, Path) else checkpoint)
     try:
@@ -75,7 +75,7 @@ def _parameters(model: nn.Module, made: Materialized) -> None:
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     any_mapped = False
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if is_compound(parameter):  # whose parts may lie there
+        if is_compound(parameter):  # its parts may lie there
             any_mapped = True
             continue
         mapped = None if parameter.device.type == "meta" else made.checkpoint.name_of(parameter.detach())
@@ -83,7 +83,7 @@ def _parameters(model: nn.Module, made: Materialized) -> None:
             names[parameter].append(name)
         elif mapped is not None:
             any_mapped = True
-            if not made.checkpoint.written(mapped):  # else its memory has what the file has not
+            if not made.checkpoint.written(mapped):  # else its memory differs from the file
                 made.found(parameter, mapped)
     if not names and not any_mapped:
         raise ValueError(
@@ -120,7 +120,7 @@ def _buffers(model: nn.Module, made: Materialized) -> None:
 
 
 def _record(checkpoint: Checkpoint, names: list[str], shape: torch.Size) -> str:
-    """The first of these names that the checkpoint has, in that shape."""
+    """The first of `names` that the checkpoint has. Raises CheckpointError if its shape differs, or there is none."""
     for name in names:
         record = checkpoint.records.get(name)
         if record is None:
@@ -139,4 +139,4 @@ def _record(checkpoint: Checkpoint, names: list[str], shape: torch.Size) -> str:
 
 
 def _nothing() -> None:
-    """Of a module that has no list of its parameters."""
+    """The step for a module that keeps no list of its parameters."""

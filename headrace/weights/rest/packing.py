@@ -1,7 +1,7 @@
-"""What does a block on disk have beside its bytes? The same packed, once it is clear that it comes again and again.
+"""What does a block on disk have beside its bytes? A packed copy, once it is clear that it comes again and again.
 
-The bytes themselves stay where homes are mapped to, and are what is read until packed ones are there. A piece is packed
-where a fetch has brought it: in its chunk of the ring, when that was copied to the device. See docs/design/packed.md.
+The plain bytes stay where homes are mapped, and are read until the packed ones are on disk. A piece is packed in the
+chunk of the ring to which a fetch has read it, after the chunk was copied to the device. See docs/design/packed.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,17 +21,17 @@ from headrace.weights.rest.reads import DiskRead
 
 __all__ = ["PackedCopy", "is_frozen"]
 
-# Writing 0.75 of the bytes costs what reading 0.75 of them saves in three fetches: whoever waits for that long does
-# not do more than twice what is best, however often the block comes.
+# Writing 0.75 of the bytes costs as much as reading 0.75 of them saves in three fetches. So a block that is packed
+# after three fetches costs at most twice the best choice, however often it comes.
 _FETCHES_BEFORE = 3
 
 
 @dataclass
 class _PackedRead:
-    """A piece that was packed."""
+    """The packed copy of one piece."""
 
     extent: Extent
-    of: object = None  # the contents that are there, or come there
+    of: object = None  # identifies the contents that are there, or are being written
     nbytes: int = 0  # whole pages
     write: Request | None = None
 
@@ -41,7 +41,7 @@ class _PackedRead:
 
 
 class PackedCopy:
-    """The packed copy of one block, piece by piece. Takes disk of `store` for good; there is none without it.
+    """The packed copy of one block, piece by piece. It takes space of `store` for good; without a store there is none.
 
     `spilled` is told how many bytes were written.
     """
@@ -52,12 +52,12 @@ class PackedCopy:
         self._fetches = 0
         self._parts: dict[int, _PackedRead] = {}
         self._stay_plain: set[int] = set()
-        self.saved_bytes = 0  # that the last fetch did not have to read
+        self.saved_bytes = 0  # bytes that the last fetch did not have to read
 
     def pieces(
         self, plain: Sequence[DiskRead], slots: Sequence[ManagedParam], by: Fetching, *of: object
     ) -> Sequence[DiskRead]:
-        """What is read in the place of `plain`. `of` differs where that is something else than at the last call."""
+        """The pieces to read in the place of `plain`. `of` identifies the block's contents: others are packed anew."""
         if of != self._of:
             self._of, self._fetches, self._stay_plain = of, 0, set()
         self._fetches += 1
@@ -84,11 +84,11 @@ class PackedCopy:
             )
         if is_ours or index in self._stay_plain:
             return plain
-        # In its chunk: it has to pass through one.
+        # Packed in its chunk: so it has to be read into one, not into the target.
         return replace(plain, keep=partial(self._keep, store, index, plain.nbytes, self._of), read_into=lambda *_: None)
 
     def _keep(self, store: DiskStore, index: int, nbytes: int, of: object, chunk: torch.Tensor) -> Event | None:
-        """On a thread of ours. `chunk` may be written to; it is free again after what is returned."""
+        """Packs a piece in `chunk` and writes it, on Fetching's second thread. The chunk is free after the event."""
         if of is not self._of:
             return None
         part = self._parts.get(index)
@@ -102,7 +102,7 @@ class PackedCopy:
                 store.check_free(LEFT_FREE_BYTES + nbytes)
                 part = _PackedRead(store.allocate(f"{self._name} (packed)", packed_bytes, "weights"))
             write = store.write(part.extent, chunk[:packed_bytes])
-        except DiskError:  # no room: what is there is read on
+        except DiskError:  # no room: the plain piece is read as before
             self._stay_plain.add(index)
             return None
         self._parts[index] = _PackedRead(part.extent, of, packed_bytes, write)
@@ -111,7 +111,7 @@ class PackedCopy:
 
 
 def is_frozen(slots: Sequence[ManagedParam]) -> bool:
-    """Whether they are never trained, and mostly bfloat16."""
+    """Whether the parameters are not trained, and most of their bytes are bfloat16."""
     half = sum(slot.layout.nbytes for slot in slots if slot.layout.dtype is torch.bfloat16)
     trained = any(slot.home.requires_grad for slot in slots)
     return not trained and 2 * half > sum(slot.layout.nbytes for slot in slots)

@@ -29,12 +29,12 @@ __all__ = ["HostTiers", "Placement", "place", "ring_size"]
 
 _CHUNK_BYTES = 8 * 2**20  # a request of this size has a drive's full speed
 _SMALLEST_CHUNK_BYTES = 2**12
-_RING_SHARE = 1 / 8  # of the host budget, for staging: what is more holds blocks
-_MOST_RING_SHARE = 1 / 4  # where an eighth is too little for one of the next two
-_ENOUGH_CHUNKS = 16  # the drive has its four, and nobody waits for a thread's turn
-_AHEAD_BLOCKS = 3  # on the device, of the largest: where that has less room, the ring is where the next one comes to
-_HANDED_OUT = 4  # blocks whose memory user code may have at once, and still be looked after
-_FEWEST_CHUNKS = 4  # one that is read, one that leaves, and their followers
+_RING_SHARE = 1 / 8  # of the host budget, for staging; the rest of the budget holds blocks
+_MOST_RING_SHARE = 1 / 4  # where an eighth is too little for what the next two constants ask for
+_ENOUGH_CHUNKS = 16  # keeps the drive's four requests busy, and no thread waits for a chunk
+_AHEAD_BLOCKS = 3  # largest blocks on the device: where fewer have room, the ring takes the next block
+_HANDED_OUT = 4  # blocks that user code may hold memory of, and that `HandedOut` still looks after
+_FEWEST_CHUNKS = 4  # one that is read, one that is copied to the device, and one to follow each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class Placement:
     """Names of the blocks that rest on disk, and the staging memory that their weights and gradients pass through."""
 
     on_disk: frozenset[str] = frozenset()
-    disk_bytes: int = 0  # that those take
-    experts_bytes: int = 0  # of host memory for single experts of these
-    chunk_bytes: int = 0  # of the ring for weights
+    disk_bytes: int = 0  # disk space that these blocks take
+    experts_bytes: int = 0  # host memory for single experts of these blocks
+    chunk_bytes: int = 0  # bytes of a chunk of the ring for weights
     chunks: int = 0
-    gradient_bytes: int | None = None  # of each half of what gradients pass through; None: as much as a block's
+    gradient_bytes: int | None = None  # each half of the gradients' staging memory; None: as much as a block's
 
 
 def place(
@@ -58,16 +58,14 @@ def place(
     ranks: int = 1,
     halves_bytes: int | None = None,
 ) -> Placement:
-    """Spreads blocks over host and disk. `sizes`: bytes by name, in order of use; `host_bytes`: what there is for them.
+    """Spreads blocks over host and disk, evenly, so that the drive has work during the whole pass.
 
-    `device_bytes`: what blocks may take on the device.
+    `sizes`: bytes of each block by name, in order of use. `device_bytes`: what blocks may take on the device.
+    `host_bytes`: the host memory for blocks, gradients and staging. `all_gradient_bytes`: the gradients of a model that
+    trains; they get the room that weights leave, else they rest on disk.
 
-    `ranks` share the host memory, and each has a ring of its own. `halves_bytes`: both halves of what gradients pass
-    through, where they cannot be cut.
-
-    Evenly, so that fetches are spread over the pass, and the drive works all the time. `all_gradient_bytes`, of a model
-    that trains, have what room the weights leave, else they rest on disk. Raises BudgetError when not even the staging
-    memory fits.
+    `ranks` share the host memory, and each has a ring of its own. `halves_bytes`: both halves of the gradients' staging
+    memory, where these cannot be cut. Raises BudgetError when not even the staging memory fits.
     """
     pages = {name: whole_pages(nbytes) for name, nbytes in sizes.items()}
     total_bytes = sum(pages.values())
@@ -105,7 +103,7 @@ def place(
 
 
 def ring_size(host_bytes: int, device_bytes: int, largest_bytes: int) -> tuple[int, int]:
-    """Bytes of a chunk, and how many there are, of the ring through which blocks of at most `largest_bytes` come."""
+    """Bytes of a chunk and number of chunks, of the ring through which blocks of at most `largest_bytes` come."""
     chunk_bytes = _CHUNK_BYTES
     while chunk_bytes > _SMALLEST_CHUNK_BYTES and chunk_bytes * _FEWEST_CHUNKS > host_bytes * _RING_SHARE:
         chunk_bytes //= 2
@@ -119,9 +117,9 @@ def ring_size(host_bytes: int, device_bytes: int, largest_bytes: int) -> tuple[i
 class HostTiers:
     """Makes the memory in which blocks and gradients rest, as a placement says.
 
-    `disk`: the directory of the disk tier, if there is one; it is opened when it is needed. `materialized`: parameters
-    that lie in a checkpoint. Closes both. `node`: whose ranks share the memory of blocks. `packed`: whether what comes
-    again and again may be packed.
+    `disk`: the directory of the disk tier, if there is one; it is opened on first use. `materialized`: the parameters
+    that lie in a checkpoint. `close` closes both. `node`: its ranks share the memory of blocks. `packed`: whether
+    blocks that come again and again may be packed.
     """
 
     def __init__(
@@ -137,24 +135,24 @@ class HostTiers:
         packed: bool = True,
     ) -> None:
         self._node = node
-        self.packs = packed and node is None and available()  # what comes again and again
+        self.packs = packed and node is None and available()  # see PackedCopy
         self._device, self._ledger = device, ledger
         self._meter, self._placement, self._materialized, self._disk = meter, placement, materialized, disk
         self._stores: dict[Path, DiskStore] = {}
         self.in_place = HandedOut()
-        # Whether host memory has so many bytes for what comes later than the model, after blocks have moved to disk for
-        # that; True where nobody can help.
+        # Moves blocks to disk until host memory has room for so many bytes of what comes after the model; returns
+        # whether it has. Replaced by whoever can move blocks; until then it does nothing and returns True.
         self.make_room: Callable[[int], bool] = lambda nbytes: True
         if placement != Placement() and self.store is not None and materialized is None:
             self.store.check_free(placement.disk_bytes)
 
     @property
     def store(self) -> DiskStore | None:
-        """The disk tier, opened for the first who asks; None when there is no directory for it."""
+        """The disk tier, opened on first use; None when there is no directory for it."""
         return None if self._disk is None else self._opened(self._disk, self._node)
 
     def private_store(self, name: str) -> DiskStore | None:
-        """As `store`, for what each of several ranks has alone: in a directory of its own there."""
+        """As `store`, but for what this rank alone has: with several ranks, in a directory of its own below `disk`."""
         if self._node is None or self._disk is None:
             return self.store
         return self._opened(self._disk / f"{name}-{self._node.ranks[self._node.rank]}", None)
@@ -166,11 +164,11 @@ class HostTiers:
 
     @property
     def most_staged_bytes(self) -> int | None:
-        """The most that gradients on their way may take at once, for each half of their staging memory."""
+        """The most bytes that each half of the gradients' staging memory may take; None: no limit."""
         return self._placement.gradient_bytes
 
     def rest_for(self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int) -> Rest:
-        """Where a block of `nbytes` rests. Homes that travel in another dtype go to the same tier as their block."""
+        """Makes the rest of a block of `nbytes`. Homes that travel in another dtype go to the tier of their block."""
         casts = [number for number, layout in enumerate(layouts) if parameters[number].dtype != layout.dtype]
         on_host = name not in self._placement.on_disk and self.make_room(whole_pages(nbytes))
         in_files = [own for own in self._names(parameters) if own is not None]
@@ -202,7 +200,7 @@ class HostTiers:
         return on_disk
 
     def packed_copy(self, name: str) -> PackedCopy:
-        """What a block has beside its bytes where these rest on disk."""
+        """The packed copy that a block has beside its bytes where these rest on disk; empty at first."""
         return PackedCopy(name, lambda: self.store if self.packs else None, self._meter.spilled)
 
     def _move_in(
@@ -213,7 +211,7 @@ class HostTiers:
         layouts: Sequence[Layout],
         casts: Sequence[int],
     ) -> None:
-        """What the first rank of a node has is what all have; of those that travel in another dtype, the homes."""
+        """Copies the first rank's parameters to memory that the node's ranks share; those that cast, to the homes."""
         if casts:
             wide = [parameters[number] for number in casts]
             wide_layouts, wide_bytes = lay_out(wide, None)
@@ -223,7 +221,7 @@ class HostTiers:
         self._read([parameters[n] for n in as_they_are], rest, [layouts[n] for n in as_they_are])
 
     def _add_homes(self, name: str, rest: SharedRest, nbytes: int, layouts: Mapping[int, Layout]) -> SharedRest:
-        """Beside `rest`, and in its tier where that has room, where homes lie that travel in another dtype."""
+        """Gives `rest` a second rest, for homes that travel in another dtype: in the same tier if that has room."""
         on_host = not rest.on_disk and self.make_room(whole_pages(nbytes))
         homes = self._shared(rest.node, f"{name} (homes)", nbytes, on_host=on_host)
         rest.homes, rest.home_layouts = homes, layouts
@@ -237,7 +235,7 @@ class HostTiers:
         return SharedRest(node, SharedExtent(rest.store, rest.extent), nbytes, rest)
 
     def _writable(self, name: str, nbytes: int) -> DiskRest:
-        """Where a block rests on disk when it changes. Raises BudgetError when there is no disk."""
+        """A rest on disk for a block that may change. Raises BudgetError when there is no disk."""
         if self.store is None:
             raise BudgetError(
                 f"weights of {name!r} change, or lie in no checkpoint as they are, and host_memory has no room; raise"
@@ -251,9 +249,10 @@ class HostTiers:
     def hand_on(
         self, name: str, nbytes: int, before: Rest, slots: Sequence[ManagedParam], *, keeps: bool
     ) -> tuple[Rest, bool]:
-        """Where a block rests that moves from `before` to disk; and whether homes are to be copied there, if `keeps`.
+        """The new rest of a block that moves from `before` to disk, and whether the caller has to copy homes there.
 
-        What all ranks see is copied here; what this one alone has written stays its own.
+        `keeps`: whether the contents are kept. What all ranks see is copied here; what this rank alone has written is
+        for the caller to copy, and stays its own.
         """
         layouts = [slot.layout for slot in slots]
         if self._node is None:
@@ -277,25 +276,25 @@ class HostTiers:
         return shared, before.is_written
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether host memory has room for `nbytes` more: of the node, each of whose ranks books its part, on all."""
+        """Whether host memory has room for `nbytes` more. With a node all ranks agree, and each books its share."""
         if self._node is None:
             return self._ledger.has_room(nbytes)
         return self._node.all_agree(self._ledger.has_room(-(-nbytes // self._node.size)), "whether memory has room")
 
     def check_gradients(self, nbytes: int) -> None:
-        """Raises BudgetError when gradients of `nbytes` have no room: on the host, if there is no disk."""
+        """Raises BudgetError when host memory has no room for gradients of `nbytes` and there is no disk."""
         if self._disk is None:
             self._ledger.check_host(nbytes, "gradients")
 
     @property
     def short_staging_bytes(self) -> int | None:
-        """As `most_staged_bytes` is where blocks rest on disk; None without a disk."""
+        """The value that `most_staged_bytes` would have if blocks rested on disk; None without a disk."""
         return None if self._disk is None else 2 * ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
 
     def gradient_memory(self, name: str, nbytes: int, *, missing_bytes: int = 0) -> "GradientMemory":
-        """Where the gradients of a block wait: on the host while its budget has room, else on disk if there is one.
+        """The memory for the gradients of a block: on the host while its budget has room, else on disk if there is one.
 
-        `missing_bytes` of staging memory are still to be made.
+        `missing_bytes`: staging memory that is still to be made.
         """
         staging_bytes = max(missing_bytes, 2 * (self._placement.gradient_bytes or 0))  # some may be held already
         no_room = not self._ledger.has_room(whole_pages(nbytes) + staging_bytes)
@@ -304,7 +303,7 @@ class HostTiers:
         return Arena(nbytes, self._device, self._ledger, "gradients")
 
     def common_gradient_memory(self, node: Node, name: str, nbytes: int) -> Common:
-        """As `gradient_memory`, for what the ranks of a node have one copy of. A collective of these."""
+        """As `gradient_memory`, for gradients of which the ranks of a node share one copy. A collective of the node."""
         rests_on_disk = name in self._placement.on_disk or (
             self._disk is not None and not self.has_room(whole_pages(nbytes))
         )
@@ -313,18 +312,18 @@ class HostTiers:
         return SharedArena(node, nbytes, self._device, self._ledger, "gradients")
 
     def forked(self) -> None:
-        """In a process that was forked."""
+        """Called in a forked child process: renews locks, and makes mappings private to it."""
         self._ledger.forked()
         for store in self._stores.values():
             store.forked()
 
     def synchronize(self) -> None:
-        """The host waits until what was written is on disk. Raises DiskError for a write that failed since."""
+        """Blocks until all writes have reached the disk. Raises DiskError if one has failed since the last call."""
         for store in self._stores.values():
             store.synchronize()
 
     def close(self) -> None:
-        """Gives the disk back, as far as no tensor is in use."""
+        """Closes the stores and the checkpoint. Their disk space is given back, except where a tensor is in use."""
         for store in self._stores.values():
             store.close()
         self._stores, self._disk = {}, None
@@ -334,14 +333,14 @@ class HostTiers:
             close_descriptors(self._node)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> list[str | None]:
-        """The parameters' tensors in the checkpoint; None for those that are not there."""
+        """The names of the parameters' tensors in the checkpoint; None for a parameter that is not there."""
         made = self._materialized
         return [None if made is None else made.name_of(parameter) for parameter in parameters]
 
     def _read(self, parameters: Sequence[nn.Parameter], rest: HostRest | SharedRest, layouts: Sequence[Layout]) -> None:
-        """Parameters that lie in a checkpoint are read into their places, past the page cache.
+        """Reads the parameters that lie in a checkpoint into their places, past the page cache.
 
-        Where ranks share these, all parameters go there, by the node's first rank.
+        Where ranks share the places, the node's first rank fills them with all parameters, also those in memory.
         """
         names, places = self._names(parameters), rest.places(layouts)
         reads = {name: index for index, name in enumerate(names) if name is not None}
@@ -363,20 +362,21 @@ class ReadInPlace(Protocol):
     rest: Rest
 
     def move_written(self) -> bool:
-        """It moves to disk if it was written to, unless somebody has its memory; whether nobody has."""
+        """Moves the block to disk if it was written to. Returns False and does nothing if somebody has its memory."""
 
 
 class HandedOut:
-    """Blocks that are read from a checkpoint in place, of which user code got memory last (`p.data`).
+    """The blocks that are read from a checkpoint in place and whose memory user code got last (`p.data`).
 
-    What it wrote there takes host memory that is in no budget: so they move to disk when it asks for the next one.
+    What the user writes there takes host memory that no budget counts. So a block that was written to moves to disk
+    when the user asks for the memory of another one.
     """
 
     def __init__(self) -> None:
         self._blocks: list[weakref.ref[ReadInPlace]] = []
 
     def handed_out(self, block: ReadInPlace) -> None:
-        """User code is about to get memory of a home of this block."""
+        """Called before user code gets the memory of a home of this block."""
         if self._blocks and self._blocks[-1]() is block:
             return
         before, self._blocks = self._blocks, []
@@ -389,10 +389,10 @@ class HandedOut:
 
 
 class GradientMemory(Protocol):
-    """Memory that gradients are carved from. It lives as long as any of them."""
+    """Memory from which gradients are carved. It lives as long as any of them."""
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Bytes `offset` to `offset + nbytes` as a tensor of one dimension with a storage of its own."""
+        """Bytes `offset` to `offset + nbytes` as a one-dimensional tensor with a storage of its own."""
 
 
 class DiskGradients:
@@ -404,7 +404,7 @@ class DiskGradients:
         self._address = store.mapping(self._extent).data_ptr()
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """As in GradientMemory."""
+        """As `GradientMemory.tensor`."""
         return self._store.mapping(self._extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
 
     def offset_of(self, target: torch.Tensor) -> int:
@@ -412,11 +412,11 @@ class DiskGradients:
         return target.data_ptr() - self._address
 
     def write(self, target: torch.Tensor, piece: torch.Tensor) -> Request:
-        """Submits writing contiguous `piece` to where `target` lies, past the page cache."""
+        """Submits writing the contiguous `piece` to the place of `target`, past the page cache."""
         self._spilled(piece.nbytes)
         return self._store.write(self._extent, piece.view(torch.uint8), self.offset_of(target))
 
     def forget(self, written_bytes: int) -> None:
-        """So much was written as memory. Its pages stop counting as this process's; the file has them in time."""
+        """Called after `written_bytes` were written through the mapping: its pages leave this process's memory."""
         self._spilled(written_bytes)
         self._store.forget(self._extent)

@@ -22,45 +22,43 @@ __all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest", "SharedRest"]
 
 
 class Rest(ABC):
-    """The bytes of one block at rest, as user code may see them: through tensors, one for each parameter."""
+    """Where the bytes of one block rest. User code sees them through the places: tensors, one for each parameter."""
 
-    memory: torch.Tensor | None = None  # all of them, shape (nbytes,), for copies; None: they have to be fetched
-    writable = True  # whether what is written through the places is kept there
+    memory: torch.Tensor | None = None  # all bytes, shape (nbytes,), for copies; None: they have to be fetched
+    writable = True  # whether writes through the places are kept there
     on_disk = False
-    has_own_files = False  # that this process alone writes
-    range_bytes = 16  # where each rank brings a range of a block, its length is a multiple of this
-    filled = False  # past the page cache: the files have what the places show, until `flush`
+    has_own_files = False  # whether it has files that this process alone writes
+    range_bytes = 16  # where each rank brings one range of a block, the range's length is a multiple of this
+    filled = False  # whether it was filled past the page cache, so that the files hold the block before any `flush`
 
     @abstractmethod
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        """Each parameter's place: in a storage of its own, or in one that it shares as it did before."""
+        """The place of each parameter. Parameters that shared a storage share one here, too."""
 
     def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
-        """The reads that bring the whole block, or these ranges of it, each of `chunk_bytes` at most, past the page
-        cache.
-        """
+        """The reads that bring the block, or `ranges` of it, past the page cache, at most `chunk_bytes` each."""
         raise NotImplementedError(f"{type(self).__name__} has memory, and is not fetched")
 
     def flush(self, ranges: Sequence[Range] | None = None) -> None:  # noqa: B027  # nothing to do where places are read
-        """What was written through the places goes to where the pieces are read, and leaves this process's memory;
-        `ranges`: until the next flush only these are read.
+        """Submits bringing what was written through the places to the files that `pieces` reads; its pages leave this
+        process's memory. With `ranges`, only these are read until the next flush.
         """
 
     def take_homes(self, slots: Sequence[ManagedParam], *, keeps: bool = False) -> None:  # noqa: B027  # they may lie anywhere
-        """Homes of the block's `slots` that travel in another dtype lie where this has a place for them; `keeps`: with
-        what they hold.
+        """Moves the homes of those `slots` that travel in another dtype to the places that this rest has for them, if
+        any; `keeps`: with their contents.
         """
 
     @property
     def is_written(self) -> bool:
-        """Whether the places have what only this process has."""
+        """Whether this process has written to the places something that is nowhere else."""
         return False
 
     def forget_writes(self) -> None:  # noqa: B027  # nothing to do where they are kept
-        """The homes lie elsewhere now, and nobody has the places: memory that writes to these took is free."""
+        """Frees the memory that writes to the places took. Called once homes lie elsewhere and nobody has a place."""
 
     def was_written(self) -> None:
-        """All of it was, past the places."""
+        """Called when an update has written the whole block to the files, past the places."""
         raise NotImplementedError(f"{type(self).__name__} has no files of its own")
 
     @property
@@ -70,12 +68,12 @@ class Rest(ABC):
 
     @property
     def is_as_in_files(self) -> bool:
-        """Whether the places certainly have what the files have without a `flush`."""
+        """Whether it is certain that the places hold what the files hold, without a `flush`."""
         return False
 
 
 class HostRest(Rest):
-    """Bytes in an arena."""
+    """A rest in an arena of this process."""
 
     memory: torch.Tensor
 
@@ -88,9 +86,9 @@ class HostRest(Rest):
 
 
 class DiskRest(Rest):
-    """Bytes in an extent of a disk store, mapped for the places, and read by `chunk_bytes`.
+    """A rest in an extent of a disk store. The places are mappings of it; reads bring `chunk_bytes` at a time.
 
-    `spilled` is told how many bytes go there. `ranks`: each of so many may read a range by itself, and check it.
+    `spilled` is told how many bytes are written. `ranks`: each of so many ranks may read and check a range by itself.
     """
 
     on_disk = has_own_files = True
@@ -107,14 +105,14 @@ class DiskRest(Rest):
         self._flushing: Request | None = None
 
     def fill(self, source: Source) -> None:
-        """All bytes of the block come from `source`, past the page cache. To be called when the places were made."""
+        """Writes the whole block from `source`, past the page cache. Called after the places were made."""
         self._spilled(self.extent.nbytes)
         self.store.expect(self.extent)
         fill(self.extent.nbytes, self._chunk_bytes, source, partial(self.store.write, self.extent))
         self.filled = True
 
     def fill_from(self, rest: "CheckpointRest", layouts: Sequence[Layout]) -> None:
-        """As `fill`, with what a checkpoint has."""
+        """As `fill`, from the files of a checkpoint."""
         regions = [(layout.offset, layout.nbytes) for layout in layouts]
         self.fill(from_files(regions, self._chunk_bytes, rest.pieces))
 
@@ -123,7 +121,7 @@ class DiskRest(Rest):
 
     def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         whole = self.extent.nbytes
-        chunk_bytes = max(chunk_bytes // self._chunk_bytes, 1) * self._chunk_bytes  # what has a checksum is read whole
+        chunk_bytes = max(chunk_bytes // self._chunk_bytes, 1) * self._chunk_bytes  # checksummed grains are read whole
         if ranges is None:
             return [self._piece(first, min(chunk_bytes, whole - first)) for first in range(0, whole, chunk_bytes)]
         runs = _runs([(_EXTENT, first, nbytes, to) for first, nbytes, to in ranges], chunk_bytes)
@@ -163,13 +161,13 @@ class DiskRest(Rest):
 
 
 class SharedRest(Rest):
-    """Bytes of which the ranks of a node have one copy, in memory or where `disk` has them; the places are in this
-    rank's own view of it. Beside them lie `homes` of those parameters that travel in another dtype: what is written,
-    published and dropped is those, too.
+    """A rest of which the ranks of a node have one copy, in memory or on `disk`. The places lie in this rank's own view
+    of that copy. `homes` is a second rest, for the homes of parameters that travel in another dtype: it is written,
+    published and dropped together with this one.
     """
 
     homes: "SharedRest | None" = None
-    home_layouts: Mapping[int, Layout] = MappingProxyType({})  # by the numbers of parameters in the block
+    home_layouts: Mapping[int, Layout] = MappingProxyType({})  # by the parameter's number in the block
 
     def __init__(self, node: Node, common: Common, nbytes: int, disk: DiskRest | None = None) -> None:
         self.node, self._common, self._disk = node, common, disk
@@ -183,11 +181,11 @@ class SharedRest(Rest):
         return _carve(layouts, self._view.tensor)
 
     def common_places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        """As `places`, in the memory that all ranks see."""
+        """As `places`, but in the memory that all ranks see."""
         return _carve(layouts, self._common.tensor)
 
     def fill(self, sources: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
-        """What the node's first rank has becomes what all see. A collective of these."""
+        """Copies the first rank's `sources` to the memory that all ranks of the node see. A collective of the node."""
         if self.node.is_first:
             with torch.no_grad():
                 for place, source in zip(self.common_places(layouts), sources, strict=True):
@@ -195,7 +193,7 @@ class SharedRest(Rest):
         self.node.meet("a block, as the first rank has it")
 
     def place_of_home(self, number: int) -> torch.Tensor | None:
-        """As `common_places`, of the home of a parameter that travels in another dtype; None of any other."""
+        """The common place of the home of parameter `number`, if it travels in another dtype; None otherwise."""
         if self.homes is None or number not in self.home_layouts:
             return None
         return self.homes.common_places([self.home_layouts[number]])[0]
@@ -219,30 +217,30 @@ class SharedRest(Rest):
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's user has written something else than what all see. Reads all of it, if it was written."""
+        """Whether this rank's user has changed what all ranks see. Compares all bytes if pages were written."""
         found = self._view.written() is not False and not torch.equal(self._own, self.common)
         self._common.forget()
         return found or (self.homes is not None and self.homes.is_written)
 
     def digest(self) -> int:
-        """A number that differs where what this rank has written does."""
+        """A hash of this rank's own view, by which ranks compare what they have written."""
         own = xxhash.xxh3_64_intdigest(self._own.numpy().data) >> 1 if len(self._own) else 0
         return own if self.homes is None else own ^ self.homes.digest()
 
     def reads_own(self, own: bool) -> None:
-        """Whether copies to the device read what this rank alone has written, too."""
+        """Sets whether copies to the device read this rank's own view, with what it alone has written."""
         self.is_own = own
         self.memory = self._own if own else None if self._disk is not None else self.common
 
     def publish(self, part_of: Callable[[int], slice]) -> None:
-        """A part, of so many bytes, of what this rank has written is what all see."""
+        """Copies a part of this rank's own view to what all ranks see: `part_of(bytes of the whole)`."""
         part = part_of(len(self.common))
         self.common[part].copy_(self._own[part])
         if self.homes is not None:
             self.homes.publish(part_of)
 
     def drop(self) -> None:
-        """This rank sees what all see."""
+        """Drops what this rank alone has written: it sees what all ranks see."""
         self._view.forget()
         self.reads_own(False)
         if self.homes is not None:
@@ -250,10 +248,10 @@ class SharedRest(Rest):
 
 
 class CheckpointRest(Rest):
-    """Bytes of a block `what` where a checkpoint has them: nothing is written. `names`: of its tensors, in order.
+    """A rest of block `what` in the files of a checkpoint, which are never written. `names`: its tensors, in order.
 
-    The places are the parameters' own memory, mapped so that writes stay with this process: a block whose homes change
-    moves to a disk store.
+    The places are mapped privately, so that writes stay with this process. A block whose homes change moves to a disk
+    store.
     """
 
     writable = False
@@ -282,14 +280,14 @@ class CheckpointRest(Rest):
         return all(self._checkpoint.written(name) is False for name in self._names)
 
     def digest(self) -> int:
-        """As SharedRest's."""
+        """As `SharedRest.digest`, of the places."""
         digest = xxhash.xxh3_64()
         for name in self._names:
             digest.update(self._checkpoint.tensor(name).view(-1).view(torch.uint8).numpy().data)
         return digest.intdigest() >> 1
 
     def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
-        """Whole pages around the tensors; copies to the device lay them out."""
+        """Reads of the whole pages around the tensors; copies to the device pick the tensors from them."""
         wanted = []
         for name, layout in zip(self._names, self._layouts, strict=True):
             record = self._checkpoint.records[name]
@@ -319,10 +317,10 @@ class CheckpointRest(Rest):
 def _scattered(
     parts: Sequence[tuple[int, int, int]], nbytes: int, chunk: torch.Tensor, buffer: torch.Tensor
 ) -> tuple[list[Part], Callable[[], None] | None]:
-    """Where a read of `nbytes` goes so that most of `parts`, as in DiskRead, lands in whole pages of where it belongs,
-    less than a page behind its place; and what moves it there. None where nothing does.
+    """The memory for a read of `nbytes`, and a function that finishes it; None for that if the chunk takes everything.
 
-    What has no whole pages in the room of its own part goes to the chunk, so reads beside each other never meet.
+    Whole pages of `parts` (see DiskRead) go to the buffer, less than a page behind their places; the function moves
+    them there. All other bytes go to the chunk. So neighbouring reads never write the same page of the buffer.
     """
     memory: list[Part] = []
     moves: list[tuple[int, int, int]] = []  # addresses, to and from, and bytes
@@ -355,26 +353,26 @@ def _scattered(
 
 
 _LEAST_LANDING_BYTES = 64 << 10
-_EXTENT = ""  # the path of all that lies in one extent
-_GAP_BYTES = 64 << 10  # between two tensors of a file, that are rather read than left out
+_EXTENT = ""  # stands for the path where all bytes lie in one extent
+_GAP_BYTES = 64 << 10  # between two tensors of a file: so small a gap is read, too, instead of starting a new read
 
 
 @dataclass
 class _Run:
-    """Neighbours in a file that one read brings."""
+    """Neighbouring byte ranges of a file that one read brings."""
 
     path: str
-    first: int  # byte of the file, a whole page
+    first: int  # first byte in the file, at the start of a page
     end: int = 0
     parts: list[tuple[int, int, int]] = field(default_factory=list)  # (in the chunk, bytes, in the block)
 
     def reaches(self, path: str, begin: int, chunk_bytes: int) -> bool:
-        """Whether the same read can bring what begins there, or a part of it."""
+        """Whether the same read can also bring the range that begins at `begin` in `path`, or a part of it."""
         return path == self.path and begin - self.end <= _GAP_BYTES and begin < self.first + chunk_bytes
 
 
 def _runs(wanted: Iterable[tuple[str, int, int, int]], chunk_bytes: int) -> list[_Run]:
-    """Reads that bring all that is wanted: (file, first byte there, bytes, first byte in the target)."""
+    """The reads that bring all `wanted` ranges: (file, first byte in it, bytes, first byte in the target)."""
     runs: list[_Run] = []
     for path, first, total_bytes, to in sorted(wanted):
         at = 0
@@ -391,8 +389,8 @@ def _runs(wanted: Iterable[tuple[str, int, int, int]], chunk_bytes: int) -> list
 
 
 def _grain_bytes(nbytes: int, chunk_bytes: int) -> int:
-    """The length of checksummed pieces: whole pages, at most a chunk, so that whole pieces leave the least of `nbytes`
-    behind them.
+    """The length of a checksummed grain: whole pages, at most a chunk, chosen so that whole grains leave as few of
+    `nbytes` over as possible.
     """
     pages, least = nbytes // DISK_ALIGNMENT_BYTES, max(1, -(-nbytes // chunk_bytes))
     grains = {max(1, pages // count) for count in range(least, least + 8)}
@@ -400,6 +398,6 @@ def _grain_bytes(nbytes: int, chunk_bytes: int) -> int:
 
 
 def _carve(layouts: Sequence[Layout], tensor: Callable[[int, int], torch.Tensor]) -> list[torch.Tensor]:
-    """Views of `tensor(first byte, bytes)`, one storage for each region."""
+    """The parameters' views of the memory that `tensor(first byte, bytes)` gives: one storage for each region."""
     regions = {region: tensor(region[0], region[1] - region[0]) for region in {layout.region for layout in layouts}}
     return [layout.view(regions[layout.region], first_byte=layout.region[0]) for layout in layouts]
