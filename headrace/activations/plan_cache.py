@@ -1,4 +1,4 @@
-"""What will the next forward save, and what is planned for it? Traces by what went into the model."""
+"""What will the next forward save, and what is planned for it? What goes into the model tells."""
 
 import itertools
 import warnings

@@ -20,7 +20,7 @@ __all__ = ["Entry", "Expected", "ForwardTrace", "Others", "SaveRecord", "UseReco
 
 Entry = tuple[Any, ...]  # what was known of a forward when it began: see `entry_of`
 
-_MOST_LOOKS = 512  # how often one forward and its backward look at what else the device holds
+_MOST_LOOKS = 512  # about how often, at most, a forward and its backward look at what else the device holds
 
 
 @dataclass
@@ -170,7 +170,7 @@ class ForwardTrace:
     def _stray(self, plan: ActivationPlan) -> None:
         if not self.strayed:
             self.strayed = True
-            self.timed = False  # its beginning was not timed: another one is recorded from its beginning
+            self.timed = False  # another forward is timed from its beginning instead
             self._decisions = ByCeiling(plan, self._items)
 
     # backward ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restores what `random_state` gave; of devices, those that exist now. Raises CheckpointError for a false state."""
+    """Restores what `random_state` gave; of devices, those that exist now. Raises CheckpointError if unsound."""
     try:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers.tolist()), gauss))

@@ -45,7 +45,7 @@ class Saving:
         return self._writing.waited_seconds
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete and safe from a loss of power. Raises what failed in saving it."""
+        """Waits until the checkpoint is complete and safe from a loss of power. Raises the error if saving failed."""
         self._told = True
         self._writing.wait()
 

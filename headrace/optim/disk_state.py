@@ -260,7 +260,7 @@ class DiskState:
         return chunk
 
     def _end_parts(self, key: Any) -> None:
-        """Ends the parts in which a parameter's bytes were written: what comes next may cut them otherwise.
+        """Ends the parts in which a parameter's bytes were written: later accesses divide the bytes in another way.
 
         Parts have an order and checksums of their own, so they are waited for, and not used any more.
         """

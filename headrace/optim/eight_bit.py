@@ -41,12 +41,12 @@ _INFINITE = 0x7F800000
 
 
 class _Code:
-    """`octaves` powers of two below the largest value of a run."""
+    """The numbers of a code that reaches `octaves` powers of two below the largest value of a run."""
 
     def __init__(self, octaves: int, largest: int) -> None:
         self.base = (127 - octaves) << 23  # bits of the offset
         self.offset = 2.0**-octaves
-        self.top = 0.96875 - self.offset  # what the largest value of a run becomes, to get the last code
+        self.top = 0.96875 - self.offset  # the largest value of a run is scaled to this: it has the last code
         self.inverse = float(np.float32(1) / np.float32(self.top))  # rounded as in the kernel
         self.largest = largest
 

@@ -18,7 +18,7 @@ __all__ = ["GradientNorms", "SeenGradient", "clipping_of_shards"]
 
 
 class SeenGradient:
-    """A gradient as it is now, by a weak reference: it is not kept alive, and does not count as having a user more."""
+    """A gradient as it is now. The weak reference to it does not count as a user of the gradient."""
 
     def __init__(self, gradient: torch.Tensor) -> None:
         self._gradient = weakref.ref(gradient)

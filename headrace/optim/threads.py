@@ -52,7 +52,7 @@ def limited_to(threads: int) -> Iterator[None]:
 
 
 def on_each(work: Callable[[], None], *, at_most: int) -> None:
-    """Calls `work` on each thread, but on `at_most` threads; returns when all are done. Raises what one raised."""
+    """Calls `work` on each thread, on no more than `at_most`; returns when all are done. Raises what one raised."""
     helpers = min(count(), at_most) - 1
     if helpers < 1:
         work()
