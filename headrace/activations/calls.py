@@ -1,7 +1,7 @@
 """When does a forward begin and end? With the outermost call of the model, or with a block of code around calls.
 
-Takes part in the calls of the model and of its layers. One thread at a time: calls of another one meanwhile go as
-without headrace, as do those of a part of the model alone.
+`Calls` takes part in the calls of the model and of its layers. It serves one thread at a time: meanwhile, calls on
+other threads, and calls of a part of the model alone, run as they do without headrace.
 """
 
 import contextlib
@@ -41,18 +41,18 @@ class Calls(Participant):
         self._passes = passes
         self._selection = selection
         watched = {model, *watched}
-        # Weak, as all that is known of modules here: this lives as long as they do.
+        # Weak, like every reference to a module here: this object lives as long as the modules do.
         self._names = weakref.WeakKeyDictionary({m: name for name, m in model.named_modules() if m in watched})
         self._check = check
-        self._block: object | None = None  # or outermost call, that is under way
-        self._thread: int | None = None  # whose it is
-        self._task = NO_TASK  # the backward in which it is, by autograd's number: calls in one within it are no part
-        self._forward: Forward | None = None  # that it has begun
+        self._block: object | None = None  # the forward block or outermost call that is under way
+        self._thread: int | None = None  # the thread that runs it
+        self._task = NO_TASK  # the backward around it, by autograd's number: calls in a backward within it do not count
+        self._forward: Forward | None = None  # the forward that it has begun
         for module in watched:
             take_part(module, self)
 
     def end(self) -> None:
-        """Nobody is told of the model's calls any more."""
+        """Stops taking part in the model's calls."""
         model = self._model()
         for module in () if model is None else model.modules():
             if participant_of(module, Calls) is self:
@@ -61,19 +61,19 @@ class Calls(Participant):
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The module is called."""
+        """Runs `forward` of a watched module, as a part of a forward or a recomputation."""
         with self.calling(module, args, kwargs):
             return forward(*args, **kwargs)
 
     def compiling(self, module: nn.Module) -> bool:
         """A layer may be compiled through; the model may not."""
         if module is self._model():
-            torch.compiler.disable(_refuse_compilation_of_all)()  # here: that loads the compiler
+            torch.compiler.disable(_refuse_compilation_of_all)()  # not at import: `disable` loads the compiler
         return False
 
     @contextlib.contextmanager
     def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """A watched module is called, in a forward or a recomputation."""
+        """Surrounds the call of a watched module, in a forward or a recomputation."""
         if self._is_ours():
             with self._inside(module, args, kwargs):
                 yield
@@ -90,7 +90,7 @@ class Calls(Participant):
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
-        """A forward from the model's first call inside to the end."""
+        """Surrounds a forward that lasts from the model's first call inside of the block to the end of the block."""
         if self._is_ours():
             raise StateError("forward() is entered inside of another one, or of a call of the model; leave that first")
         mine = object()
@@ -105,14 +105,14 @@ class Calls(Participant):
             completed = True
         finally:
             if self._block is mine:
-                # Nothing is called before these are set: Ctrl-C strikes at calls, and the block would go on for good.
+                # No call comes before these assignments: Ctrl-C strikes at calls, and would leave the block open.
                 forward, self._forward = self._forward, None
                 self._block = self._thread = None
                 _end(forward, completed=completed)
 
     @contextlib.contextmanager
     def together(self, inputs: Any) -> Iterator[None]:
-        """A forward that consists of several calls of the model, with all these inputs, which take turns."""
+        """Surrounds a forward of several calls of the model, which take turns; `inputs`: those of all calls."""
         with self.block():
             model = self._model()
             if model is not None:
@@ -140,7 +140,7 @@ class Calls(Participant):
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ended, self._forward = self._forward, None
-        _end(ended, completed=True)  # its backward has begun in the same block
+        _end(ended, completed=True)  # the previous forward of this block, whose backward has begun
         if may_save():
             self._check()
             self._forward = self._passes.begin(entry_of(args, kwargs, module.training), self._selection)

@@ -1,8 +1,9 @@
-"""What leaves at a save, and what comes back at a use? As planned, by a plan's ceiling, or, knowing nothing, little.
+"""What leaves at a save, and what comes back at a use? As planned; under another plan's ceiling; or a few at a time.
 
-Random lengths, and experts that get other tokens at every step, save other bytes than any plan has seen. Then the plan
-of another forward gives the ceiling and the share that leaves, and the walk of planning/activations.py is made with
-what is really there: the earliest saved go first, and come back in the reverse order as early as the ceiling allows.
+Inputs of random length, and experts that get other tokens at every step, save sizes that no plan has seen. Then the
+plan of another forward gives the ceiling and the share that leaves, and the walk of planning/activations.py is made
+with the items that are there: the earliest saved go first, and come back in reverse order, as early as the ceiling
+allows.
 """
 
 import itertools
@@ -19,11 +20,11 @@ from headrace.planning import ActivationPlan
 
 __all__ = ["AsPlanned", "Basis", "ByCeiling", "Decisions", "Unplanned"]
 
-_UNPLANNED_COPIES = 2  # in flight at once, each way, while nothing is known
+_UNPLANNED_COPIES = 2  # in flight at once in each direction, as long as there is no plan
 
 
 class Basis(Enum):
-    """What the decisions of a forward come from."""
+    """What the decisions about a forward are based on."""
 
     PLAN = "its plan"
     SIMILAR = "the plan of a forward with other sizes"
@@ -31,22 +32,22 @@ class Basis(Enum):
 
 
 class Decisions(Protocol):
-    """What a trace asks, in the order of events."""
+    """The questions that a trace asks, in the order of events."""
 
     basis: Basis
 
     def leaves(self, item: Item) -> bool:
-        """Whether its copy out begins now that it is saved."""
+        """Whether the item's copy to the host begins now that it is saved."""
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        """Whose device memory goes now that the item is saved; those whose copy has not begun are copied first."""
+        """The items whose device memory goes now that `item` is saved; a copy that has not begun is made first."""
 
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
-        """What is sent for now that backward uses the item."""
+        """The items that are sent for now that backward uses `item`."""
 
 
 class AsPlanned:
-    """Every item is the one that the plan has at its index."""
+    """Follows the forward's own plan: every item is the one that the plan has at its index."""
 
     basis = Basis.PLAN
 
@@ -65,26 +66,26 @@ class AsPlanned:
         return () if position is None else self._present(self._plan.reloads[position])
 
     def _present(self, indices: Iterable[int]) -> Iterable[Item]:
-        """Of these, those that somebody can ask for. A backward within the forward comes before the last are saved."""
+        """The items at these indices that still exist. A backward within the forward runs before the last are saved."""
         saved = (self._items[index] for index in indices if index < len(self._items))
         return [item for ref in saved if (item := ref()) is not None]
 
 
 class Unplanned:
-    """Everything leaves at once, a few at a time."""
+    """Every item leaves as soon as it is saved, a few of them at a time."""
 
     basis = Basis.NOTHING
 
     def __init__(self, items: Items) -> None:
         self._items = items
-        self._sent: list[int] = []  # indices of what left
-        self._leaving: list[weakref.ref[Item]] = []  # at the last save
+        self._sent: list[int] = []  # indices of the items that left
+        self._leaving: list[weakref.ref[Item]] = []  # the items that were being copied out at the last save
 
     def leaves(self, item: Item) -> bool:
         return True
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        if item.presence is Presence.LEAVING:  # there was room for it
+        if item.presence is Presence.LEAVING:  # there was host memory for its copy
             self._sent.append(item.index)
             self._leaving.append(weakref.ref(item))
         leaving = [
@@ -105,9 +106,9 @@ class Unplanned:
 
 
 class ByCeiling:
-    """Keeps to the ceiling of a plan that was made for other sizes; without `budget_bytes`, in proportion to the sizes.
+    """Keeps to the ceiling of a plan for other sizes. Without `budget_bytes`, that is scaled to this forward's sizes.
 
-    `items`: of the trace, of which so many as there are now were saved as planned.
+    `items`: the items of the trace. Those that are there at construction were saved as planned.
     """
 
     basis = Basis.SIMILAR
@@ -121,21 +122,21 @@ class ByCeiling:
         self._saved_bytes = self._planned_bytes[count]
         self._sent_bytes = sum(problem.saved[index].nbytes for index in plan.offloaded if index < count)
         self._largest_bytes = max((saved.nbytes for saved in problem.saved[:count]), default=0)
-        # By name, the first save in each module: where one begins, the bytes before it are compared with the planned.
+        # The first save in each module, by its name: there, the bytes saved so far are compared with the planned ones.
         self._begins = {saved.name: index for index, saved in reversed(list(enumerate(problem.saved)))}
-        self._reached = count  # of the plan's saves, when that was done last
+        self._reached = count  # the index in the plan's saves at which that was done last
         self._factor = 1.0 if count else None
         self._residents = ResidentIndex(items)
         self._round = -1
-        self._next = 0  # items from here on were sent for in this round, or need not be
+        self._next = 0  # items from this index on were sent for in this round, or need not be
 
     def leaves(self, item: Item) -> bool:
-        # The earliest saved do, until what stays fits under the ceiling.
+        # The earliest saved items leave, until those that stay fit under the ceiling.
         begin = self._begins.get(item.name, 0)
         if begin > self._reached and self._saved_bytes:
             self._reached, self._factor = begin, self._saved_bytes / self._planned_bytes[begin]
         stays_in_a_crowd = self._stays_in_a_crowd
-        self._residents.note(item)  # to be counted when it is known whether it leaves
+        self._residents.note(item)  # counted at the next look, when it is known whether the item leaves
         self._saved_bytes += item.nbytes
         self._largest_bytes = max(self._largest_bytes, item.nbytes)
         staying_bytes = self._scale * self._plan.problem.nbytes - self._sent_bytes
@@ -143,7 +144,7 @@ class ByCeiling:
         return needed and not stays_in_a_crowd and self._sends(item)
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        # Room is made for the next one too, whatever it is.
+        # Room is also made for the next item, which may be as large as the largest so far.
         problem, here = self._plan.problem, self._residents
         here.look()
         over_bytes = here.nbytes + self._largest_bytes - self._forward_ceiling_bytes
@@ -183,7 +184,7 @@ class ByCeiling:
 
     @property
     def _stays_in_a_crowd(self) -> bool:
-        """Whether so many copies are under way that compute would wait for one, which no budget asks for."""
+        """Whether so many copies are under way that compute would wait for one, although no budget demands that."""
         problem = self._plan.problem
         if problem.most_in_flight is None or problem.budget_bytes is not None or problem.all_leave:
             return False
@@ -192,7 +193,7 @@ class ByCeiling:
 
     @property
     def _scale(self) -> float:
-        """How many times the planned bytes there are, by what was saved so far."""
+        """The ratio of this forward's bytes to the planned ones, judged by the saves so far."""
         if self._factor is not None:
             return self._factor
         return self._saved_bytes / self._planned_bytes[min(len(self._items), len(self._planned_bytes) - 1)]
@@ -208,7 +209,7 @@ class ByCeiling:
 
     @property
     def _bytes_left(self) -> int:
-        """Of how many bytes an item may be that may leave still."""
+        """The largest size of an item that may still leave."""
         problem = self._plan.problem
         most_bytes = problem.nbytes if problem.offload_bytes is None else problem.offload_bytes
         if most_bytes < problem.nbytes:
@@ -216,7 +217,7 @@ class ByCeiling:
         return self._largest_bytes
 
     def _sends(self, item: Item) -> bool:
-        """Whether it may leave; then it is counted among those that do."""
+        """Whether the item may leave; if so, its bytes are counted as sent."""
         if item.nbytes > self._bytes_left:
             return False
         self._sent_bytes += item.nbytes

@@ -26,7 +26,7 @@ class Presence(Enum):
 
 
 class HandleRef(weakref.ref[Any]):
-    """What is known of one handle on an item, as long as that lives, and the note that it does no longer."""
+    """A weak reference to a handle on an item, with what is known of the handle; queued when the handle ends."""
 
     __slots__ = ("item", "round")
 
@@ -37,7 +37,7 @@ class HandleRef(weakref.ref[Any]):
 class Item:
     """A range of bytes of one storage, saved by autograd once or several times.
 
-    Where it is follows from what it holds, so an interrupt between two assignments leaves it in one of these places.
+    Where the bytes are follows from the attributes, so an interrupt between two assignments leaves a valid `presence`.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class Item:
         stream: Any,
         name: str,
     ) -> None:
-        self.trace = trace  # the forward that has saved it, and its backward: a `ForwardTrace`
+        self.trace = trace  # the `ForwardTrace` of the forward that saved it, and of its backward
         self.index = index  # in the order of saving
         self.nbytes = nbytes
-        self.stream = stream  # on which it was saved, and is used
+        self.stream = stream  # the stream on which it was saved, and is used
         self.name = name  # of the module that saved it
         self.start = start  # bytes from the beginning of the storage it was saved from
         self.memory: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
             storage, start, (nbytes,), (1,)
         )  # its device bytes, of shape (nbytes,)
-        # No other storage or tensor has the address of these as long as this lives.
+        # As long as these references live, no other storage or tensor gets the address of `storage` or `root`.
         self.identity = StorageWeakRef(storage), WeakTensor(root)
-        self._together = together  # items of this storage, as far as is known
+        self._together = together  # the known items of this storage
         together.append(weakref.ref(self))
         self.slab: Slab | None = None  # its host memory
         self.extent: Extent | None = None  # its place on disk
@@ -73,10 +73,10 @@ class Item:
         self.returned = False  # `memory` is a storage of its own, filled from the host
         self.handles: set[HandleRef] = (
             set()
-        )  # of saved tensors that are part of it and were not let go; without any it ends
+        )  # of the saved tensors that are part of it and that autograd still has; without any, the item ends
         self.round = -1  # the backward that used it last
-        self.seen: set[HandleRef] = set()  # those that this backward has used
-        self.use: Any = None  # its first one that was recorded: a `UseRecord`
+        self.seen: set[HandleRef] = set()  # the handles that this backward has used
+        self.use: Any = None  # the `UseRecord` of its first recorded use
         self.goes: Callable[[Item], None] = _untold  # called right before its device memory goes
         self.note_version()
 
@@ -89,13 +89,13 @@ class Item:
         return Presence.HERE if self.leaving is None else Presence.LEAVING
 
     def note_version(self) -> None:
-        """From now on whoever is given the memory must not have written to it when the next one is."""
+        """Notes the version of the device memory: the next use raises an error if somebody has written to it since."""
         self.version = 0 if self.memory is None else self.memory._version
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else holds the device memory but items of other parts of it: when all of them have let go of
-        it, it is free."""
+        """Whether only this item, and items of other parts of the same storage, hold the device memory: it is free when
+        all of them have let go of it."""
         if self.memory is None:
             return False
         others = _references(self.memory) - _SOLE_REFERENCES
@@ -106,7 +106,7 @@ class Item:
 
     @property
     def _holds_storage(self) -> bool:
-        """Whether its memory is that of the storage that it was saved from."""
+        """Whether the item still holds the storage that it was saved from."""
         return self.memory is not None and not self.returned
 
 

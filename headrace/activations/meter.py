@@ -10,7 +10,7 @@ from headrace.runtime.spans import Moved, Span, Waited, cut_by, spans_of
 
 __all__ = ["ActivationMeter"]
 
-_REMEMBERED = 512  # copies of each direction, from which the link's speed is taken; and waits
+_REMEMBERED = 512  # copies in each direction, which give the link's speed; and waits
 _UNREAD_WAITS = 256
 _REMEMBERED_PASSES = 64
 _BACKWARD = "backward"
@@ -25,22 +25,22 @@ class _Pass(NamedTuple):
 
 
 class ActivationMeter:
-    """Counts what moves. Seconds are read from ticks when many have come together, or when somebody asks."""
+    """Counts copies and waits. Seconds are read from ticks when many have accumulated, or when somebody asks."""
 
     def __init__(self, lanes: Lanes, lane_use: LaneUse) -> None:
         self._lanes = lanes
         self.lane_use = lane_use
-        self._waits: deque[Waited] = deque(maxlen=_REMEMBERED)  # whose seconds were read
-        self._unread_waits: deque[Waited] = deque()  # those after them
-        # Since the first forward after a backward; and what came before that, up to the backward.
+        self._waits: deque[Waited] = deque(maxlen=_REMEMBERED)  # the waits whose seconds have been read
+        self._unread_waits: deque[Waited] = deque()  # the waits after them
+        # The passes since the first forward after a backward; and the passes before that, up to the backward.
         self._passes: deque[_Pass] = deque(maxlen=_REMEMBERED_PASSES)
         self._last_passes: tuple[_Pass, ...] = ()
         self._copies: dict[Lane | CollectiveLane, deque[Moved]] = {lane: deque(maxlen=_REMEMBERED) for lane in Lane}
-        self.spill_seconds_per_byte = self.fetch_seconds_per_byte = 0.0  # the best that was seen; 0: no disk
+        self.spill_seconds_per_byte = self.fetch_seconds_per_byte = 0.0  # the best seen so far; 0: no disk
         self.reset()
 
     def reset(self) -> None:
-        """Counters start anew."""
+        """Sets the counters to zero."""
         self.offload_bytes = self.onload_bytes = 0
         self.offloads = self.onloads = self.demand_onloads = self.hits = 0
         self.spill_bytes = self.fetch_bytes = 0
@@ -50,34 +50,34 @@ class ActivationMeter:
         self._unread_waits.clear()
 
     def offloaded(self, transfer: Transfer, name: str) -> None:
-        """A copy to the host was submitted."""
+        """Counts a copy to the host, when it has been submitted."""
         self.offloads += 1
         self.offload_bytes += transfer.nbytes
         self.arrived(transfer, name)
 
     def onloaded(self, nbytes: int) -> None:
-        """A copy to the device was submitted, or will be as soon as its bytes have come from disk."""
+        """Counts a copy to the device that was submitted, or will be as soon as its bytes have come from disk."""
         self.onloads += 1
         self.onload_bytes += nbytes
         self.lane_use.activations_bytes += nbytes
 
     def arrived(self, transfer: Transfer | LateTransfer, name: str) -> None:
-        """Compute was told to wait for a copy, or will be: it is kept for timelines and the link's speed."""
+        """Keeps a copy that compute waits for, or will wait for: timelines and the link's speed are made of these."""
         copy = Moved(transfer.lane, _described(name), transfer.nbytes, transfer.begun, transfer.done)
         self._copies[transfer.lane].append(copy)
 
     def spilled(self, nbytes: int, seconds: float) -> None:
-        """Bytes went to disk."""
+        """Counts bytes that went to disk."""
         self.spill_bytes += nbytes
         self.spill_seconds_per_byte = min(self.spill_seconds_per_byte or seconds / nbytes, seconds / nbytes)
 
     def fetched(self, nbytes: int, seconds: float) -> None:
-        """Bytes came from disk."""
+        """Counts bytes that came from disk."""
         self.fetch_bytes += nbytes
         self.fetch_seconds_per_byte = min(self.fetch_seconds_per_byte or seconds / nbytes, seconds / nbytes)
 
     def forward_ended(self, begun: Tick, basis: Basis) -> None:
-        """A forward that began then is over."""
+        """Records a forward that began at `begun` and ends now."""
         self.forwards[basis] += 1
         if self._passes and self._passes[-1].name == _BACKWARD:
             self._last_passes = tuple(self._passes)
@@ -85,23 +85,23 @@ class ActivationMeter:
         self._passes.append(_Pass("forward", begun, self._lanes.tick()))
 
     def backward_ended(self, begun: Tick) -> None:
-        """A backward whose first use was then is over."""
+        """Records a backward whose first use was at `begun` and that ends now."""
         self._passes.append(_Pass(_BACKWARD, begun, self._lanes.tick()))
 
     def waited(self, asked: Tick, began: Tick, lane: Lane, name: str) -> None:
-        """Compute was told to wait between these moments, for the copy of an activation of the module `name`."""
+        """Records a wait of compute, between these two ticks, for the copy of an activation of the module `name`."""
         self._unread_waits.append(Waited(lane, _described(name), asked, began))
         while len(self._unread_waits) > _UNREAD_WAITS:
             self._read()
 
     def stall_seconds(self) -> float:
-        """Seconds in which compute waited since the last reset; waits until they are known."""
+        """The seconds that compute has waited since the last reset. Blocks until they are known."""
         while self._unread_waits:
             self._read()
         return self._stall_seconds
 
     def speeds(self) -> tuple[LinkSpeed, LinkSpeed]:
-        """How long the last copies to the host, and to the device, took; waits until they are done."""
+        """The link's speed to the host, and to the device, by the last copies. Blocks until these are done."""
         offload, onload = (
             LinkSpeed([(nbytes, self._lanes.seconds(begun, done)) for _, _, nbytes, begun, done in self._copies[lane]])
             for lane in (Lane.OFFLOAD, Lane.ONLOAD)
@@ -109,7 +109,7 @@ class ActivationMeter:
         return offload, onload
 
     def moved(self) -> list[Moved]:
-        """The last copies each way."""
+        """The last copies in each direction."""
         return [copy for copies in self._copies.values() for copy in copies]
 
     def last_waits(self) -> list[Waited]:
@@ -117,7 +117,7 @@ class ActivationMeter:
         return [*self._waits, *self._unread_waits]
 
     def spans(self) -> list[Span]:
-        """The last forwards and backwards, their stalls, and the copies since their beginning. Waits for them."""
+        """The last forwards and backwards, their stalls, and the copies since their beginning. Waits for these."""
         passes = self._passes if self._passes and self._passes[-1].name == _BACKWARD else self._last_passes
         if not passes:
             return []
@@ -127,7 +127,7 @@ class ActivationMeter:
         reached = 0.0
         for name, begun, done in passes:
             begin, end = (self._lanes.seconds(first, tick) for tick in (begun, done))
-            if end > reached:  # not within the one before
+            if end > reached:  # not within the pass before it
                 spans += cut_by(waits, name, max(begin, reached), end)
                 reached = end
         return spans + spans_of(self.moved(), first, self._lanes)

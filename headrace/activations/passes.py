@@ -1,7 +1,7 @@
 """What is one forward, and what is one backward, to activations? Each is told apart by autograd's own marks.
 
-A forward opens a trace and puts hooks on top; they need not stay on all the time. A backward begins with the first use
-of an item, and ends when autograd's engine says so, or lets go of what would have said so.
+A forward opens a trace and puts saved-tensor hooks on top, which need not stay there all the time. A backward begins
+with the first use of an item. It ends when autograd's engine calls back, or lets go of the callback without a call.
 """
 
 import contextlib
@@ -51,12 +51,12 @@ class Passes:
         self.plans = PlanCache(config, lanes, self.meter)
         self._lanes = lanes
         self._rounds = itertools.count()
-        # Under way, by autograd's number of their graph task, which holds them.
+        # The backwards under way, by autograd's number of their graph task, which keeps them alive.
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
-        self._whole: _Backward | None = None  # that consists of several
+        self._whole: _Backward | None = None  # the backward under way that consists of several
 
     def begin(self, entry: Entry, selection: Selection) -> "Forward":
-        """A forward begins. Raises StateError while a CUDA graph is captured: a plan is no part of a graph."""
+        """Begins a forward. Raises StateError while a CUDA graph is captured: a plan cannot be part of a graph."""
         if is_capturing(self._lanes.device):
             raise StateError(
                 "activations cannot be offloaded while a CUDA graph is captured, because copies would be replayed into"
@@ -72,9 +72,9 @@ class Passes:
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _use(self, item: Item) -> int:
-        """Backward needs an item; which backward that is."""
+        """Makes an item present that backward needs; returns the number of that backward."""
         backward = self._backward()
-        if backward is None:  # somebody looks at what a node has saved
+        if backward is None:  # somebody looks at a node's saved tensors, outside of a backward
             backward_round = next(self._rounds)
         else:
             backward_round = backward.round
@@ -85,14 +85,14 @@ class Passes:
                 item.trace.end_forward()
             item.trace.used(item, backward_round, recorded=backward is not None)
         else:
-            if item.memory is None:  # a part of a graph is gone through twice
+            if item.memory is None:  # backward goes through a part of the graph twice
                 self.stash.send_for(item, needed=True)
             self.stash.arrive(item)
             item.trace.used_again(item)
         return backward_round
 
     def recomputed(self) -> None:
-        """A call of the model's has ended within a backward: what it computed again is on the device now."""
+        """Called when a call of the model ends within a backward: the values that it recomputed are on the device."""
         backward = self._whole or self._backwards.get(backward_task())
         if backward is not None:
             with self.stash.lock:
@@ -101,7 +101,7 @@ class Passes:
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:
-        """Within a backward: those nested in it are parts of it."""
+        """Surrounds a part of a backward in which nested backwards count as parts of it."""
         self._whole = self._backward()
         try:
             yield
@@ -109,7 +109,7 @@ class Passes:
             self._whole = None
 
     def _backward(self) -> "_Backward | None":
-        """The backward that asks. Several may take turns on one device, and be nested."""
+        """The backward that runs this code, if one does. Several may take turns on one device, and be nested."""
         task = backward_task()
         if self._whole is not None or task == NO_TASK:
             return self._whole
@@ -121,14 +121,14 @@ class Passes:
         return backward
 
     def _ended(self, backward: "_Backward", *, completed: bool) -> None:
-        """Backward returned; or autograd has let go of it, in whatever thread and whatever that is doing."""
+        """Called when backward has returned; or, on any thread at any moment, when autograd has let go of it."""
         if completed:
             self.stash.guard(self._end_backward, backward, completed)
         elif not backward.is_over:  # it raised
             self.stash.between_moves(functools.partial(self._end_backward, backward, completed))
 
     def _end_backward(self, backward: "_Backward", completed: bool) -> None:
-        """May be done again, where Ctrl-C kept it from being done wholly."""
+        """Ends a backward. May be called again if Ctrl-C cut it short."""
         if completed:
             self.stash.settle()
         self._backwards.pop(backward.task, None)
@@ -150,7 +150,7 @@ class Passes:
 
 
 class Forward(Saving):
-    """One forward: its hooks, which may be put on top and taken off several times, and its end."""
+    """One forward: its hooks, which may be put on top and removed several times, and its end."""
 
     def __init__(
         self,
@@ -166,12 +166,12 @@ class Forward(Saving):
 
     @property
     def is_gone(self) -> bool:
-        """Whether autograd has let go of all that was saved."""
+        """Whether autograd has let go of everything that this forward saved."""
         self._stash.guard(self._stash.settle)
         return self.trace.is_gone
 
     def end(self, *, completed: bool) -> None:
-        """Nothing more is saved."""
+        """Ends the forward: nothing more is saved."""
         with self._stash.lock:
             if completed:
                 self.trace.end_forward()
@@ -182,10 +182,10 @@ class Forward(Saving):
 
 @dataclass(eq=False)
 class _Backward:
-    """One backward, by autograd's own count."""
+    """One backward: one graph task of autograd's engine."""
 
     task: int
     round: int
     begun: Tick
-    traces: dict[ForwardTrace, None] = field(default_factory=dict)  # whose items it has used
+    traces: dict[ForwardTrace, None] = field(default_factory=dict)  # the traces whose items it has used
     is_over: bool = False

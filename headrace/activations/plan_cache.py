@@ -1,4 +1,4 @@
-"""What will the next forward save, and what is planned for it? Traces by what went into the model."""
+"""What will the next forward save, and what is planned for it? What goes into the model tells."""
 
 import itertools
 import warnings
@@ -19,24 +19,24 @@ from headrace.runtime.tensors import tensors_in
 
 __all__ = ["PlanCache", "entry_of"]
 
-_MOST_ENTRIES = 64  # shapes of inputs that are remembered, and kinds of them; the one used longest ago goes first
+_MOST_ENTRIES = 64  # how many shapes of inputs are remembered, and kinds of shapes; the least recently used goes first
 
 
 def entry_of(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Entry:
-    """What tells how much a forward will save: shapes and dtypes of its inputs, and the mode of the model. And whether
-    it is in a backward, beside whose values it is on the device."""
+    """What determines how much a forward saves: the shapes and dtypes of its inputs, the modes of the model and of
+    autocast, and whether it runs within a backward, whose values are on the device too."""
     shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in((args, kwargs)))
     return (training, torch.is_autocast_enabled(), in_backward(), *shapes)
 
 
 def _kind_of(entry: Entry) -> Entry:
-    """The same for inputs of any sizes."""
+    """The entry without its sizes: it is the same for inputs of any size."""
     return tuple((len(part[0]), part[1]) if isinstance(part, tuple) else part for part in entry)
 
 
 @dataclass
 class _Known:
-    """What is known of one entry: its plan, or how many forwards more go without one, and how many the next time."""
+    """What is known of one entry: its plan, or how many more forwards go without one (next time: `patience`)."""
 
     plan: ActivationPlan | None = None
     is_refined: bool = False
@@ -47,8 +47,8 @@ class _Known:
 class PlanCache:
     """Plans by entry. A plan is made of the recorded forward and refined once, when its own first trace is timed.
 
-    An entry that is new keeps to the ceiling of a similar one, and is planned for when it comes again: to make a plan,
-    the host waits. One whose forwards go otherwise than planned is planned for again after two more, four more, ....
+    A new entry keeps to the ceiling of a similar one and gets a plan only when it comes again, because the host waits
+    while a plan is made. An entry whose forwards stray from their plan gets another one after two, four, ... forwards.
     """
 
     def __init__(self, config: ActivationConfig, lanes: Lanes, meter: ActivationMeter) -> None:
@@ -56,13 +56,13 @@ class PlanCache:
         self._lanes = lanes
         self._meter = meter
         self._known: OrderedDict[Entry, _Known] = OrderedDict()
-        # By kind, the one that saves the most.
+        # For each kind, the entry that saves the most, and its plan.
         self._similar: OrderedDict[Entry, tuple[Entry, ActivationPlan]] = OrderedDict()
         self.last_plan: ActivationPlan | None = None
-        self._planner_failed = False  # once it has, nobody is told again
+        self._planner_failed = False  # and the user has been told, once
 
     def expect(self, entry: Entry) -> Expected:
-        """What is known of a forward that begins so."""
+        """What is known of a forward of this entry that begins now."""
         known = self._know(entry)
         kind = _kind_of(entry)
         similar = None
@@ -78,7 +78,7 @@ class PlanCache:
         return Expected(None, similar, timed=known.left < 0)
 
     def _know(self, entry: Entry) -> _Known:
-        """What is known of it, which is used now."""
+        """What is known of the entry, which becomes the most recently used one."""
         known = self._known.setdefault(entry, _Known())
         self._known.move_to_end(entry)
         if len(self._known) > _MOST_ENTRIES:
@@ -86,21 +86,21 @@ class PlanCache:
         return known
 
     def strayed(self, entry: Entry) -> None:
-        """A forward that began so did not go as planned."""
+        """Called when a forward of this entry did not go as planned: its plan is dropped."""
         known = self._known.get(entry)
         if known is not None and known.plan is not None:
             known.patience *= 2
             known.plan, known.left = None, known.patience
 
     def forget(self, entry: Entry) -> None:
-        """A backward went further than that which the plan was made of."""
+        """Forgets the entry, because a backward used items that the plan's backward does not use."""
         self._known.pop(entry, None)
         kind = _kind_of(entry)
         if kind in self._similar and self._similar[kind][0] == entry:
             del self._similar[kind]
 
     def learn(self, trace: ForwardTrace, end: Tick) -> None:
-        """Plans for a trace that was timed from its first save to the end of its first backward."""
+        """Makes a plan from a trace that was timed from its first save to the end of its first backward."""
         entry = trace.entry
         try:
             plan = plan_activations(self._problem(trace, end))
@@ -119,7 +119,7 @@ class PlanCache:
         self.last_plan = plan
 
     def _tell(self, error: Exception, trace: ForwardTrace) -> None:
-        """Once: the planner failed."""
+        """Warns, once, that the planner failed."""
         if not self._planner_failed:
             self._planner_failed = True
             warnings.warn(
@@ -169,7 +169,7 @@ class PlanCache:
 
     @staticmethod
     def _weights_seconds(trace: ForwardTrace, onload: LinkSpeed) -> tuple[float, ...]:
-        """How long the onload lane is taken by weights that are sent for between the uses."""
+        """For each use, how long the onload lane was busy with weights since the use before it."""
         counts = [trace.saves[-1].weights_bytes, *(use.weights_bytes for use in trace.uses)]
         return tuple(onload.seconds(after - before) for before, after in itertools.pairwise(counts))
 
@@ -178,15 +178,15 @@ class PlanCache:
 
 
 def _forward_bytes(others: list[Others], least: int) -> tuple[int, ...]:
-    """What else is there from each save to the next: what was there at one of them."""
+    """The other bytes on the device from each save to the next, as seen at both of them."""
     pairs = itertools.pairwise([*others, others[-1]])
     return tuple(each.gradient_bytes + max(each.passing_bytes, after.passing_bytes) - least for each, after in pairs)
 
 
 def _backward_bytes(uses: list[UseRecord], least: int) -> tuple[int, ...]:
-    """What else is there from each use to the next: the gradients that come in, those that go on, and the weights'.
+    """The other bytes on the device from each use to the next: gradients that come in, go out, or are the weights'.
 
-    Where layers are recomputed, what that made is there with the gradients that come in when the first one goes on.
+    Where layers are recomputed, the recomputed values and the incoming gradients are there with the first outgoing one.
     """
     ends = [*(use.others for use in uses[1:]), Others(uses[-1].others.gradient_bytes, least)] if uses else []
     return tuple(

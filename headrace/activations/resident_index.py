@@ -1,8 +1,8 @@
 """Which items of a forward are on the device now, and which of them may go first? Counted as they change.
 
-To look at all of them at every save and use would take the host longer the more there are. So whatever changes is noted
-and only that is looked at: by whoever lets items move, and by weak references for those that end. See Interrupts in
-docs/design/activations.md: until a note is done with it stays, and all that it leads to may be done twice.
+A look at all items at every save and use would take the host longer the more items there are. So changes are noted,
+and only changed items are looked at. Code that moves an item notes it; a weak reference notes an item that ends. A note
+stays until it has been dealt with, which may be done twice: see Interrupts in docs/design/activations.md.
 """
 
 import math
@@ -15,14 +15,14 @@ from headrace.memory.least import LeastTree
 
 __all__ = ["Items", "ResidentIndex"]
 
-Items = Sequence[weakref.ref[Item]]  # of a trace, in the order of saving
+Items = Sequence[weakref.ref[Item]]  # the items of a trace, in the order of saving
 
 
 _GONE = (0, 0)
 
 
 class _Note(weakref.ref[Item]):
-    """An item of which something may have changed."""
+    """A weak reference to an item; it is queued when something about the item may have changed."""
 
     __slots__ = ("index", "seen")
 
@@ -31,22 +31,22 @@ class _Note(weakref.ref[Item]):
 
 
 class ResidentIndex:
-    """`nbytes`: of what was on the device at the last `look()`. `leaving`: how many of them were being copied out."""
+    """`nbytes` of items were on the device at the last `look()`; `leaving` of these items were being copied out."""
 
     def __init__(self, items: Items) -> None:
         self.nbytes = 0
         self.leaving = 0
         self._notes: deque[_Note] = deque()
         self._of: dict[int, _Note] = {}  # by the item's index
-        self._to_send = LeastTree()  # bytes by index: 0 if it is being copied out already
-        self._stale: dict[int, _Note] = {}  # those for which that does not hold now, by index
+        self._to_send = LeastTree()  # the bytes to copy, by index: 0 if the item is being copied out already
+        self._stale: dict[int, _Note] = {}  # the items for which `_to_send` is out of date, by index
         for ref in items:
             item = ref()
             if item is not None:
                 self.note(item)
 
     def note(self, item: Item) -> None:
-        """The item is to be counted: it is on the device, or will be soon."""
+        """Has the item counted at the next look: it is on the device, or will be soon."""
         note = self._of.get(item.index)
         if note is None:
             note = _Note(item, self._notes.append)
@@ -56,13 +56,13 @@ class ResidentIndex:
         self._notes.append(note)
 
     def _goes(self, item: Item) -> None:
-        """The device memory of the item goes right after this."""
+        """Called right before the device memory of the item goes."""
         note = self._of[item.index]
         if note.seen != _GONE:
             self._notes.append(note)
 
     def look(self) -> None:
-        """Counts what has changed."""
+        """Counts the items that have changed."""
         while self._notes:
             note = self._notes[0]
             old, new = note.seen, _state(note())
@@ -71,7 +71,7 @@ class ResidentIndex:
             self._notes.popleft()
 
     def first(self, index: int, most_bytes: int) -> Item | None:
-        """The first from that index on that is being copied out, or of which at most so many bytes would have to be."""
+        """The first item from `index` on that is being copied out, or has at most `most_bytes` to copy."""
         while self._stale:
             stale = next(iter(self._stale))
             nbytes, leaving = self._stale[stale].seen

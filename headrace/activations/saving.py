@@ -1,8 +1,8 @@
 """What does autograd get instead of an activation? A handle: which item, and how the tensor lies in it.
 
-These hooks are on top while the outermost call runs, below those of a block's visit (weights/passes/handles.py), which
-keep weights to themselves and hand everything else on. A checkpoint inside puts its own on top; what it keeps comes
-here.
+These hooks are active while the outermost call runs. The hooks of a block's visit (weights/passes/handles.py) lie on
+top of them, keep weights to themselves, and hand everything else on to these. A checkpoint inside the call puts its own
+hooks on top; the tensors that it keeps come here.
 """
 
 import weakref
@@ -28,7 +28,7 @@ from headrace.runtime.autograd import (
 
 __all__ = ["Saving", "may_save", "pop_left_over"]
 
-_WHOLE_SHARE = 0.5  # the first view of a storage, of at least so much, has all of it saved: the others come too, mostly
+_WHOLE_SHARE = 0.5  # if the first view of a storage has at least this share, all of it is saved: others mostly follow
 
 
 class _Kept(NamedTuple):
@@ -61,13 +61,13 @@ class _Handle:
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
-        self.counter = tensor.detach()  # shares the version counter, and from the next line on no memory
+        self.counter = tensor.detach()  # shares the version counter; from the next line on, it holds no memory
         self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.version = tensor._version
         self.ref = stash.note_handle(item, self)
 
     def tensor(self) -> torch.Tensor:
-        """The tensor as it was saved, over the item's device memory, with whose version counter it counts writes."""
+        """The tensor as it was saved, as a view of the item's device memory that shares its version counter."""
         item = self.item
         memory = self.stash.memory_of(item)
         check_version(memory, item.version if memory is item.memory else memory._version, self.size)
@@ -80,7 +80,7 @@ class _Handle:
 
 
 class Saving:
-    """The saved-tensor hooks of one outermost call. `on_use` says that an item is needed, and makes it present."""
+    """The saved-tensor hooks of one outermost call. `on_use` is told that an item is needed, and makes it present."""
 
     def __init__(self, trace: ForwardTrace, stash: Stash, selection: Selection, on_use: Callable[[Item], int]) -> None:
         self.trace = trace
@@ -94,11 +94,11 @@ class Saving:
         self._whole: dict[int, tuple[weakref.ref[Item], torch.Tensor, int]] = {}
 
     def push(self) -> None:
-        """From now on autograd saves through these hooks."""
+        """Puts these hooks on top: autograd saves through them."""
         push_hooks(self._pack, self._unpack)
 
     def pop(self) -> None:
-        """The hooks that were on top before are again. After an interrupt these may not be on top at all."""
+        """Removes these hooks if they are on top; after an interrupt they may not be."""
         hooks = top_hooks(True)
         if hooks is not None and getattr(hooks[0], "__self__", None) is self:
             pop_hooks()
@@ -114,7 +114,7 @@ class Saving:
         self._stash.settle()
         storage = tensor.untyped_storage()
         start, nbytes = _range_of(tensor)
-        # What shares a version counter is the same memory for sure. Otherwise it need not be: recurrent cells write
+        # Tensors with a common version counter surely are the same memory. Others may not be: recurrent cells write
         # into parts of a storage whose other parts were saved, through views that know nothing of each other.
         root = tensor if tensor._base is None else tensor._base
         memory = (address_of(storage), address_of(root), tensor._version)
@@ -125,13 +125,13 @@ class Saving:
             if not any(ref() is not None for ref in together):
                 start, nbytes = 0, storage.nbytes()
         key = (*memory, start, nbytes)
-        if item is not None and item.handles:  # without any it was given up, whoever may still know of it
+        if item is not None and item.handles:  # without handles, the item was given up, whoever may still refer to it
             self._items[key] = item
             return _Handle(item, tensor, self._stash)
         stream, name = self._stash.streams.now(), self._selection.name
         item = Item(self.trace, self._count, storage, start, nbytes, root, together, stream, name)
         whole = nbytes == storage.nbytes()
-        del storage  # a holder that would count as somebody else
+        del storage  # else `is_alone` would count it as another holder
         self._count += 1
         self._items[key] = item
         handle = _Handle(item, tensor, self._stash)
@@ -141,7 +141,7 @@ class Saving:
         return handle
 
     def _same_memory(self, tensor: torch.Tensor, address: int) -> Item | None:
-        """An item of the whole storage that nobody has written to since, by all that the version counters tell.
+        """The item of the whole storage at this address, unless its version counters tell of a write since the save.
 
         Compiled code saves a tensor and returns another one over the same memory, with a counter of its own.
         """
@@ -175,14 +175,14 @@ class Saving:
 def may_save() -> bool:
     """Whether a call may put its hooks on top.
 
-    Not when there are some: a checkpoint around the model, a user's own, or those of a call around this. Nor inside of
-    `torch.func.grad` and the like, which allow none.
+    It may not when there are hooks already: those of a checkpoint around the model, of the user, or of a call around
+    this one. Nor may it inside of `torch.func.grad` and similar transforms, which allow no hooks.
     """
     return hooks_are_enabled() and top_hooks(True) is None
 
 
 def pop_left_over(stash: Stash) -> None:
-    """Takes off hooks of the stash's calls that an interrupt kept from ending."""
+    """Removes the hooks of calls of this stash that an interrupt kept from ending."""
     while (hooks := top_hooks(True)) is not None:
         owner = getattr(hooks[0], "__self__", None)
         if not isinstance(owner, Saving) or owner._stash is not stash:
@@ -191,8 +191,8 @@ def pop_left_over(stash: Stash) -> None:
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Which bytes of its storage the tensor is made of: begin, and how many."""
+    """The bytes of its storage that the tensor spans: where they begin, and how many there are."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
-    start = offset_bytes // KERNEL_ALIGNMENT_BYTES * KERNEL_ALIGNMENT_BYTES  # kernels are chosen by alignments
+    start = offset_bytes // KERNEL_ALIGNMENT_BYTES * KERNEL_ALIGNMENT_BYTES  # kernels are chosen by alignment
     return start, offset_bytes + elements * tensor.element_size() - start

@@ -1,4 +1,4 @@
-"""Which of the tensors that autograd saves may leave? Large ones that the model made, as far as the user says so."""
+"""Which of the tensors that autograd saves may leave? Large ones that the model made, where the user says so."""
 
 import threading
 import weakref
@@ -31,7 +31,7 @@ def mark_not_offload(*tensors: torch.Tensor) -> None:
 
 
 class _Calls(threading.local):
-    """Those under way on this thread: several of one forward may take turns."""
+    """The module calls under way on this thread; several calls of one forward may take turns."""
 
     def __init__(self, filters: int) -> None:
         self.inside = [0] * filters  # how many modules of each filter are being called
@@ -39,7 +39,7 @@ class _Calls(threading.local):
 
 
 class Selection:
-    """Answers for each saved tensor. `layers`, `modules`: only what is saved inside of one of each; None: anywhere."""
+    """Decides for each saved tensor. `layers`, `modules`: it must be saved inside of one of each; None: anywhere."""
 
     def __init__(
         self,
@@ -60,17 +60,17 @@ class Selection:
 
     @property
     def name(self) -> str:
-        """The innermost named module that is being called."""
+        """The name of the innermost watched module that is being called."""
         return self._calls.names[-1] if self._calls.names else ""
 
     def begin(self) -> None:
-        """An outermost call begins."""
+        """Called when an outermost call begins."""
         self._calls = _Calls(len(self._filters))
         self._own = None
 
     def _is_own(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the memory is the model's own. Looked up within the call: before it, an offloaded model's buffers are
-        on the host.
+        """Whether a parameter or buffer of the model has this memory. They are looked up within the call: before it, an
+        offloaded model's buffers are on the host.
         """
         if self._own is None:
             model = self._model()
@@ -84,20 +84,20 @@ class Selection:
         return address_of(storage) in self._own
 
     def gradient_bytes(self) -> int:
-        """What the gradients of the model's parameters take on the device now."""
+        """The bytes that the gradients of the model's parameters take on the device now."""
         model = self._model()
         gradients = [] if model is None else [parameter.grad for parameter in model.parameters()]
         here = [gradient for gradient in gradients if gradient is not None and gradient.device == self._device]
         return sum(gradient.nbytes for gradient in here if _is_plain(gradient))
 
     def enter(self, module: nn.Module, name: str) -> None:
-        """The call of a module begins."""
+        """Called when the call of a module begins."""
         self._calls.names.append(name)
         for index, group in enumerate(self._filters):
             self._calls.inside[index] += module in group
 
     def leave(self, module: nn.Module) -> None:
-        """The call of a module ends."""
+        """Called when the call of a module ends."""
         self._calls.names.pop()
         for index, group in enumerate(self._filters):
             self._calls.inside[index] -= module in group
@@ -109,16 +109,16 @@ class Selection:
         base = tensor._base
         if isinstance(tensor, nn.Parameter) or (base is not None and isinstance(base, nn.Parameter)):
             return False
-        if not _is_plain(tensor):  # before anything that some kinds do not answer
+        if not _is_plain(tensor):  # first: some kinds do not support what follows
             self.skipped_kinds += 1
             return False
-        if base is None and tensor.nbytes < self._min_bytes:  # most of them
+        if base is None and tensor.nbytes < self._min_bytes:  # most tensors end here
             return False
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(1, self._min_bytes) or tensor.numel() == 0:
             return False
         if base is None and tensor.nbytes < storage.nbytes():
-            # A part of memory that it does not share a version counter with: whoever has the other parts may write to
+            # A part of a storage that does not share a version counter with the other parts: their holders may write to
             # them, as recurrent cells do, while a copy reads.
             self.skipped_kinds += 1
             return False
@@ -127,11 +127,11 @@ class Selection:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether bytes and strides are all that it takes to make the tensor again."""
+    """Whether the tensor can be made again from its bytes and strides alone."""
     kind = type(tensor)
     return (
         (kind is torch.Tensor or issubclass(kind, nn.Parameter))
         and tensor.layout == torch.strided
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
-        and not tensor._is_zerotensor()  # forward-mode derivatives have them: zeros without memory
+        and not tensor._is_zerotensor()  # zeros without memory, as forward-mode derivatives have them
     )

@@ -1,7 +1,7 @@
 """How do activations rest on disk? They pass through a little host memory, written behind and read ahead.
 
-The host memory of an item is handed on as soon as the disk has the bytes. A copy back is submitted by a thread of its
-own, when the read before it is done.
+The host memory of an item is reused as soon as the disk has the bytes. A copy back is submitted on a separate thread,
+when the read before it is done.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from headrace.runtime.threads import OneThread
 
 __all__ = ["DiskStash"]
 
-_STAGED_ITEMS = 4  # on their way at once, of the largest size: two each way
+_STAGED_ITEMS = 4  # items of the largest size that are on their way at once: two in each direction
 
 
 @dataclass(eq=False)
@@ -49,13 +49,13 @@ class DiskStash(Stash):
         super().__init__(lanes, ledger, meter, config)
         self._store = store
         self.sender: OneThread = OneThread("headrace-activations", lanes.device)
-        self._file: list[ranges.Range] = []  # all that was taken of the store
-        self._free: list[ranges.Range] = []  # of it: no item has these bytes, and no request of them is under way
+        self._file: list[ranges.Range] = []  # everything that was allocated in the store
+        self._free: list[ranges.Range] = []  # the bytes of it that no item has, and no request uses
         self._spills: deque[_Spill] = deque()
         self._fetched: dict[Item, Slab] = {}  # items that are being read, in the order of submission
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Called when a forward begins."""
         self.settle()
 
     def settle(self, wait: bool = False) -> None:
@@ -73,14 +73,14 @@ class DiskStash(Stash):
         self._spills.append(_Spill(item, item.slab, extent, request))
 
     def arrive(self, item: Item) -> None:
-        """Compute waits for the copy back; then the host memory that it passed through is handed on."""
+        """Makes compute wait for the copy back; then the host memory that the item passed through is reused."""
         super().arrive(item)
         slab = self._fetched.pop(item, None)
         if slab is not None:
             self.pool.give_back(slab)
 
     def put_back(self, item: Item) -> None:
-        """Our hold on device memory ends. A read that failed hurts nobody here: whoever needs the item reads again."""
+        """Lets go of the device memory. A read that failed is ignored here: whoever needs the item reads again."""
         try:
             super().put_back(item)
         except DiskError:
@@ -116,7 +116,7 @@ class DiskStash(Stash):
         return LateTransfer(Lane.ONLOAD, item.nbytes, submitted)
 
     def _give_up(self, item: Item) -> None:
-        """Its place on disk is free, at once or when it has been written."""
+        """Frees the item's place on disk, at once or, if it is being written, afterwards."""
         slab, item.slab = item.slab, None
         if slab is not None and all(spill.slab is not slab for spill in self._spills):
             self.pool.give_back(slab)  # an interrupt kept it from being written
@@ -125,10 +125,10 @@ class DiskStash(Stash):
             self._free_extent(extent)
 
     def _mend(self) -> None:
-        """Nothing is read any more, but for items that know of it."""
-        with contextlib.suppress(DiskError):  # which whoever waits for that request hears of
+        """As in `Stash`; also waits for the disk, forgets reads that no item knows of, and finds what is free."""
+        with contextlib.suppress(DiskError):  # raised to whoever waits for that request
             self._store.synchronize()
-        self.sender.submit(int).result()  # behind whatever was submitted
+        self.sender.submit(int).result()  # returns after the jobs submitted before it
         self._fetched = {item: slab for item, slab in self._fetched.items() if item.arriving is not None}
         self._free = self._file.copy()
         kept = {item.extent for item in self._guests.values() if item.extent is not None}
@@ -141,9 +141,9 @@ class DiskStash(Stash):
 
     # room -------------------------------------------------------------------------------------------------------------
     def _staged(self, item: Item, *, needed: bool, must_be: bool) -> Slab | None:
-        """Host memory on the way to or from disk. For what is needed, the host waits for writes, or gives up reads.
+        """Host memory on the way to or from disk. The host waits for writes; if it is `needed`, it also gives up reads.
 
-        Raises BudgetError where there is no room, and there must be.
+        Returns None when there is no room, or with `must_be` raises BudgetError.
         """
         wanted = whole_pages(item.nbytes)
         while (slab := self.pool.try_take(wanted)) is None:
@@ -163,7 +163,7 @@ class DiskStash(Stash):
         return slab
 
     def _end_spills(self, *, wait: bool) -> None:
-        """Ends those that the disk has, or all. Raises one that failed when it is done with the others."""
+        """Ends the spills that are done; with `wait`, all. If one failed, raises its error after the others."""
         failed: Request | None = None
         while self._spills and self._spills[0].item.arriving is None and (wait or self._spills[0].request.query()):
             failed = self._end_spill() or failed
@@ -171,8 +171,8 @@ class DiskStash(Stash):
             failed.synchronize()
 
     def _end_spill(self) -> Request | None:
-        """The disk has an item; its host memory is handed on. Where that failed, the host keeps what somebody can ask
-        for, and the request is given back, which raises what kept it from being written."""
+        """Ends the oldest spill; its host memory is reused. If the write failed, the host keeps an item that is still
+        in use, and the request is returned, which raises the error when it is waited for."""
         spill = self._spills[0]
         spill.request.settle()
         self._spills.popleft()
@@ -189,7 +189,7 @@ class DiskStash(Stash):
         return None
 
     def _extent(self, nbytes: int) -> Extent:
-        """Bytes of the file that are free, else new ones."""
+        """Free bytes of the file, or new ones where there are none."""
         name, wanted = f"activations of {nbytes} bytes", disk_pages(nbytes)
         offset = ranges.take(self._free, wanted)
         if offset is not None:
@@ -199,6 +199,6 @@ class DiskStash(Stash):
         return extent
 
     def _free_extent(self, extent: Extent) -> None:
-        """No request of it is under way, and none comes."""
+        """Frees an extent that no request uses, or will use."""
         self._store.release(extent)
         ranges.add(self._free, extent.offset, extent.offset + extent.capacity_bytes)

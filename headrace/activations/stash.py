@@ -30,7 +30,7 @@ T = TypeVar("T")
 class Stash:
     """The host memory of one model's activations, and the copies to and from it."""
 
-    sender: OneThread | None = None  # a thread that submits copies, where there is one
+    sender: OneThread | None = None  # the thread that submits copies, if there is one
 
     def __init__(self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, config: ActivationConfig) -> None:
         self.lanes = lanes
@@ -39,20 +39,20 @@ class Stash:
         self.pool = HostPool(lanes.device, ledger, PURPOSE, config.host_memory_bytes)
         self._stays_without_room = config.stays_without_room
         self.streams = ComputeStreams(lanes)
-        self.lock = threading.RLock()  # of all that happens to items: several threads may run forwards and backwards
-        self._moving = False  # one of the moves below is under way, by whoever has the lock
-        self._torn = False  # something was raised in the middle of a move: Ctrl-C, or no room
+        self.lock = threading.RLock()  # held while items are handled: several threads may run forwards and backwards
+        self._moving = False  # whether the holder of the lock is in the middle of a move
+        self._torn = False  # whether a move was cut short: by Ctrl-C, or for lack of room
         self._guests: dict[int, Item] = {}  # items that were sent out, by their id, while anybody can ask for them
-        self._lost: deque[HandleRef] = deque()  # on handles that autograd has let go of
-        self._put_off: deque[Callable[[], None]] = deque()  # what was to be done in the middle of a move
+        self._lost: deque[HandleRef] = deque()  # the handles that autograd has let go of
+        self._put_off: deque[Callable[[], None]] = deque()  # jobs that came in the middle of a move
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Called when a forward begins."""
         self.settle()
         self.pool.consolidate()
 
     def guard(self, move: Callable[..., T], *args: Any) -> T:
-        """Does something with items. If that raises, in the middle of anything, the next one looks what is where."""
+        """Calls `move`, which handles items, under the lock. If it raises, `take_back` mends the state later."""
         with self.lock:
             self._moving = True
             try:
@@ -64,8 +64,8 @@ class Stash:
                 self._moving = False
 
     def between_moves(self, move: Callable[[], None]) -> None:
-        """Does something now, or before the next move where one is under way: for destructors, which the garbage
-        collector may run in the midst of one, or on a thread that it waits for."""
+        """Calls `move` now, or later if another move is under way. For destructors, which the garbage collector may run
+        in the middle of a move, or on a thread that it waits for."""
         self._put_off.append(move)
         if not on_own_thread() and self.lock.acquire(blocking=False):
             try:
@@ -76,7 +76,7 @@ class Stash:
 
     # moves ------------------------------------------------------------------------------------------------------------
     def send_out(self, item: Item) -> None:
-        """Submits the copy to the host, behind what compute was given until now."""
+        """Submits the copy to the host, behind everything that compute was given until now."""
         if item.memory is None or item.sent:
             return
         slab = self._slab_for(item)
@@ -90,14 +90,14 @@ class Stash:
         self.meter.offloaded(item.leaving, item.name)
 
     def let_go(self, item: Item) -> None:
-        """Compute waits for the copy to the host, then the device memory goes."""
+        """Makes compute wait for the copy to the host, then lets go of the device memory."""
         if item.leaving is None:
             return
         self._wait(item.leaving.done, Lane.OFFLOAD, item.name)
         self._drop(item)
 
     def send_for(self, item: Item, *, needed: bool) -> None:
-        """Allocates device memory and submits the copy back. Not `needed` yet: only if there is room on its way."""
+        """Allocates device memory and submits the copy back; if it is not `needed` yet, only when the way is open."""
         if item.presence is not Presence.AWAY or not item.sent or not self._is_open(item, needed=needed):
             return
         with self.lanes.computing_on(item.stream):
@@ -108,7 +108,7 @@ class Stash:
         self.meter.onloaded(item.nbytes)
 
     def arrive(self, item: Item) -> None:
-        """Compute waits for the copy back."""
+        """Makes compute wait for the copy back."""
         if item.arriving is not None:
             transfer = item.arriving
             self._wait(transfer.done, Lane.ONLOAD, item.name)
@@ -125,7 +125,7 @@ class Stash:
         return self.streams.copy_of(item.memory, item.stream)
 
     def put_back(self, item: Item) -> None:
-        """Our hold on device memory that was copied back ends: whoever was given it has it, and the host has it too."""
+        """Lets go of device memory that was copied back: its users hold it, and the host has the bytes too."""
         if item.returned and item.memory is not None:
             self.arrive(item)
             self._drop(item)
@@ -142,31 +142,31 @@ class Stash:
 
     # the host's side, which the disk tier does in its own way ---------------------------------------------------------
     def _slab_for(self, item: Item) -> Slab | None:
-        """Host memory for the copy out; None where it is to stay if there is none."""
+        """Host memory for the copy out; None when there is no room and the item may stay on the device."""
         if self._stays_without_room and not self.pool.has_room(item.nbytes):
             return self.pool.try_take(item.nbytes)
         return self.pool.take(item.nbytes)
 
     def _is_open(self, item: Item, *, needed: bool) -> bool:
-        """Whether the way back is open now."""
+        """Whether the item can be copied back now."""
         return item.slab is not None
 
     def _copy_back(self, item: Item, memory: torch.Tensor, after: Event) -> Transfer | LateTransfer:
-        """Submits the copy into `memory`, which may be written after the event."""
+        """Submits the copy into `memory`, which may be written once the event `after` has happened."""
         if item.slab is None:
             raise RuntimeError("an activation that is away is not on the host")
         return self.lanes.copy(Lane.ONLOAD, [(memory, item.slab.memory[: item.nbytes])], after)
 
     def _give_up(self, item: Item) -> None:
-        """Nobody needs the host's copy any more, and compute is ordered behind the copies that used it."""
+        """Frees the host's copy: nobody needs it any more, and compute is ordered behind the copies that used it."""
         slab, item.slab = item.slab, None
         if slab is not None:
             self.pool.give_back(slab)
 
     # ends -------------------------------------------------------------------------------------------------------------
     def note_handle(self, item: Item, handle: object) -> HandleRef:
-        """Notes a handle. When autograd lets go of it, which may be in any thread at any time, nothing of ours runs
-        but the note in `_lost`: Ctrl-C would end a function of Python in silence."""
+        """Notes a handle. When autograd lets go of it, on any thread at any time, it is only appended to `_lost`: a
+        Python function that ran then could be ended by Ctrl-C in silence."""
         weak_item = weakref.ref(item)
         ref = HandleRef(handle, self._lost.append)
         ref.item, ref.round = weak_item, -1
@@ -174,8 +174,8 @@ class Stash:
         return ref
 
     def settle(self, wait: bool = False) -> None:
-        """Takes back the memory of items that nobody can ask for any more, or that the disk has; `wait`: once what is
-        on its way there has come. Raises DiskError where it failed to write some."""
+        """Takes back the memory of items that nobody can ask for any more, or that the disk has; with `wait`, waits for
+        items that are on their way to disk. Raises DiskError when a write failed."""
         self.take_back()
 
     def take_back(self) -> None:
@@ -183,10 +183,10 @@ class Stash:
         if self._torn:
             self._mend()
         while self._put_off:
-            self._put_off[0]()  # until it is done with
+            self._put_off[0]()  # stays in the queue until it has been dealt with
             self._put_off.popleft()
         while self._lost:
-            ref = self._lost[0]  # until it is done with
+            ref = self._lost[0]  # stays in the queue until it has been dealt with
             item = ref.item()
             if item is not None:
                 item.handles.discard(ref)
@@ -196,7 +196,7 @@ class Stash:
             self._lost.popleft()
 
     def _forget(self, item: Item) -> None:
-        """Its copies are ordered before whatever compute does next, so both ends of them may be used again."""
+        """Frees all memory of an item. Compute is ordered behind its copies, so both ends of them may be used again."""
         self.let_go(item)
         self.put_back(item)
         self._give_up(item)
@@ -204,8 +204,8 @@ class Stash:
         item.memory, item.sent = None, False
 
     def _mend(self) -> None:
-        """What is held is what the items hold, and no copy is under way that none of them knows of."""
-        for lane in Lane:  # behind whatever was submitted
+        """After a move was cut short: waits for all copies, and counts only what the items hold as held."""
+        for lane in Lane:  # behind every copy that was submitted
             self.lanes.copy(lane, (), self.lanes.mark()).done.synchronize()
         self.pool.keep(self._slabs())
         here_bytes = sum(item.nbytes for item in self._guests.values() if item.memory is not None)
@@ -213,5 +213,5 @@ class Stash:
         self._torn = False
 
     def _slabs(self) -> Iterable[Slab]:
-        """All that are in use."""
+        """The slabs that are in use."""
         return [item.slab for item in self._guests.values() if item.slab is not None]

@@ -1,7 +1,7 @@
-"""On which streams does the model compute? On one, mostly; on several, every step of an item holds for all of them.
+"""On which streams does the model compute? Mostly on one; if on several, each step of an item counts for all of them.
 
-What a stream saves, its backward uses on the same stream, so what comes back is allocated for that stream. But memory
-that is let go of may be given out on another one, and so may host memory: they all wait.
+Backward uses an item on the stream that saved it, so the memory into which it comes back belongs to that stream. But
+memory that is let go of, on the device or the host, may be given out on another stream: so all streams wait.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ class ComputeStreams:
         self._known: list[Any] = []
 
     def now(self) -> Any:
-        """The stream that computes now. One that is new waits for the others, which have waited for copies."""
+        """The stream that computes now. A new stream first waits for the others, which have waited for copies."""
         stream = self._lanes.compute_stream()
         if stream not in self._known:
             for other in self._known:
@@ -30,13 +30,13 @@ class ComputeStreams:
         return stream
 
     def wait(self, event: Event) -> None:
-        """Every stream waits for the event."""
+        """Makes every stream wait for the event."""
         for stream in self._known:
             with self._lanes.computing_on(stream):
                 self._lanes.wait(event)
 
     def copy_of(self, memory: torch.Tensor, owner: Any) -> torch.Tensor:
-        """The same bytes for the stream that computes now, where the memory belongs to another one."""
+        """The same bytes for the stream that computes now; `memory` belongs to another stream, `owner`."""
         copied = memory.clone()
         self._order(before=self.now(), after=owner)
         return copied

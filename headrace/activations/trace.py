@@ -20,46 +20,46 @@ __all__ = ["Entry", "Expected", "ForwardTrace", "Others", "SaveRecord", "UseReco
 
 Entry = tuple[Any, ...]  # what was known of a forward when it began: see `entry_of`
 
-_MOST_LOOKS = 512  # at what else the device holds, in one forward
+_MOST_LOOKS = 512  # about how often, at most, a forward and its backward look at what else the device holds
 
 
 @dataclass
 class SaveRecord:
-    """One save as it happened; ticks of the compute lane before and after what was done at it."""
+    """One save as it happened, with ticks of the compute lane before and after the work that was done at it."""
 
     nbytes: int
     name: str
     asked: Tick
     began: Tick
-    weights_bytes: int  # what had been sent for by the weights since the beginning
+    weights_bytes: int  # the bytes of weights sent for since the beginning
     others: "Others"
-    alone_at: int | None = None  # the save at which nobody else held the memory any more
+    alone_at: int | None = None  # the save at which nobody else was found to hold the memory any more
 
 
 @dataclass
 class UseRecord:
-    """One first use in backward as it happened."""
+    """The first use of an item in a backward, as it happened."""
 
     index: int
     asked: Tick
     began: Tick
     freed_at: int  # the position of the item's last use
-    weights_bytes: int  # what had been sent for by the weights since the beginning
+    weights_bytes: int  # the bytes of weights sent for since the beginning
     others: "Others"
-    recomputed: "Others"  # the most that there was when recomputation ended, until the next use
+    recomputed: "Others"  # the most that was there at the end of a recomputation before the next use
 
 
 class Others(NamedTuple):
-    """What was on the device at a moment, beside what the trace had there: bytes that stay, and others."""
+    """What was on the device at a moment, beside the items of the trace: bytes that stay, and bytes that pass."""
 
-    gradient_bytes: int  # of parameters
+    gradient_bytes: int  # gradients of parameters
     passing_bytes: int  # weights, and values that nobody saved
 
 
 class Expected(NamedTuple):
-    """What is known of a forward that begins: its plan, or one of a forward with other sizes.
+    """What is known of a forward that begins: its plan, or the plan of a forward with other sizes.
 
-    `timed`: its ticks are wanted, because there is no plan or one to be refined.
+    `timed`: whether its ticks are recorded, because there is no plan yet or the plan is still to be refined.
     """
 
     plan: ActivationPlan | None
@@ -72,31 +72,31 @@ class ForwardTrace:
 
     def __init__(self, stash: Stash, entry: Entry, expected: Expected, gradient_bytes: Callable[[], int]) -> None:
         self._stash = stash
-        self.entry = entry  # how it began
-        self._gradient_bytes = gradient_bytes  # of the model's parameters, on the device now
+        self.entry = entry  # what was known when it began
+        self._gradient_bytes = gradient_bytes  # the bytes of the parameters' gradients on the device now
         self.plan = expected.plan
         self.timed = expected.timed
         self.strayed = False
-        self.is_over = False  # the forward, by itself or because its backward has begun
-        self.calls = 0  # of the model, that are under way: a backward within them is a part of the forward
+        self.is_over = False  # whether the forward has ended, by itself or because its backward has begun
+        self.calls = 0  # how many calls of the model are under way: a backward within them is a part of the forward
         self.learned = False
-        self.used_unplanned = False  # its backward went further than that which the plan was made of
+        self.used_unplanned = False  # its backward used items that the plan's backward does not use
         self.saves: list[SaveRecord] = []
         self.uses: list[UseRecord] = []
         self._items: list[weakref.ref[Item]] = []
         self._decisions = _decisions(expected, self._items)
-        self._others = Others(0, 0)  # at the last look
-        # Of a trace that is timed: somebody else held their memory at the last look.
+        self._others = Others(0, 0)  # as seen at the last look
+        # In a timed trace: the items whose memory somebody else held at the last look.
         self._shared: list[tuple[Item, SaveRecord]] = []
 
     @property
     def basis(self) -> Basis:
-        """What decides what leaves."""
+        """What the decisions about this forward are based on."""
         return self._decisions.basis
 
     @property
     def is_part(self) -> bool:
-        """Whether an interrupt left gaps in it, or its backward used less than that which the plan was made of."""
+        """Whether the record is partial: an interrupt left gaps in it, or backward used fewer items than planned."""
         used = {use.index for use in self.uses}
         if len(self.saves) < len(self._items) or len(used) < len(self.uses):
             return True
@@ -104,12 +104,12 @@ class ForwardTrace:
 
     @property
     def is_gone(self) -> bool:
-        """Whether all that it saved has been let go of."""
+        """Whether autograd has let go of every item that it saved."""
         return bool(self._items) and all(ref() is None for ref in self._items)
 
     # forward ----------------------------------------------------------------------------------------------------------
     def saved(self, item: Item) -> None:
-        """Autograd saved an item for the first time: it is sent out, and others are let go of."""
+        """Called when autograd saves an item for the first time: sends it out and lets go of others, as decided."""
         asked = self._stash.lanes.tick() if self.timed else None
         self._compare(item)
         self._items.append(weakref.ref(item))
@@ -127,7 +127,8 @@ class ForwardTrace:
             self.look_who_is_alone()
 
     def _look_at_others(self) -> Others:
-        """Looks at every item, so only a trace that a plan is refined by asks, and in long ones not every time."""
+        """What else the device holds. Only a trace that refines a plan looks, and a long one not every time: a look is
+        at every item."""
         looks = len(self.saves) + len(self.uses)
         if self.plan is not None and looks % (1 + len(self.plan.problem.saved) // _MOST_LOOKS) == 0:
             self._others = self._others_now()
@@ -140,7 +141,7 @@ class ForwardTrace:
         return Others(gradient_bytes, allocated_bytes(self._stash.lanes.device) - counted_bytes)
 
     def look_who_is_alone(self) -> None:
-        """Notes whose memory is held by nobody else any more."""
+        """Records for each item when nobody else is found to hold its memory any more."""
         still_shared = []
         for item, record in self._shared:
             if item.memory is not None and not item.is_alone:
@@ -150,7 +151,7 @@ class ForwardTrace:
         self._shared = still_shared
 
     def end_forward(self) -> None:
-        """The forward ends, or its backward begins."""
+        """Called when the forward ends, or when its backward begins."""
         if self.is_over:
             return
         self.is_over = True
@@ -169,12 +170,12 @@ class ForwardTrace:
     def _stray(self, plan: ActivationPlan) -> None:
         if not self.strayed:
             self.strayed = True
-            self.timed = False  # its beginning was not timed: another one is recorded from its beginning
+            self.timed = False  # another forward is timed from its beginning instead
             self._decisions = ByCeiling(plan, self._items)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def used(self, item: Item, backward_round: int, *, recorded: bool) -> None:
-        """Backward needs the item, for the first time in this backward: it is there when compute goes on."""
+        """Called when a backward first needs the item: it is on the device when compute goes on."""
         stash = self._stash
         recorded = recorded and self.is_over
         self.used_unplanned |= recorded and self.plan is not None and item.index not in self.plan.position_of_use
@@ -196,21 +197,21 @@ class ForwardTrace:
             stash.send_for(other, needed=False)
 
     def used_again(self, item: Item) -> None:
-        """Another saved tensor that is part of the item is needed."""
+        """Called when a backward that has used the item needs another saved tensor that is part of it."""
         if item.use is not None and not self.learned:
             item.use.freed_at = len(self.uses) - 1
 
     def recomputed(self) -> None:
-        """Something was computed again for the last use, and is all there."""
+        """Called when a recomputation for the last use has ended, and all its values are on the device."""
         if self.timed and self.plan is not None and self.uses and not self.learned:
             use, others = self.uses[-1], self._others_now()
             item = self._items[use.index]()
-            if item is not None and item.memory is None:  # we hold it no longer, but what was computed of it does
+            if item is not None and item.memory is None:  # what was computed from it still holds its memory
                 others = others._replace(passing_bytes=others.passing_bytes - item.nbytes)
             use.recomputed = max(use.recomputed, others, key=lambda others: others.passing_bytes)
 
     def end_backward(self) -> None:
-        """What came back and is still held for somebody goes: the host has it."""
+        """Lets go of the device memory of items that came back and are still held: the host has their bytes."""
         for ref in self._items:
             item = ref()
             if item is not None:

@@ -17,11 +17,11 @@ from headrace.memory.disk import TensorInFile
 
 __all__ = ["adapter_names", "with_names_of"]
 
-_PREFIX = "base_model.model."  # which a model of transformers' own `add_adapter` does not have
+_PREFIX = "base_model.model."  # names have no such prefix if transformers' own `add_adapter` made the adapter
 
 
 def adapter_names(model: Any, adapter: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """By name in its file: the name in the model. Raises CheckpointError for what is computed when it is saved."""
+    """The names in the model, by name in the adapter's file. Raises CheckpointError for a tensor that PEFT computes."""
     names = {id(tensor): name for name, tensor in tensors.items()}
     found = sys.modules["peft"].get_peft_model_state_dict(
         model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
@@ -36,7 +36,7 @@ def adapter_names(model: Any, adapter: str, tensors: Mapping[str, torch.Tensor])
 
 
 def with_names_of(contents: Contents, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Contents:
-    """The adapters of `contents` as weights of the model. Raises CheckpointError when it does not have them."""
+    """`contents` with its adapters as weights of the model. Raises CheckpointError if the model lacks them."""
     adapters = getattr(model, "peft_config", None)
     if not adapters:
         raise CheckpointError(
@@ -62,7 +62,7 @@ def with_names_of(contents: Contents, model: nn.Module, tensors: Mapping[str, to
 
 
 def _only(contents: Contents, model: Any, adapters: Mapping[str, Any]) -> str:
-    """The adapter whose file has no directory of its own: as Trainer takes it."""
+    """The name of the adapter whose file has no directory of its own, chosen as Trainer does."""
     if contents.path.name in adapters:
         return contents.path.name
     if "default" in adapters and len(contents.adapters) > 1:
@@ -72,6 +72,6 @@ def _only(contents: Contents, model: Any, adapters: Mapping[str, Any]) -> str:
 
 
 def _name(there: str, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
-    """In the model. Embeddings, which PEFT saves when they were resized, have theirs."""
+    """The name in the model. Embeddings, which PEFT saves when they were resized, have the model's name already."""
     bare = there.removeprefix(_PREFIX)
     return names.get(there) or names.get(bare) or (there if there in tensors else bare)

@@ -18,21 +18,21 @@ __all__ = ["Contents", "own_contents"]
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What there is to load, from the files of `path`."""
+    """What there is to load from the files of `path`."""
 
     path: Path
     weights: Mapping[str, TensorInFile]  # by name in the model
-    adapters: Mapping[str, Mapping[str, TensorInFile]] = field(default_factory=dict)  # of PEFT, by directory
-    shared: Mapping[str, str] = field(default_factory=dict)  # names of the same tensor: the one it is saved under
-    trained_only: bool = False  # whether what is not trained was left out
-    optimizers: Sequence[TorchFile] = ()  # whose trees are their state_dicts
+    adapters: Mapping[str, Mapping[str, TensorInFile]] = field(default_factory=dict)  # adapters of PEFT, by directory
+    shared: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor: the saved name
+    trained_only: bool = False  # whether weights that are not trained were left out
+    optimizers: Sequence[TorchFile] = ()  # their trees are the state_dicts
     module_state: Mapping[str, Any] = field(default_factory=dict)
     random: Mapping[str, Any] | None = None
     extra: Any = None
 
 
 def own_contents(directory: Path, stack: ExitStack) -> Contents:
-    """Of a checkpoint that `headrace.save` wrote. Its files are open until `stack` ends. Raises CheckpointError."""
+    """What a checkpoint of `headrace.save` holds. Its files are open until `stack` ends. Raises CheckpointError."""
     manifest = read_manifest(directory)
 
     @functools.cache

@@ -1,4 +1,4 @@
-"""Where do a tensor's bytes go when it is loaded? Into the one that is there: in host memory, on a device, on disk."""
+"""Where do a tensor's bytes go when it is loaded? Into the existing tensor: in host memory, on a device, or on disk."""
 
 import ctypes
 import threading
@@ -15,12 +15,13 @@ _PLAIN = (torch.Tensor, torch.nn.Buffer)
 
 
 def filling(tensor: torch.Tensor, dtype: torch.dtype, *, aligned: bool = True) -> Callable[[int, torch.Tensor], None]:
-    """`put(begin, memory)` gets the bytes from `begin` on of a contiguous tensor of `dtype` and of `tensor`'s shape.
+    """A function `put(begin, memory)` that takes the bytes from `begin` on of a contiguous tensor and fills `tensor`.
 
-    From several threads; whole elements, if `aligned`. Another dtype is converted, as `copy_` does.
+    The bytes are of `dtype` and `tensor`'s shape; another dtype is converted, as by `copy_`. `put` may be called on
+    several threads; with `aligned`, each call brings whole elements.
     """
     if type(tensor) not in _PLAIN and not isinstance(tensor, torch.nn.Parameter):
-        return _Whole(tensor, dtype)  # a buffer of an offloaded model wants to know of it
+        return _Whole(tensor, dtype)  # a buffer of an offloaded model must be told of the write
     if tensor.is_conj() or tensor.is_neg():
         return _Whole(tensor, dtype)
     tensor = tensor.detach()
@@ -51,7 +52,7 @@ def _memory_of(tensor: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
 
 
 class _Whole:
-    """For a tensor whose elements lie in another order: all of them are there before the first is copied."""
+    """Fills a tensor whose elements lie in another order: collects all bytes before it copies any."""
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         self._tensor = tensor
@@ -71,7 +72,7 @@ class _Whole:
                 self._memory = None
 
     def _fill(self, values: torch.Tensor) -> None:
-        """Elements that are one in memory (of expanded tensors) are filled once."""
+        """Copies the values. Elements of an expanded tensor that share memory are filled once."""
         tensor = self._tensor
         for dim, stride in enumerate(tensor.stride()):
             if not stride and tensor.shape[dim] > 1:

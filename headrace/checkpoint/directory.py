@@ -1,7 +1,7 @@
-"""How does a directory come into being at one stroke? Under another name, which is exchanged when all is in it.
+"""How does a directory come into being at one stroke? It is made under another name and exchanged when it is complete.
 
-Whatever ends the process, there is the directory of before or the new one, with all that others put into it. What a
-process left that was killed goes when the next one of its host saves beside it, or looks for the newest.
+Whatever ends the process, either the old directory or the new one is there, with all that others put into it. What a
+killed process left is removed when the next process on its host saves beside it, or looks for the newest checkpoint.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ _NUMBER = re.compile(r"(.*?)(\d+)")
 
 
 class NewDirectory:
-    """A directory that becomes `path` when it is published. Raises DiskError when it cannot be made.
+    """A directory that becomes `path` when it is published. Raises DiskError if it cannot be made.
 
-    Missing parents are made.
+    Makes missing parents.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class NewDirectory:
         try:
             _make_parents(path.parent)
             restore_interrupted(path.parent)
-            _remove(path.parent / f"{_BEFORE}{path.name}")  # `path` has been replaced
+            _remove(path.parent / f"{_BEFORE}{path.name}")  # left of a replacement that was completed
             _remove_stale(path.parent)
             if path.exists() and not _is_replaceable(path):
                 raise DiskError(
@@ -54,11 +54,11 @@ class NewDirectory:
             raise DiskError(error.errno, f"{path} cannot be made: {error.strerror}; name another directory") from error
 
     def publish(self) -> None:
-        """It is `target` from now on. Raises DiskError; then `target` is what it was before."""
+        """Puts the directory in place of `target`. If it raises DiskError, `target` is what it was before."""
         try:
             replaces = self.target.exists()
             if replaces:
-                with contextlib.suppress(BlockingIOError):  # whoever locks it keeps it from being taken for a stale one
+                with contextlib.suppress(BlockingIOError):  # the lock of anyone keeps it from being taken for stale
                     self._locks.append(lock_directory(self.target))
                 _keep_others(self.target, self.path)
             _flush_directories(self.path)
@@ -68,7 +68,7 @@ class NewDirectory:
             with contextlib.ExitStack() as undo:
                 undo.callback(move, back[0], back[1])
                 if replaces:
-                    _keep_others(self.path, self.target)  # what came meanwhile
+                    _keep_others(self.path, self.target)  # what others added meanwhile
                 flush_directory(self.target.parent)
                 undo.pop_all()
         except OSError as error:
@@ -80,7 +80,7 @@ class NewDirectory:
         self._unlock()
 
     def discard(self) -> None:
-        """What was made goes, unless it was published."""
+        """Removes the directory, unless it was published."""
         made = self._locks[0] if self._locks else None
         with contextlib.suppress(OSError):
             if made is None or os.path.samestat(os.fstat(made), self.path.stat()):
@@ -98,7 +98,7 @@ class NewDirectory:
 def newest(directory: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in `directory` with the highest number at the end of its name; None if there is none.
 
-    Also cleans up what a process that was killed while saving has left there: it is removed, or restored.
+    Also cleans up after a process that was killed while saving: what it left is removed, or restored.
     """
     directory = Path(directory).expanduser()
     restore_interrupted(directory)
@@ -108,7 +108,7 @@ def newest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def remove_older(path: Path, keep: int) -> None:
-    """Of the checkpoints beside `path`, named alike but for the number at the end, the `keep` newest stay."""
+    """Removes checkpoints older than `path`, named like it but for the number, except the `keep` - 1 newest of them."""
     stem, own = _split(path.name)
     try:
         older = [
@@ -121,7 +121,7 @@ def remove_older(path: Path, keep: int) -> None:
         return
     older.sort(key=lambda other: _split(other.name)[1])
     for other in older[: max(0, len(older) - keep + 1)]:
-        # Renamed first, for good: half a checkpoint must not look like one.
+        # Renamed first, safe from a loss of power: half a checkpoint must not look like a whole one.
         going = _other_name(other)
         try:
             if other.is_symlink():
@@ -134,7 +134,7 @@ def remove_older(path: Path, keep: int) -> None:
 
 
 def check_keep(path: Path, keep: int) -> None:
-    """Raises ValueError when `keep` older checkpoints cannot be told by their names."""
+    """Raises ValueError if `keep` is less than 1, or no number ends `path`'s name, by which older ones are known."""
     if keep < 1:
         raise ValueError(f"keep is {keep}; give 1 or more")
     if _NUMBER.fullmatch(path.name) is None:
@@ -161,9 +161,9 @@ def _numbered(directory: Path) -> list[Path]:
 
 
 def _other_name(path: Path) -> Path:
-    """Under which a directory is made that becomes `path`, or goes. It ends in the host's name.
+    """A name for a directory that will become `path`, or will be removed. It ends in the host's name.
 
-    Locks of directories are the host's own, also where it shares a filesystem with others.
+    Locks of directories hold on one host only, even on a filesystem that hosts share.
     """
     return path.parent / f"{_PREFIX}{path.name}-{secrets.token_hex(4)}{_own_ending()}"
 
@@ -173,7 +173,7 @@ def _own_ending() -> str:
 
 
 def _make_parents(directory: Path) -> None:
-    """It is there, safe from a loss of power."""
+    """Makes the directory and its parents, safe from a loss of power."""
     if not directory.is_dir():
         _make_parents(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -181,7 +181,7 @@ def _make_parents(directory: Path) -> None:
 
 
 def _flush_directories(directory: Path) -> None:
-    """It, and those in it, with the names of all files."""
+    """Flushes the directory and those in it, so that the names of all files are safe."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -190,20 +190,20 @@ def _flush_directories(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """A directory goes that was put in place of another, or moved away, once that is safe from a loss of power."""
+    """Deletes a directory that was replaced or moved away, once that is safe from a loss of power."""
     if directory.exists():
         flush_directory(directory.parent)
         _delete(directory)
 
 
 def _delete(directory: Path) -> None:
-    """What cannot be deleted stays."""
-    with contextlib.suppress(OSError):  # which rmtree raises all the same
+    """Deletes a directory as far as possible; the rest stays."""
+    with contextlib.suppress(OSError):  # rmtree may raise in spite of `ignore_errors`
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _keep_others(before: Path, now: Path) -> None:
-    """What others put beside the files of a checkpoint that is replaced is beside those of the new one, too."""
+    """Links files that others put into the old checkpoint `before` into the new one, `now`."""
     try:
         ours = {MANIFEST, *read_manifest(before).files}
     except CheckpointError:
@@ -228,7 +228,7 @@ def _link_others(before: Path, now: Path, ours: Set[Path]) -> None:
 
 
 def _link(there: Path, place: Path, *, is_symlink: bool) -> None:
-    """The same file; a copy where the filesystem has no links."""
+    """Makes `place` the same file as `there`, or a copy if the filesystem has no links."""
     if is_symlink:
         place.symlink_to(os.readlink(there))
         return
@@ -248,7 +248,7 @@ def _is_replaceable(path: Path) -> bool:
 
 def _make_locked(directory: Path) -> int | None:
     while True:
-        with contextlib.suppress(FileExistsError):  # not `exist_ok`: that raises where it goes as soon as it was found
+        with contextlib.suppress(FileExistsError):  # not `exist_ok`, which raises if it vanishes at once
             directory.mkdir()
         descriptor = None
         try:
@@ -256,7 +256,7 @@ def _make_locked(directory: Path) -> int | None:
             if descriptor is None or directory.exists():
                 return descriptor
             os.close(descriptor)
-        except (FileNotFoundError, BlockingIOError):  # another process takes it for a stale one
+        except (FileNotFoundError, BlockingIOError):  # another process takes it for stale
             continue
         except OSError:
             _delete(directory)
@@ -266,7 +266,7 @@ def _make_locked(directory: Path) -> int | None:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Directories that nobody has locked any more were left by processes of this host that ended while they saved."""
+    """Removes directories of this host that nobody locks: they were left by processes that ended while saving."""
     for path in parent.glob(f"{_PREFIX}*"):
         if not path.name.endswith(_own_ending()):
             continue
@@ -274,7 +274,7 @@ def _remove_stale(parent: Path) -> None:
             descriptor = lock_directory(path)
         except OSError:
             continue
-        if descriptor is None:  # it may be in use: nobody can tell
+        if descriptor is None:  # there are no locks here: it may be in use
             continue
         with contextlib.suppress(OSError):
             _remove(path)
@@ -282,7 +282,7 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Whether the two have changed places; False where the system or the filesystem has no such call."""
+    """Swaps the two at one stroke; returns False if the system or the filesystem has no such call."""
     rename = getattr(libc(), "renameat2", None)
     if rename is None:
         return False
@@ -295,7 +295,7 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swaps two directories at one stroke. Where the filesystem cannot, `restore_interrupted` makes up for a crash."""
+    """Swaps two directories at one stroke. If the filesystem cannot, `restore_interrupted` makes up for a crash."""
     if _exchanged(one, other):
         return
     before = other.parent / f"{_BEFORE}{other.name}"
@@ -307,7 +307,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A small file, safe from a loss of power. Raises DiskError."""
+    """Writes a small new file, safe from a loss of power. Raises DiskError."""
     try:
         with path.open("xb") as file:
             file.write(data)
@@ -318,7 +318,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def restore_interrupted(parent: Path) -> None:
-    """What a crash left under another name, while it was being replaced without an exchange, is there again."""
+    """Restores directories that a crash left under another name, in the middle of a swap by renaming."""
     for path in parent.glob(f"{_BEFORE}*"):
         target = parent / path.name.removeprefix(_BEFORE)
         if not target.exists():

@@ -1,6 +1,6 @@
 """How is a checkpoint of torch.distributed.checkpoint loaded? By its own reader, in place, however many ranks wrote it.
 
-Saving needs nothing of ours: `dcp.save(get_state_dict(model, optimizer))` works with an offloaded model as with any.
+Saving needs no code here: `dcp.save(get_state_dict(model, optimizer))` works with an offloaded model as with any other.
 """
 
 import math
@@ -35,9 +35,9 @@ def load_distributed(
     optimizers: Sequence[Optimizer],
     is_written: AbstractContextManager[None],
 ) -> None:
-    """Into the tensors of a model's state_dict, and one optimizer; within `is_written` these change.
+    """Loads into the tensors of a model's state_dict, and into one optimizer; they change within `is_written`.
 
-    Raises CheckpointError when they do not fit.
+    Raises CheckpointError if they do not fit.
     """
     found = DataReader(path).read_metadata().state_dict_metadata
     besides = next((key for key in found if EXTRA_STATE in key), None)
@@ -75,7 +75,7 @@ def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, 
 
 
 class _OptimizerState:
-    """What there is of an optimizer's state. Raises CheckpointError when that is nothing."""
+    """An optimizer's state in the checkpoint. Raises CheckpointError if there is none."""
 
     def __init__(
         self, path: Path, state: Mapping[str, torch.Tensor], optimizer: Optimizer, found: Mapping[str, Any]
@@ -95,7 +95,7 @@ class _OptimizerState:
                 prefix, self._entries[key] = match[1] or "", (by_name[match[2]], match[3])
                 self._wanted[key] = _place(path, key, stored)
         for number, group in enumerate(optimizer.param_groups):
-            # By its number, or (flatten_optimizer_state_dict) by each of its parameters.
+            # A group's settings are under its number, or (flatten_optimizer_state_dict) under each of its parameters.
             first = [name for name, tensor in state.items() if any(tensor is one for one in group["params"][:1])]
             for name in group:
                 keys = [f"{prefix}param_groups.{part}.{name}" for part in (str(number), *first)]
@@ -105,7 +105,7 @@ class _OptimizerState:
             raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")
 
     def load(self) -> None:
-        """Into the optimizer."""
+        """Loads the state into the optimizer."""
         _load(self._path, self._wanted)
         loaded: dict[int, dict[str, Any]] = {}
         for key, (parameter, name) in self._entries.items():

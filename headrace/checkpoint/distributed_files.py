@@ -1,7 +1,7 @@
 """How is a checkpoint of torch.distributed.checkpoint read so that nothing in it can run? Its pickles name data alone.
 
-PyTorch's own reader unpickles `.metadata`, and its planner the values that are no tensors: both would call whatever a
-file names.
+PyTorch's own reader unpickles `.metadata`, and its planner unpickles values that are not tensors: both would call
+whatever a file names.
 """
 
 import importlib
@@ -40,11 +40,11 @@ _NAMED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of what describes tensors: sizes, dtypes, places in files."""
+    """An unpickler that knows only what describes tensors: sizes, dtypes, places in files."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"):
-            return PurePosixPath  # of the directory in which it was saved, which nobody reads
+            return PurePosixPath  # the path of the directory in which it was saved, which nobody reads
         found = getattr(importlib.import_module(module), name, None) if module in ("torch", *_NAMED) else None
         if name in _NAMED.get(module, ()) or (module == "torch" and isinstance(found, torch.dtype)):
             return found
@@ -59,10 +59,10 @@ class DataReader(FileSystemReader):
         self._file = path / ".metadata"
 
     def read_metadata(self, *args: Any, **settings: Any) -> Metadata:
-        """Raises CheckpointError where there is more in it than a description, or it leads out of the directory."""
+        """Reads the metadata. Raises CheckpointError if it is not only a description, or leads out of the directory."""
         try:
             metadata = _Unpickler(io.BytesIO(self._file.read_bytes())).load()
-        except Exception as error:  # an unpickler has errors of its own
+        except Exception as error:  # unpicklers raise errors of many kinds
             raise CheckpointError(f"{self._file} cannot be read safely: {str(error).splitlines()[0]}") from error
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise CheckpointError(f"{self._file} is no description of a checkpoint")
@@ -78,10 +78,10 @@ class DataReader(FileSystemReader):
 
 
 class DataPlanner(DefaultLoadPlanner):
-    """PyTorch's own planner, to which values that are no tensors are plain ones."""
+    """PyTorch's own planner, which takes only plain values beside tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raises UnpicklingError for anything else."""
+        """Loads a plain value. Raises UnpicklingError for anything else."""
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)

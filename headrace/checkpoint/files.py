@@ -1,7 +1,7 @@
 """Which files does a checkpoint consist of, and where in them does each tensor lie? Laid out before a byte is written.
 
-Weights are safetensors files as transformers has them, sharded by size; an optimizer's state is what `torch.save`
-would write of its state_dict, so that `torch.load` reads it.
+Weights are in safetensors files like those of transformers, sharded by size. An optimizer's state is in the file that
+`torch.save` would write of its state_dict, so `torch.load` reads it.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Stretch:
-    """Bytes `begin` to `end` of a file."""
+    """Bytes `begin` to `end` of a file, and where they come from."""
 
     begin: int
     end: int
@@ -41,7 +41,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Layout:
-    """A file: its stretches in order, without overlap or hole."""
+    """The layout of a file: its stretches in order, without overlaps or holes."""
 
     name: str
     nbytes: int
@@ -49,14 +49,14 @@ class Layout:
 
 
 def literal(name: str, data: bytes) -> Layout:
-    """A small file."""
+    """The layout of a small file."""
     return Layout(name, len(data), [Stretch(0, len(data), source_of(name, data))])
 
 
 def weight_files(tensors: Mapping[str, torch.Tensor], stem: str) -> tuple[list[Layout], dict[str, str]]:
-    """Safetensors files of these tensors, and in which of them each is.
+    """Safetensors files of these tensors, and the file in which each tensor is.
 
-    In shards of 5 GiB; beside several, with the index that transformers reads. No tensors make no file.
+    Shards are of 5 GiB; several come with the index that transformers reads. Without tensors, there is no file.
 
     Raises TypeError for a dtype that safetensors has no name for.
     """
@@ -118,14 +118,14 @@ class Owned:
 
 
 def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
-    """What `torch.save(tree)` would write, with TensorAtRest in it as tensors. `scratch`: a directory for a moment.
+    """The layout of the file that `torch.save(tree)` would write, in which TensorAtRest are tensors.
 
-    Every tensor has a storage of its own there.
+    Every tensor has a storage of its own in it. `scratch`: a directory for a temporary file.
     """
     sources: list[Source | TensorSource] = []
 
     def stand_in(value: Any, path: str, owner: Any = None) -> Any:
-        """The same tree, with memory that nobody touches in the place of tensors: no page of it is ever there."""
+        """The same tree, with new memory in the place of tensors: it is never touched, so it takes no pages."""
         if isinstance(value, Owned):
             return stand_in(value.tree, path, value.owner)
         if isinstance(value, TensorAtRest):
@@ -133,7 +133,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
             return torch.empty_strided(value.like.shape, value.like.stride(), dtype=value.like.dtype, device="cpu")
         if isinstance(value, torch.Tensor):
             check_plain(f"{path} of {name}", value)
-            if torch.ops.aten.is_non_overlapping_and_dense(value):  # as it lies in memory
+            if torch.ops.aten.is_non_overlapping_and_dense(value):  # saved as it lies in memory
                 sources.append(TensorSource(path, value.detach().as_strided((value.numel(),), (1,)), owner))
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             sources.append(TensorSource(path, value, owner))
@@ -155,12 +155,12 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
         fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
         try:
             with skip_data():
-                torch.save(stand_in(tree, ""), skeleton)  # with holes where the bytes of tensors belong
+                torch.save(stand_in(tree, ""), skeleton)  # leaves holes for the bytes of tensors
         finally:
             settings.fill_uninitialized_memory = fills
 
     try:
-        # On a thread of its own: what `skip_data` sets is a thread's, and Ctrl-C does not strike there.
+        # On a separate thread: `skip_data` sets something for one thread, and Ctrl-C does not strike there.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(write).result()
         with contextlib.closing(SavedFile(skeleton)) as file:
@@ -178,9 +178,9 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
 
 
 def _with_sources(name: str, skeleton: Path, sources: Sequence[Source | TensorSource]) -> Layout:
-    """The layout of a file of torch.save: a zip archive whose records `data/0`, `data/1`, ... are the tensors.
+    """The layout of the file `skeleton`, a zip archive of torch.save whose records `data/0`, ... are the tensors.
 
-    They are numbered as the tensors come in the tree.
+    The records are numbered in the order in which the tensors come in the tree, which is that of `sources`.
     """
     ranges = storage_ranges(skeleton)
     stretches, end = [], 0

@@ -28,13 +28,13 @@ from headrace.memory.disk.torch_files import open_torch_file, plain_values
 
 __all__ = ["foreign_contents"]
 
-_WEIGHTS = ("state_dict", "model_state_dict", "model")  # under which files of torch.save have them
-_ADAPTER = "adapter_model"  # a file of PEFT's, without what ends its name
+_WEIGHTS = ("state_dict", "model_state_dict", "model")  # keys of weights in files of torch.save
+_ADAPTER = "adapter_model"  # a file of PEFT's, without its suffix
 _OPTIMIZERS = ("optimizer_states", "optimizer_state_dict", "optimizer")
 
 
 def foreign_contents(path: Path, stack: ExitStack) -> Contents:
-    """What is in `path`. Its files are open until `stack` ends. Raises CheckpointError when it is none of these."""
+    """What is in `path`. Its files are open until `stack` ends. Raises CheckpointError if it is none of these kinds."""
 
     @functools.cache
     def opened(name: str) -> SavedFile:
@@ -63,7 +63,7 @@ def foreign_contents(path: Path, stack: ExitStack) -> Contents:
 
 
 def _adapters(directory: Path) -> dict[str, Path]:
-    """The file of each adapter of PEFT, by its directory, where there is nothing else."""
+    """The file of each adapter of PEFT, by its directory; empty if there are other weights."""
     weights = [path for name in ("*.safetensors", "pytorch_model*.bin") for path in directory.glob(name)]
     if any(not path.name.startswith(_ADAPTER) for path in weights):
         return {}
@@ -85,7 +85,7 @@ def _torch_checkpoint(file: SavedFile) -> Contents:
     states: Any = next((tree[name] for name in _OPTIMIZERS if isinstance(tree.get(name), Mapping | list)), [])
     several = [states] if isinstance(states, Mapping) else states
     state = tree if inner is None else tree[inner]
-    # Copies: the tensors are memory of the file, which may be written anew while they are in use.
+    # Copies: the tensors are mapped from the file, which may be overwritten while they are in use.
     rest = None if inner is None else {name: tree[name] for name in tree if name not in (inner, *_OPTIMIZERS)}
     return Contents(
         path=path,
@@ -97,7 +97,7 @@ def _torch_checkpoint(file: SavedFile) -> Contents:
 
 
 def _is_module_state(name: Any) -> bool:
-    """Whether a module saved it besides, as `get_extra_state` gave it."""
+    """Whether the name is that of a module's extra state, which `get_extra_state` gave."""
     return isinstance(name, str) and name.endswith(EXTRA_STATE)
 
 

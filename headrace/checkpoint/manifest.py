@@ -16,14 +16,14 @@ from headrace.memory.disk.saved_file import GRAIN_BYTES
 __all__ = ["EXTRA", "MANIFEST", "FileRecord", "Manifest", "read_manifest"]
 
 MANIFEST = "headrace.json"
-EXTRA = "extra.pt"  # what is not weights, and not of optimizers
+EXTRA = "extra.pt"  # the file of everything but weights and optimizers
 _FORMAT = 1
-_MOST_BYTES = 256 << 20  # of a manifest: that of 10 TB is a fifth of it
+_MOST_BYTES = 256 << 20  # the largest manifest; that of 10 TB is a fifth of it
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: its bytes, and the xxh3 (64 bits) of each 4 MiB of it."""
+    """A file: its size in bytes, and the xxh3 (64 bits) of each 4 MiB of it."""
 
     nbytes: int
     checksums: Sequence[int]
@@ -34,14 +34,14 @@ class Manifest:
     """A checkpoint's contents. Names of tensors are those of `model.state_dict()`."""
 
     files: Mapping[str, FileRecord]
-    weights: Mapping[str, tuple[str, str]]  # (file, name there)
-    shared: Mapping[str, str] = field(default_factory=dict)  # names of the same tensor: the one it is saved under
-    trained_only: bool = False  # whether weights are those of adapters, and the others were left out
-    optimizers: Sequence[str] = ()  # the file of each
+    weights: Mapping[str, tuple[str, str]]  # (file, name in it)
+    shared: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor: the saved name
+    trained_only: bool = False  # whether only the weights of adapters, and others that are trained, were saved
+    optimizers: Sequence[str] = ()  # the file of each optimizer
     made_by: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """With a checksum of itself at the end."""
+        """The manifest as JSON, with a checksum of itself at the end."""
         body = asdict(self)
         body["files"] = {
             name: {"nbytes": file.nbytes, "xxh3_64": [f"{value:016x}" for value in file.checksums]}
@@ -52,7 +52,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint, whose files are there in full size. Raises CheckpointError."""
+    """The manifest of a checkpoint. Raises CheckpointError, also if a file is missing or not of its full size."""
     path = directory / MANIFEST
     try:
         content: dict[str, Any] = json.loads(_small_file(path))
@@ -103,7 +103,7 @@ def _small_file(path: Path) -> bytes:
 
 
 def _check_types(manifest: Manifest, path: Path) -> None:
-    """A checksum tells of damage, not of malice: what it is of may be anything."""
+    """Checks the types of all entries: a checksum shows damage, not malice."""
     named = {EXTRA, *(file for file, _ in manifest.weights.values()), *manifest.optimizers}
     if (
         not all(type(file.nbytes) is int and file.nbytes >= 0 for file in manifest.files.values())

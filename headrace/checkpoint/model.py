@@ -16,24 +16,25 @@ from headrace.checkpoint.sources import check_plain, nbytes_of
 __all__ = ["EXTRA_STATE", "SavedModel", "check_model", "plain_name", "saved_model", "tensors_of", "unwrapped"]
 
 _STATISTICS_BYTES = 1 << 20
-EXTRA_STATE = "_extra_state"  # ends the name of what `get_extra_state` of a module gave, of any kind
+EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state, which may be of any kind
 
 
 @dataclass(kw_only=True)
 class SavedModel:
-    """What is saved of a model. Names are those of its state_dict."""
+    """What is saved of a model. Names are those in its state_dict."""
 
-    files: dict[str, dict[str, str]] = field(default_factory=dict)  # stem of a file: name there, name in the model
+    files: dict[str, dict[str, str]] = field(default_factory=dict)  # by stem of a file: name there, name in the model
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)  # names of the same tensor: the one it is saved under
-    extra_state: dict[str, Any] = field(default_factory=dict)  # what modules save besides
+    shared: dict[str, str] = field(default_factory=dict)  # further names of a tensor: the saved name
+    extra_state: dict[str, Any] = field(default_factory=dict)  # the extra state of modules
     trained_only: bool = False
 
 
 def saved_model(model: nn.Module, directory: Path) -> SavedModel:
-    """What is saved of `model`; its configuration is written into `directory`, as its library writes it.
+    """What is saved of `model`. Its configuration is written into `directory`, as its library does.
 
-    Of a PEFT model that is its adapters. Raises CheckpointError for what is not plain bytes (on meta, sparse, lazy).
+    Of a PEFT model, adapters and what else is trained or may change are saved. Raises CheckpointError for tensors that
+    are not plain bytes (on meta, sparse, lazy).
     """
     model = unwrapped(model)
     saved = SavedModel()
@@ -63,13 +64,13 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def check_model(model: object) -> None:
-    """Raises TypeError for what is none."""
+    """Raises TypeError if `model` is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give the nn.Module whose weights the checkpoint holds")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Without what torch.compile puts around it."""
+    """The model without the module that torch.compile puts around it."""
     inner = model._modules.get("_orig_mod")
     return model if inner is None else inner
 
@@ -79,7 +80,7 @@ def _take_all(model: nn.Module, tensors: Mapping[str, torch.Tensor], saved: Save
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     first: dict[Any, str] = {}
     # Buffers come first in the file: a forward may write to them, so they are read before saving returns.
-    # Of the names of one tensor, one that is saved comes first.
+    # Of several names of one tensor, a name that is saved comes first.
     order = sorted(
         tensors, key=lambda name: (isinstance(tensors[name], nn.Parameter), name in tied or name in left_out)
     )
@@ -118,12 +119,12 @@ def _take_adapters(model: Any, tensors: Mapping[str, torch.Tensor], saved: Saved
 
 
 def _may_change(tensor: torch.Tensor) -> bool:
-    """Whether it is a buffer that a forward may write to: large ones are packed weights."""
+    """Whether the tensor is a buffer that a forward may write to; large buffers are packed weights."""
     return not isinstance(tensor, nn.Parameter) and nbytes_of(tensor) <= _STATISTICS_BYTES
 
 
 def _write_configuration(model: nn.Module, directory: Path) -> str:
-    """What `from_pretrained` wants beside the weights, if the model is of a library that has that; their stem there."""
+    """Writes what `from_pretrained` needs beside the weights, if the model's library has it; the weights' file stem."""
     transformers, diffusers = sys.modules.get("transformers"), sys.modules.get("diffusers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         with _without_progress(transformers):

@@ -1,4 +1,4 @@
-"""What is saved of optimizers? Their state_dicts; what rests on disk stays there until it is read."""
+"""What is saved of optimizers? Their state_dicts; state on disk stays there until its bytes are read."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,16 +22,16 @@ __all__ = [
 ]
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
-_PLAIN = ("torch.optim.", "headrace.")  # modules of classes whose `state` is all; not that of torch.distributed.optim
+_PLAIN = ("torch.optim.", "headrace.")  # modules of classes whose `state` is complete; not torch.distributed.optim
 
 
 def optimizer_file(number: int) -> str:
-    """Where the state of the first, the second, ... is."""
+    """The name of the file of an optimizer's state, by its number."""
     return f"optimizer-{number}.pt" if number else "optimizer.pt"
 
 
 def plain_optimizers(given: Optimizers) -> list[Optimizer]:
-    """One, several or none, without the wrappers that accelerate puts around them."""
+    """The optimizers that were given, as a list, without the wrappers that accelerate puts around them."""
     several = [] if given is None else [given] if not isinstance(given, Sequence) else list(given)
     accelerate = sys.modules.get("accelerate")
     wrappers = () if accelerate is None else (accelerate.optimizer.AcceleratedOptimizer,)
@@ -45,7 +45,7 @@ def plain_optimizers(given: Optimizers) -> list[Optimizer]:
 
 
 def state_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> Owned:
-    """`optimizer.state_dict()`, with `state` as that of the parameters, and whose what in it is."""
+    """`optimizer.state_dict()` with `state` as the parameters' state, and the parameter that owns each part of it."""
     parameters = list(dict.fromkeys(parameters_of(optimizer)))
     tree = optimizer.state_dict() if _is_made_otherwise(optimizer) else _plain_state(optimizer, state)
     numbered = tree.get("state") if isinstance(tree, Mapping) else None
@@ -53,23 +53,23 @@ def state_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Mapping[str, An
         within = range(len(parameters))
         owned = {key: Owned(value, parameters[key]) for key, value in numbered.items() if key in within}
         tree = {**tree, "state": {**numbered, **owned}}
-    return Owned(tree, next(iter(parameters), None))  # what is of no parameter changes when any does
+    return Owned(tree, next(iter(parameters), None))  # the rest may change with any parameter
 
 
 def _is_made_otherwise(optimizer: Optimizer) -> bool:
-    """Whether hooks, or its own class, have a part in its state_dict."""
+    """Whether hooks, or its class, have a part in its state_dict."""
     hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
     return any(hooks) or not type(optimizer).state_dict.__module__.startswith(_PLAIN)
 
 
 def is_loaded_otherwise(optimizer: Optimizer) -> bool:
-    """Whether hooks, or its own class, change a state_dict before it is loaded."""
+    """Whether hooks, or its class, may change a state_dict before it is loaded."""
     own = type(optimizer).load_state_dict
     return bool(optimizer._optimizer_load_state_dict_pre_hooks) or not own.__module__.startswith(_PLAIN)
 
 
 def check_sound(saved: TorchFile) -> None:
-    """Raises CheckpointError for what is no state_dict of an optimizer, or has tensors larger than their bytes."""
+    """Raises CheckpointError if it is no state_dict of an optimizer, or has tensors larger than their storage."""
     tree = saved.tree
     state, groups = (tree.get("state"), tree.get("param_groups")) if isinstance(tree, Mapping) else (None, None)
     if (

@@ -11,11 +11,11 @@ from headrace.errors import CheckpointError
 
 __all__ = ["random_state", "restore_random_state"]
 
-_NUMPY_KEYS = 624  # of its Mersenne twister
+_NUMPY_KEYS = 624  # the words of its Mersenne twister
 
 
 def random_state() -> dict[str, Any]:
-    """Of Python, NumPy, PyTorch's CPU, and each device of the accelerator, as plain values and tensors."""
+    """The states of Python, NumPy, PyTorch's CPU and each device of the accelerator, as plain values and tensors."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -33,12 +33,12 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """The inverse. Of devices, those that are there now. Raises CheckpointError for what is no state of a generator."""
+    """Restores what `random_state` gave; of devices, those that exist now. Raises CheckpointError if unsound."""
     try:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers.tolist()), gauss))
         kind, keys, position, has_gauss, cached = state["numpy"]
-        if not 0 <= position <= _NUMPY_KEYS:  # NumPy reads there without a look
+        if not 0 <= position <= _NUMPY_KEYS:  # NumPy reads at this position without a check
             raise ValueError(f"the position {position!r} of NumPy's generator is outside of its {_NUMPY_KEYS} numbers")
         np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
         torch.set_rng_state(state["torch"])
@@ -58,7 +58,7 @@ def _device_states() -> list[torch.Tensor]:
 
 
 def _device_module() -> Any:
-    """The accelerator's module, if it has generators."""
+    """The accelerator's module in torch, if it has generators."""
     if not torch.accelerator.is_available():
         return None
     module = torch.get_device_module(torch.accelerator.current_accelerator())

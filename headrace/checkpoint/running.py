@@ -20,7 +20,7 @@ class Saving:
     def __init__(self, path: Path, writing: Writing) -> None:
         self.path = path
         self._writing = writing
-        self._told = False  # whether somebody knows how it ended
+        self._told = False  # whether somebody was told how it ended
         writing.start()
         _last[:] = [self]
 
@@ -31,7 +31,7 @@ class Saving:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the checkpoint."""
+        """The bytes of the checkpoint."""
         return self._writing.nbytes
 
     @property
@@ -45,7 +45,7 @@ class Saving:
         return self._writing.waited_seconds
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete and safe from a loss of power. Raises what failed in saving it."""
+        """Waits until the checkpoint is complete and safe from a loss of power. Raises the error if saving failed."""
         self._told = True
         self._writing.wait()
 
@@ -63,24 +63,24 @@ class Saving:
 
 
 def settle_running() -> None:
-    """Waits until none is being written. Raises what failed in the last one, if nobody was told before."""
+    """Waits until no checkpoint is being written. Raises the error of the last one, if nobody was told of it."""
     for saving in tuple(_last):
         saving.settle()
 
 
 def wait_for_running() -> None:
-    """Waits until none is being written; what failed is for whoever asks."""
+    """Waits until no checkpoint is being written. Raises nothing: the error is for whoever asks later."""
     for saving in tuple(_last):
         saving.ended()
 
 
 def _end() -> None:
-    """At exit: it is whole, or it is said why not."""
+    """Called at exit: waits until the checkpoint is whole, or prints why it is not."""
     try:
         settle_running()
     except Exception as error:
         print(f"headrace.save: {_last[0].path} was not saved: {error}", file=sys.stderr)  # noqa: T201
 
 
-after_fork(_last.clear)  # a child has none of the threads that write
+after_fork(_last.clear)  # a forked child has none of the threads that write
 threading._register_atexit(_end)  # type: ignore[attr-defined]  # before models are let go of, if imported after that

@@ -1,4 +1,4 @@
-"""Where do a checkpoint's bytes come from? Host memory, a device, or the disk tier; some of a tensor's at a time."""
+"""Where do a checkpoint's bytes come from? Host memory, a device, or the disk tier; a part of a tensor at a time."""
 
 import ctypes
 import functools
@@ -24,7 +24,7 @@ __all__ = [
     "source_of",
 ]
 
-SMALL_BYTES = 1 << 14  # of a tensor that is not streamed
+SMALL_BYTES = 1 << 14  # tensors up to this size are copied at once
 
 
 class NotPlainError(CheckpointError):
@@ -59,7 +59,7 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
         return f"its storage of {nbytes_of(tensor)} bytes was freed (resized to 0); bring them back first"
     reached = 0  # the furthest element from the first, over the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride:  # elements of an expanded dimension are one
+        if size > 1 and stride:  # elements along an expanded dimension are the same
             if stride <= reached:
                 return f"its elements overlap in memory (strides {tensor.stride()}); make it contiguous() first"
             reached += (size - 1) * stride
@@ -68,9 +68,9 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class Source:
-    """Bytes of a checkpoint's file. `read(begin, memory)` fills uint8 memory with those from `begin` on.
+    """A source of bytes of a checkpoint's file. `read(begin, memory)` fills uint8 memory with bytes from `begin` on.
 
-    `owner`: the parameter whose value or state it is: who writes to that waits until it has been read. None: nobody's.
+    `owner`: the parameter whose value or state it is; writers of the parameter wait until it has been read. None: none.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Source:
 
 
 def source_of(name: str, data: bytes) -> Source:
-    """Bytes that are there."""
+    """A source of bytes in memory."""
 
     def read(begin: int, memory: torch.Tensor) -> None:
         ctypes.memmove(memory.data_ptr(), data[begin : begin + memory.nbytes], memory.nbytes)
@@ -89,7 +89,7 @@ def source_of(name: str, data: bytes) -> Source:
 
 
 class TensorSource:
-    """A strided tensor, its elements in the order of their indices."""
+    """A source of the elements of a strided tensor, in the order of their indices."""
 
     def __init__(self, name: str, tensor: torch.Tensor, owner: Any) -> None:
         self.name = name
@@ -99,23 +99,23 @@ class TensorSource:
             tensor = tensor.detach().resolve_conj().resolve_neg()
         self._original = self._tensor = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
-        if self.nbytes <= SMALL_BYTES:  # not worth holding up whoever writes to it
+        if self.nbytes <= SMALL_BYTES:  # copied, so that nobody who writes to it has to wait
             self._tensor = self._original.to("cpu", copy=True)
-        self._ready: torch.Event | None = None  # its device has computed what it was told to, whichever that is
+        self._ready: torch.Event | None = None  # when its device has computed what was submitted so far
         if is_accelerator(self._tensor.device):
             self._ready = torch.accelerator.current_stream(tensor.device).record_event()
 
     def expect_writes(self) -> None:
-        """Who writes to the tensor waits until it has been read."""
+        """Tells the source that the tensor may be written: its writers wait until it has been read."""
         self._version = None
 
     @property
     def was_written(self) -> bool:
-        """Whether the tensor changed since this source was made, and nobody was expected to."""
+        """Whether the tensor was written to, unexpectedly, since this source was made."""
         return self._version is not None and self._original._version != self._version
 
     def write_error(self) -> StateError:
-        """Says that."""
+        """The error that tells of such a write."""
         return StateError(
             f"{self.name!r} was written to while it was being saved, so nothing was saved; write to it after wait(), or"
             " call headrace.save with wait=True"
@@ -123,11 +123,11 @@ class TensorSource:
 
     @property
     def memory(self) -> tuple[int, int] | None:
-        """First address, and the one behind the last, of what is yet to be read; None where that is a copy."""
+        """The first address to be read, and the one behind the last; None if a copy is read."""
         return memory_of(self._tensor) if self._tensor is self._original else None
 
     def read(self, begin: int, memory: torch.Tensor) -> None:
-        """Fills `memory`. Raises StateError when the tensor changed since this source was made."""
+        """Fills `memory` with bytes from `begin` on. Raises StateError if the tensor was written to unexpectedly."""
         tensor = self._tensor
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             self._read_elements(begin, memory)
@@ -137,7 +137,7 @@ class TensorSource:
             raise self.write_error()
 
     def _read_elements(self, begin: int, memory: torch.Tensor) -> None:
-        """Rows of the first dimension, as few as hold the bytes, are made contiguous memory of the CPU."""
+        """Copies as few rows of the first dimension as hold the bytes into contiguous CPU memory, and from there."""
         tensor, end = self._tensor, begin + memory.nbytes
         if tensor.is_contiguous():
             tensor = tensor.view(-1)
@@ -146,7 +146,7 @@ class TensorSource:
         row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.itemsize
         first, last = begin // row_bytes, -(-end // row_bytes)
         if self._ready is not None:
-            with _stream(tensor.device) as stream:  # beside what the device computes
+            with _stream(tensor.device) as stream:  # the copy runs beside the device's computation
                 stream.wait_event(self._ready)
                 flat = tensor[first:last].contiguous().to("cpu")
         else:
@@ -155,12 +155,12 @@ class TensorSource:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of all elements of a strided tensor, whatever its strides."""
+    """The bytes of all elements of a strided tensor, whatever its strides."""
     return tensor.numel() * tensor.itemsize
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """First address, and the one behind the last, of a strided tensor's elements; None where it has none."""
+    """The first address of a strided tensor's elements, and the one behind the last; None if it has none."""
     if tensor.is_meta or not tensor.numel():
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -169,5 +169,5 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.Stream:
-    """For copies from a device: one thread reads, of one checkpoint at a time."""
+    """The stream for copies from a device; one is enough, as one thread reads for one checkpoint at a time."""
     return torch.Stream(device)

@@ -1,4 +1,4 @@
-"""What if a load fails in the middle? The model says so when it is used, until a later load has brought all of it."""
+"""What if a load fails in the middle? The model raises an error when it is used, until a later load is complete."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ __all__ = ["check_whole", "is_written"]
 
 
 class _Torn:
-    """A hook of each module, before its forward."""
+    """A hook before the forward of each module."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -24,7 +24,7 @@ class _Torn:
 
 @contextlib.contextmanager
 def is_written(model: nn.Module, path: Path) -> Iterator[None]:
-    """While `model`, and what belongs to it, gets what is in `path`. What fails meanwhile leaves it torn."""
+    """Surrounds the load of `model`, and what belongs to it, from `path`. An error in it leaves the model torn."""
     try:
         yield
     except BaseException as error:
@@ -40,7 +40,7 @@ def is_written(model: nn.Module, path: Path) -> Iterator[None]:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raises StateError for a model that a load left torn."""
+    """Raises StateError if a load left the model torn."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, _Torn):

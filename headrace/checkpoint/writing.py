@@ -1,7 +1,7 @@
-"""How do a checkpoint's bytes reach the drive? Pieces are read into a little memory, and written from there.
+"""How do a checkpoint's bytes reach the drive? In pieces, which are read into a little memory and written from there.
 
-One thread reads the pieces, in the order of the files; what an optimizer is about to write comes first. Others write
-them. So reading is as far ahead of the drive as there is memory, and training waits for reading alone.
+One thread reads the pieces, in the order of the files, but first those that an optimizer is about to write to. Other
+threads write the pieces to the drive. So reading runs ahead as far as memory allows, and training waits only for reads.
 """
 
 import errno
@@ -36,12 +36,12 @@ from headrace.runtime.threads import Gate
 
 __all__ = ["LEAST_BYTES", "Piece", "Writing"]
 
-WRITERS = 4  # that keep a drive busy; measured, see docs/design/checkpoints.md
-LEAST_BYTES = (WRITERS + 2) * GRAIN_BYTES  # of memory: each writer has a piece, one is read, one waits
+WRITERS = 4  # enough threads to keep a drive busy; measured, see docs/design/checkpoints.md
+LEAST_BYTES = (WRITERS + 2) * GRAIN_BYTES  # of memory: each writer has a piece, one piece is read, one waits
 
 
 class Piece:
-    """Some neighbouring bytes of a file."""
+    """A piece of a file, which is read and written at once."""
 
     def __init__(self, file: str, begin: int, end: int) -> None:
         self.file, self.begin, self.end = file, begin, end
@@ -50,21 +50,21 @@ class Piece:
         self.begun = False
 
     def fill(self, memory: torch.Tensor) -> None:
-        """Reads it into `memory`."""
+        """Reads the piece into `memory`."""
         for stretch in self.stretches:
             begin, end = max(stretch.begin, self.begin), min(stretch.end, self.end)
             stretch.source.read(begin - stretch.begin, memory[begin - self.begin : end - self.begin])
 
 
 class _Ranges:
-    """Ranges of addresses, `first` to before `last`, and whose each is."""
+    """Ranges of addresses, from `first` to before `last`, each with its owner."""
 
     def __init__(self, ranges: Iterable[tuple[int, int, Any]] = ()) -> None:
         self._ranges = sorted(ranges, key=itemgetter(0, 1))
         self._reached = list(accumulate((last for _, last, _ in self._ranges), max))
 
     def overlapping(self, first: int, last: int) -> list[Any]:
-        """Whose ranges have an address of these."""
+        """The owners of the ranges that overlap with this one."""
         found = []
         for index in reversed(range(bisect_left(self._ranges, last, key=itemgetter(0)))):
             if self._reached[index] <= first:
@@ -75,10 +75,10 @@ class _Ranges:
 
 
 class Writing:
-    """The files of `layouts` on their way into `directory`.
+    """Writes the files of `layouts` into `directory`, on threads of its own.
 
-    `finish` is called with the records of all files when they are written and safe from a loss of power, `clean_up`
-    when anything failed.
+    `finish` is called with the records of all files when these are written and safe from a loss of power; `clean_up` is
+    called if anything failed.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Writing:
         self._checksums: dict[str, list[int]] = {}
         self._sizes = {layout.name: layout.nbytes for layout in layouts}
         self.nbytes = sum(self._sizes.values())
-        self.waited_seconds = 0.0  # that somebody was held up who was about to write
+        self.waited_seconds = 0.0  # for how long writers of parameters were held up
         self.seconds = 0.0
         self._error: BaseException | None = None
         self._begin, self._done = Gate(), Gate()
@@ -114,7 +114,7 @@ class Writing:
             self._free.put(new_pages(GRAIN_BYTES))
 
     def start(self) -> None:
-        """Begins. Optimizers ask this before they write, from now on. Raises RuntimeError when there is no thread."""
+        """Begins. From now on, optimizers ask before they write. Raises RuntimeError if no thread can be started."""
         try:
             threading.Thread(target=self._run, name="headrace-save").start()
         except BaseException:
@@ -146,20 +146,20 @@ class Writing:
         self.waited_seconds += time.perf_counter() - begun_at
 
     def wait(self) -> None:
-        """Waits until all of it is on the drive. Raises what failed."""
+        """Waits until everything is on the drive. Raises the error if something failed."""
         self._done.wait()
         if self._error is not None:
             raise self._error
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with success or not."""
         return self._done.is_open
 
     def _touched(self, parameters: Iterable[Any]) -> list[Any]:
-        """Whose bytes change when these parameters do: theirs, and of what shares their memory (`p.data = t`)."""
+        """The owners whose bytes change when these parameters do: they, and those that share memory (`p.data = t`)."""
         found = list(parameters)
-        with without_overrides():  # those of an offloaded model are asked for themselves
+        with without_overrides():  # asks parameters of an offloaded model themselves
             memories = [memory_of(parameter) for parameter in found]
         for memory in memories:
             if memory is not None:
@@ -213,7 +213,7 @@ class Writing:
             self._fail(error)
         if self._error is not None:
             self._clean_up()
-        # The memory goes; the figures are kept.
+        # Memory is let go of; the figures are kept.
         for held in (self._pieces, self._of, self._sources, self._files):
             held.clear()
         self._neighbours = _Ranges()
@@ -222,7 +222,7 @@ class Writing:
         self._done.open()
 
     def _cause(self, error: BaseException) -> BaseException:
-        """What failed: bytes on disk that are not those of their checksum were written to, if a tensor there was."""
+        """The error to report: a false checksum of bytes on disk means a write to a tensor, if one was written to."""
         if isinstance(error, DiskError) and error.errno == errno.EBADMSG:
             sources = (source for several in self._sources.values() for source in several)
             written = next((source for source in sources if source.was_written), None)
@@ -262,7 +262,7 @@ class Writing:
         self._free.put(memory)
 
     def _end_file(self, name: str, file: DirectFile) -> None:
-        """It is closed; if nothing failed, it is safe from a loss of power before that."""
+        """Closes the file; if nothing failed, makes it safe from a loss of power before."""
         try:
             try:
                 if self._error is None:
@@ -274,7 +274,7 @@ class Writing:
 
 
 def _new_file(path: Path, nbytes: int) -> DirectFile:
-    """An empty file with room for so many bytes. Raises DiskError."""
+    """Makes an empty file with room for so many bytes. Raises DiskError."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | CLOSED_IN_CHILDREN, 0o666)
     except OSError as error:

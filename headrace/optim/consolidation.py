@@ -1,4 +1,4 @@
-"""What do state_dicts hold of state that is dealt out to ranks? This rank's; after `consolidate_state_dict`, all."""
+"""What do state_dicts hold if ranks divide the state? This rank's part; after `consolidate_state_dict`, all."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +12,13 @@ __all__ = ["Consolidated", "OnAnotherRank", "consolidated"]
 
 Consolidated = dict[int, dict[str, Any]]  # the state of other ranks' parameters, by number
 
-_SMALL_BYTES = 1 << 10  # what is pickled together
+_SMALL_BYTES = 1 << 10  # how much is pickled together
 
 
 class OnAnotherRank(dict[str, Any]):
-    """The state of a parameter whose state another rank keeps: empty, and refuses to be saved as if it were all.
+    """A placeholder for state that another rank keeps: empty, and refuses to be saved as if it were the state.
 
-    torch.distributed.checkpoint finds nothing to save or to load in it.
+    torch.distributed.checkpoint finds nothing in it to save or to load.
     """
 
     def __init__(self, parameter: int, rank: str) -> None:
@@ -41,9 +41,9 @@ class OnAnotherRank(dict[str, Any]):
 
 
 def consolidated(state: Mapping[int, Mapping[str, Any]], ranks: Ranks, to: int) -> Consolidated | None:
-    """State by the parameters' numbers, of all other ranks, in host memory; None on those. A collective.
+    """On the rank `to`: the state of all other ranks, by parameters' numbers, in host memory. Else None. A collective.
 
-    Tensors come one by one.
+    Tensors are sent one by one.
     """
     large = [
         (number, name, value)
@@ -67,7 +67,7 @@ def consolidated(state: Mapping[int, Mapping[str, Any]], ranks: Ranks, to: int) 
             continue
         found |= small
         for (number, name), (shape, strides, dtype) in forms.items():
-            # Elements lie as their parameter's do: fused optimizers of PyTorch rely on it.
+            # Elements lie in the order of the parameter's, which PyTorch's fused optimizers rely on.
             found[number][name] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
             ranks.receive(found[number][name], rank)
     return found

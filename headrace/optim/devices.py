@@ -1,8 +1,8 @@
 """How are parameters updated that live on an accelerator? Gradients come to the host, updated weights go back.
 
-Each such parameter has a twin in page-locked host memory, in the parameter's own dtype: the weights that the update
-writes. Batches of parameters pass through three lanes at once: gradients of later ones arrive while one is updated and
-the weights of earlier ones leave. Order comes from events alone; the host waits for arrivals, never for departures.
+Each such parameter has a twin in page-locked host memory, in the parameter's own dtype, which the update writes.
+Batches of parameters pass through three stages: while one batch is updated, gradients of later ones arrive and weights
+of earlier ones leave. Order comes from events alone; the host waits for arrivals, never for departures.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from headrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
 
 __all__ = ["DeviceShare", "HostMirror", "Member"]
 
-_RESERVE = 0.1  # of free device memory: what "auto" leaves
+_RESERVE = 0.1  # the share of free device memory that "auto" leaves
 _BATCH_BYTES = 32 * 2**20  # of gradients: long enough for the link, short enough to overlap
 
 
@@ -31,30 +31,30 @@ class Member:
 
     index: int
     parameter: torch.Tensor
-    rule: Any  # ElementRule or MatrixRule: of its group, with the settings of now
-    step: int  # the number of the step, over all that the optimizer took
+    rule: Any  # the ElementRule or MatrixRule of its group, with the settings of this step
+    step: int  # the number of this step among all steps of the optimizer
     master: MasterWeight
     state: dict[str, Any]
-    gradient: torch.Tensor  # where the weights are once its batch is performed
-    shared: bool = False  # whether others have the gradient, and may write it once step() has returned
-    begun: bool = False  # whether it may have been written to, in a step that may be cut short
+    gradient: torch.Tensor  # in the memory where the weights are, when its batch is performed
+    shared: bool = False  # whether somebody else holds the gradient, and may write it once step() has returned
+    begun: bool = False  # whether this step may have written to the parameter
     updated: bool = False  # whether its update has been performed
 
     def begins(self) -> None:
-        """From now on it may be half written."""
+        """Called right before the update writes: from now on, the parameter may be half written."""
         self.begun = True
 
 
 class DeviceShare:
-    """Which parameters of accelerators keep their state there, and are updated there: the last ones, whole."""
+    """Which parameters on accelerators keep their state and are updated there: the last ones, each as a whole."""
 
     def __init__(self) -> None:
         self._stays: dict[torch.Tensor, bool] = {}
 
     def assign(self, parameters: Sequence[torch.Tensor], device_fraction: float | str, state_bytes: int) -> None:
-        """Decides for parameters, all of one device, for which nothing was decided. `state_bytes` are of one element.
+        """Decides for those of the parameters, all of one device, that are new. `state_bytes`: of one element.
 
-        The fraction "auto" is what fits on the device.
+        The fraction "auto" means as much as fits on the device.
         """
         new = [parameter for parameter in parameters if parameter not in self._stays]
         if not new:
@@ -67,7 +67,7 @@ class DeviceShare:
             on_host -= parameter.numel()
 
     def divide(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
-        """What is updated on the host, and what on the device."""
+        """The members that are updated on the host, and those that are updated on the device."""
         on_host = [member for member in members if not self._stays[member.parameter]]
         return on_host, [member for member in members if self._stays[member.parameter]]
 
@@ -75,7 +75,7 @@ class DeviceShare:
 def _fraction_that_fits(parameters: Sequence[torch.Tensor], state_bytes: int) -> float:
     """The share of the state for which the accelerator has memory to spare.
 
-    What passes took at their peak stays free for the next ones.
+    As much memory as passes took at their peak stays free for the next ones.
     """
     device = parameters[0].device
     passing = torch.accelerator.max_memory_allocated(device) - torch.accelerator.memory_allocated(device)
@@ -87,7 +87,7 @@ def _fraction_that_fits(parameters: Sequence[torch.Tensor], state_bytes: int) ->
 class HostMirror:
     """Host memory for the parameters of one accelerator: twins of their weights, and their gradients.
 
-    `pin`: it is page-locked, or that of one of the two is. `overlap`: batches travel while others are updated, instead
+    `pin`: whether both are page-locked, or which of them. `overlap`: batches travel while others are updated, instead
     of one after the other.
     """
 
@@ -103,8 +103,8 @@ class HostMirror:
         weakref.finalize(self, _close, self._lanes, self._leaving)
 
     def update(self, members: Sequence[Member], perform: Callable[[Sequence[Member]], None]) -> None:
-        """Calls `perform` on batches of `members`, their gradients in host memory, and sends their weights back."""
-        _wait(self._leaving)  # of the last step: twins may still be read
+        """Brings gradients of `members` to the host, calls `perform` on batches of them, and sends the weights back."""
+        _wait(self._leaving)  # copies of the last step may still read the twins
         begin = self._lanes.mark()
         sources = [member.gradient for member in members]
         self._make_room(members)
@@ -118,7 +118,7 @@ class HostMirror:
             for batch in batches
         )
         if self._overlap:
-            arriving = iter(list(arriving))  # all are on their way at once
+            arriving = iter(list(arriving))  # submits all at once
         for batch, transfer in zip(batches, arriving, strict=True):
             transfer.done.synchronize()
             perform([member for member, _ in batch])
@@ -128,15 +128,15 @@ class HostMirror:
                 _wait(self._leaving)
         for transfer in self._leaving:
             self._lanes.wait(transfer.done)
-        # What follows on the device comes after them, so nobody has to keep its memory, which may be wanted elsewhere.
+        # Later work on the device comes after these copies, so nobody has to keep their memory alive.
         self._leaving[:] = [dataclasses.replace(transfer, copies=()) for transfer in self._leaving]
 
     def held_bytes(self) -> int:
-        """Bytes of host memory."""
+        """The bytes of host memory that this holds."""
         return sum(tensor.nbytes for held in (self._twins, self._gradients) for tensor in held.values())
 
     def _make_room(self, members: Sequence[Member]) -> None:
-        """Host memory for weights and gradients of parameters that have none yet, in one arena each."""
+        """Gives members host memory for weights and gradients; new weights get one arena, new gradients another."""
         weights = {member.parameter: member.parameter for member in members}
         gradients = {member.parameter: member.gradient for member in members}
         self._add_like(self._twins, weights, pinned=self._pin in (True, "weights"))
@@ -175,7 +175,7 @@ def _wait(transfers: list[Transfer]) -> None:
 
 
 def _close(lanes: Lanes, leaving: list[Transfer]) -> None:
-    """Page-locked memory may go only when no copy reads it any more."""
+    """Waits for the copies before the lanes close: page-locked memory may go only when no copy reads it any more."""
     _wait(leaving)
     lanes.close(wait=False)
 

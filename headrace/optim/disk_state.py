@@ -1,7 +1,7 @@
 """How does state that rests on disk take part in a step? Through a ring: read ahead, updated, written behind.
 
-Each tensor of state is an extent of a disk store. Some elements of each, of one large parameter or of several small
-ones, are a load: they share a slot of the ring while they are read, updated and written.
+Each tensor of state is an extent of a disk store. A load is a chunk of the state of one large parameter, or the state
+of several small ones; it has one slot of the ring while it is read, updated and written.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from headrace.optim import eight_bit
 
 __all__ = ["DiskState", "Part", "Wanted"]
 
-CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, what a drive takes at full speed
-SLOTS = 8  # one is updated, the others are read into or written from
+CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, enough for a drive to run at full speed
+SLOTS = 8  # one slot is updated; the others are read into or written from
 MOST_BYTES_PER_ELEMENT = 12
 
 
@@ -35,12 +35,12 @@ class Wanted:
     key: Any
     elements: int
     dtypes: Mapping[str, torch.dtype]
-    fresh: frozenset[str]  # begin as zeros: nothing is read
+    fresh: frozenset[str]  # the tensors that begin as zeros: they are not read
 
 
 @dataclass
 class Part:
-    """Elements `start` to `stop` of parameter `index` of a step, and their state, in host memory for the moment."""
+    """The state of elements `start` to `stop` of parameter `index` of a step, in host memory for the moment."""
 
     index: int
     start: int
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """One tensor of a part: its bytes on disk, with an order of their own, and their place in a slot's memory."""
+    """One tensor of a part: its extent on disk, whose requests have an order of their own, and its place in a slot."""
 
     extent: Extent
     place: int  # in the slot
@@ -59,51 +59,51 @@ class _Stretch:
     reads: bool
 
     def within(self, slot: Slot) -> torch.Tensor:
-        """Its whole pages of memory."""
+        """The whole pages of the slot's memory that the tensor has."""
         return slot.memory[self.place : self.place + self.extent.capacity_bytes]
 
 
 class _All:
-    """The event of several requests."""
+    """Several requests as one event."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests
 
     def synchronize(self) -> None:
-        """Waits for all; raises what failed in one."""
+        """Waits for the requests; raises the error of one that failed."""
         for request in self._requests:
             request.synchronize()
 
     def query(self) -> bool:
-        """Whether all have ended."""
+        """Whether all requests have ended."""
         return all(request.query() for request in self._requests)
 
 
 class DiskState:
-    """The state of one optimizer, in a directory of its own inside of `directory`.
+    """The state of one optimizer on disk, in a directory of its own inside of `directory`.
 
     Raises what `DiskStore` raises.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = directory
-        self._failed = False  # since when it holds nothing that can be relied on
+        self._failed = False  # whether a `stream` failed: then the contents cannot be relied on
         self._ledger = Ledger()
         self._store = DiskStore(directory, self._ledger, own="optimizer")
         self._ring = StagingRing(CHUNK_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, torch.device("cpu"), self._ledger)
-        self._extents: dict[Any, dict[tuple[str, torch.dtype], Extent]] = {}  # for good: the disk is not given back
-        self._written: dict[Any, dict[str, torch.dtype]] = {}  # the tensors whose extents hold anything
-        self._chunks: dict[Any, int] = {}  # elements of the parts in which these were written last
+        self._extents: dict[Any, dict[tuple[str, torch.dtype], Extent]] = {}  # for good: no disk space is given back
+        self._written: dict[Any, dict[str, torch.dtype]] = {}  # the tensors whose extents hold something
+        self._chunks: dict[Any, int] = {}  # how many elements each part had when it was written last
         self._busy = threading.Lock()
         weakref.finalize(self, self._store.close)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory."""
+        """The bytes of host memory that this holds."""
         return self._ledger.held_bytes(Tier.HOST)
 
     def synchronize(self) -> None:
-        """Waits until all that was written is on disk; raises what failed."""
+        """Waits until everything that was written is on disk; raises the error of a write that failed."""
         self._store.synchronize()
 
     def holds(self, key: Any) -> tuple[str, ...]:
@@ -111,16 +111,16 @@ class DiskState:
         return tuple(self._written.get(key, ()))
 
     def drop(self, key: Any, names: Iterable[str]) -> None:
-        """These tensors of a parameter are not needed any more."""
+        """Drops these tensors of a parameter."""
         for name in names:
             self._written.get(key, {}).pop(name, None)
 
     def forget(self, key: Any) -> None:
-        """What is on disk of this parameter is not needed any more."""
+        """Drops all tensors of a parameter."""
         self._written.pop(key, None)
 
     def emptied(self) -> "DiskState":
-        """Itself, holding nothing and with room for what comes next; another one where its drive failed."""
+        """Drops everything and returns itself; returns a new object if a step or the drive has failed."""
         with contextlib.suppress(DiskError):
             self.synchronize()
             if not self._failed:
@@ -129,9 +129,9 @@ class DiskState:
         return DiskState(self._directory)
 
     def stream(self, wanted: Sequence[Wanted], update: Callable[[list[Part]], None], *, writes: bool = True) -> None:
-        """Calls `update` with the state of all elements of `wanted`, some at a time.
+        """Calls `update` with the state of all elements of `wanted`, one load at a time.
 
-        What it writes there is kept, unless it only reads.
+        What `update` changes is written back to disk if `writes`.
         """
         with self._busy:
             loads = deque(self._loads(wanted))
@@ -161,7 +161,7 @@ class DiskState:
                     self._ring.release(slot, None)
 
     def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The flat `tensors` become what is on disk of a parameter of so many elements."""
+        """Writes the flat `tensors` to disk as the state of a parameter of so many elements."""
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
 
         def fill(parts: list[Part]) -> None:
@@ -186,7 +186,7 @@ class DiskState:
         return fetched
 
     def at_rest(self, key: Any, elements: int) -> dict[str, TensorAtRest]:
-        """The tensors of a parameter, flat, to be read while nothing is written to them."""
+        """The tensors of a parameter, flat, for reading while nothing is written to them."""
         found = {}
         for name, dtype in self._written.get(key, {}).items():
             extent = self._extents[key][name, dtype]
@@ -196,12 +196,12 @@ class DiskState:
         return found
 
     def _read_bytes(self, origin: Origin, begin: int, memory: torch.Tensor) -> None:
-        """A method, so that the store is open as long as somebody may read from it."""
+        """Reads from disk. It is a method so that the store stays open as long as somebody may read."""
         if not read_bytes(origin, begin, memory):
             raise StateError("an optimizer's state on disk was read after it was closed")
 
     def fill(self, key: Any, elements: int, tensors: Mapping[str, TensorAtRest]) -> None:
-        """As `keep`, with tensors that are elsewhere on disk: some elements of them at a time are in memory."""
+        """As `keep`, with tensors that are elsewhere on disk: only some of their elements are in memory at a time."""
         dtypes = {name: tensor.like.dtype for name, tensor in tensors.items()}
 
         def read(parts: list[Part]) -> None:
@@ -212,7 +212,7 @@ class DiskState:
         self.stream([Wanted(key, elements, dtypes, frozenset(dtypes))], read)
 
     def lend(self, key: Any, elements: int) -> dict[str, torch.Tensor]:
-        """The tensors of a parameter as memory, flat, read from disk as it is touched; until `take_back`."""
+        """The tensors of a parameter, flat, as memory that is read from disk when touched, until `take_back`."""
         self._end_parts(key)
         lent = {}
         for name, dtype in self._written.get(key, {}).items():
@@ -221,7 +221,7 @@ class DiskState:
         return lent
 
     def take_back(self, key: Any) -> None:
-        """What was lent is read and written directly again: in parts, which have checksums of their own."""
+        """Ends `lend`: the tensors are read and written directly again, in parts that have checksums of their own."""
         for extent in self._extents.get(key, {}).values():
             self._store.to_direct(extent, within=()).synchronize()
 
@@ -251,7 +251,7 @@ class DiskState:
             yield load
 
     def _chunk_of(self, one: Wanted) -> int:
-        """Elements of each of its parts from now on."""
+        """How many elements each part of this parameter has from now on."""
         wide = sum(dtype.itemsize for dtype in one.dtypes.values()) > MOST_BYTES_PER_ELEMENT  # float64, amsgrad
         chunk = CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
         if self._chunks.setdefault(one.key, chunk) != chunk:
@@ -260,9 +260,9 @@ class DiskState:
         return chunk
 
     def _end_parts(self, key: Any) -> None:
-        """Whatever is done next to a parameter's bytes is not done in the parts of before.
+        """Ends the parts in which a parameter's bytes were written: later accesses divide the bytes in another way.
 
-        Those have an order and checksums of their own, so they are waited for and not asked any more.
+        Parts have an order and checksums of their own, so they are waited for, and not used any more.
         """
         self.synchronize()
         for extent in self._extents.get(key, {}).values():

@@ -1,8 +1,8 @@
 """May parameters be updated while backward still runs? Only where nothing happens to gradients before the step.
 
-An update in backward takes gradients as they land, with the settings of that moment. Clipping, a GradScaler, a second
-micro-batch and a learning rate set before `step()` all come later. So the first steps are watched: nothing is updated
-early before one whole step has shown that the loop does none of this, and each later step is checked for it.
+An update in backward uses gradients as they arrive, with the settings of that moment. Clipping, a GradScaler, a second
+micro-batch and a learning rate set before `step()` all come later. So nothing is updated early until one whole step
+has been watched and has done none of this; each later step is checked for it.
 """
 
 import weakref
@@ -21,30 +21,30 @@ __all__ = ["EarlyUpdates"]
 
 
 class EarlyUpdates:
-    """What one optimizer updated since its last step, and whether it may.
+    """What one optimizer has updated since its last step, and whether it may update early.
 
-    `begin` (the update of parameters of a unit, given their gradients) and `settings` (of all param groups, as they are
-    now) are methods of the optimizer. It is not kept alive by this: one that was dropped updates nothing any more.
+    `begin` (starts the update of parameters of a unit, given their gradients) and `settings` (returns those of all
+    groups) are methods of the optimizer, held weakly: an optimizer that was dropped updates nothing any more.
     """
 
     def __init__(self, begin: Callable[..., Sequence[Any]], settings: Callable[[], list[dict[str, Any]]]) -> None:
         self._begin = weakref.WeakMethod(begin)
         self._settings_now = weakref.WeakMethod(settings)
-        self._proven = False  # one step was watched, and did nothing to gradients
-        self._watched: dict[Any, SeenGradient] = {}  # gradients, as they were when backward ended
-        self._versions: dict[Any, int] = {}  # of the weights, at that moment; updates under way go on counting theirs
+        self._proven = False  # whether one step was watched, and did nothing to gradients
+        self._watched: dict[Any, SeenGradient] = {}  # the gradients, as they were when backward ended
+        self._versions: dict[Any, int] = {}  # of the weights, when backward ended; updates under way still raise theirs
         self._repeated = False
-        self._abandoned = False  # a backward raised after updates in it
-        self._loaded = False  # a state was loaded after updates in a backward, whose step has not come
+        self._abandoned = False  # whether a backward raised after updates in it
+        self._loaded = False  # whether a state was loaded after early updates and before their step
         self._own: frozenset[Any] = frozenset()  # the parameters of the optimizer
-        self._used: list[dict[str, Any]] | None = None  # the settings of updates in this backward
+        self._used: list[dict[str, Any]] | None = None  # the settings with which this backward updates
         self.updated: dict[Any, None] = {}  # parameters updated since the last step
-        self._marks: dict[Any, tuple[int, int]] = {}  # of all that were ever updated: tells of writes since
+        self._marks: dict[Any, tuple[int, int]] = {}  # of all parameters ever updated; they show later writes
         make_grad_scaler_leave_traces(self)
 
     # as a Watcher -----------------------------------------------------------------------------------------------------
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
-        """All gradients of a unit are here, or on their way."""
+        """Called in backward when all gradients of a unit are here, or on their way: begins its update."""
         self._look_for_failure()
         self._look_for_load()
         begin = self._begin()
@@ -57,11 +57,11 @@ class EarlyUpdates:
         return begin(unit, gradients, arrived, self.updated)
 
     def delivered(self, parameters: Mapping[Any, bool]) -> None:
-        """Backward is over, and the gradients are the parameters'."""
+        """Called when backward is over and the gradients are in `.grad`: watches them from now on."""
         self._look_for_failure()
         self._look_for_load()
-        for parameter in self._own.intersection(parameters):  # blocks may have another optimizer's, too
-            if parameter.grad is None:  # a hook took it: nothing was updated with it, nor will be
+        for parameter in self._own.intersection(parameters):  # a block may have parameters of another optimizer, too
+            if parameter.grad is None:  # a hook took the gradient: nothing was updated with it, nor will be
                 continue
             self._repeated = self._repeated or parameter in self._watched
             self._watched[parameter] = SeenGradient(parameter.grad)
@@ -70,24 +70,24 @@ class EarlyUpdates:
             self._used = self._settings()
 
     def abandoned(self) -> None:
-        """Backward raised, and what was updated in it stays so."""
+        """Called when backward raised; the updates in it are not undone."""
         self._abandoned = bool(self.updated)
 
     # on the thread of updates -----------------------------------------------------------------------------------------
     def performed(self, parameters: Iterable[Any]) -> None:
-        """Their update has been written."""
+        """Called when the update of these parameters has been written."""
         for parameter in parameters:
             self._marks[parameter] = _mark(parameter)
 
     # in step() --------------------------------------------------------------------------------------------------------
     def check(self) -> None:
-        """A step begins. Raises StateError when something happened to gradients that an early update does not know."""
+        """Called when a step begins. Raises StateError if something happened that early updates did not see."""
         self._look_for_failure()
         if self._loaded:
             self._refuse("a state was loaded between backward and step()")
         if self._repeated:
             self._refuse("backward ran again before step(): gradients accumulate, or a GradScaler skipped a step")
-        with without_overrides():  # which would wait for the updates
+        with without_overrides():  # else `.grad` would wait for the updates
             changed = any(not seen.is_still(parameter.grad) for parameter, seen in self._watched.items())
         if changed:
             self._refuse("gradients were changed after backward (clipping, GradScaler.unscale_, or by hand)")
@@ -97,16 +97,16 @@ class EarlyUpdates:
             self._refuse("settings of param groups (such as lr) were changed between backward and step()")
 
     def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A step is over; `parameters` are watched from now on."""
+        """Called when a step is over; `parameters` are watched from now on."""
         self._proven = self._proven or bool(self._watched)
         self._forget()
         self._own = frozenset(parameters)
         watch(self, self._own)
 
     def load(self) -> None:
-        """A state was loaded, and the loop begins anew with the next backward."""
+        """Called when a state was loaded: the loop begins anew with the next backward."""
         self._proven = False
-        self._abandoned = False  # what it did to weights is of no concern, if these were loaded too
+        self._abandoned = False  # what it did to the weights does not matter if they were loaded too
         self._loaded = bool(self.updated)
         if not self._loaded:
             self._forget()
@@ -116,7 +116,7 @@ class EarlyUpdates:
             self._refuse("a backward raised, and the optimizer goes on without its gradients")
 
     def _look_for_load(self) -> None:
-        """A backward: what was updated in the one before a load is of no concern, if these weights were loaded too."""
+        """Called in backward: updates from before a load do not matter if the weights were loaded too, else raises."""
         if not self._loaded:
             return
         kept = sum(self._marks.get(parameter) == _mark(parameter) for parameter in self.updated)
@@ -150,6 +150,6 @@ class EarlyUpdates:
 
 
 def _mark(parameter: Any) -> tuple[int, int]:
-    """Differs after a write or another `data`. Waits for no update."""
+    """A mark that differs after a write or another `data`. Taking it waits for no update."""
     with without_overrides():
         return parameter._version, parameter.data_ptr()

@@ -32,7 +32,7 @@ __all__ = [
 
 RUN_ELEMENTS = 128
 RECORD_BYTES = RUN_ELEMENTS + 4
-SUFFIX = "_8bit"  # of the names of such moments in the state of a parameter
+SUFFIX = "_8bit"  # ends the names of such moments in a parameter's state
 LEAST_ELEMENTS = 4096  # smaller tensors keep float32: little to gain, and biases and norms are the sensitive ones
 _MANTISSA_SHIFT = 19  # leaves 4 bits of a float's mantissa
 _NEAREST = 1 << (_MANTISSA_SHIFT - 1)
@@ -41,13 +41,13 @@ _INFINITE = 0x7F800000
 
 
 class _Code:
-    """`octaves` powers of two below the largest value of a run."""
+    """The numbers of a code that reaches `octaves` powers of two below the largest value of a run."""
 
     def __init__(self, octaves: int, largest: int) -> None:
         self.base = (127 - octaves) << 23  # bits of the offset
         self.offset = 2.0**-octaves
-        self.top = 0.96875 - self.offset  # what the largest value of a run becomes: the last code
-        self.inverse = float(np.float32(1) / np.float32(self.top))  # rounded as the kernel's
+        self.top = 0.96875 - self.offset  # the largest value of a run is scaled to this: it has the last code
+        self.inverse = float(np.float32(1) / np.float32(self.top))  # rounded as in the kernel
         self.largest = largest
 
 
@@ -56,27 +56,27 @@ _UNSIGNED = _Code(16, 255)
 
 
 def fits(parameter: torch.Tensor) -> bool:
-    """Whether moments of a parameter can be kept so. Others keep float32 (float64 for float64)."""
+    """Whether moments of a parameter can be kept in 8 bits. Others are kept in float32 (float64 for float64)."""
     return parameter.numel() >= LEAST_ELEMENTS and parameter.is_contiguous() and parameter.dtype != torch.float64
 
 
 def records(elements: int) -> int:
-    """How many runs so many elements are."""
+    """How many runs this number of elements makes."""
     return -(-elements // RUN_ELEMENTS)
 
 
 def nbytes(elements: int, dtype: torch.dtype) -> int:
-    """The bytes of a state of so many elements; dtype uint8 stands for a moment in 8 bits."""
+    """The bytes of a state of this many elements; dtype uint8 stands for a moment in 8 bits."""
     return records(elements) * RECORD_BYTES if dtype == torch.uint8 else elements * dtype.itemsize
 
 
 def zeros(elements: int, device: torch.device) -> torch.Tensor:
-    """A moment of so many elements that are all zero."""
+    """An 8-bit moment of this many elements, which are all zero."""
     return torch.zeros(records(elements), RECORD_BYTES, dtype=torch.uint8, device=device)
 
 
 def is_record(value: torch.Tensor, elements: int) -> bool:
-    """Whether `value` is the moment of so many elements, in 8 bits."""
+    """Whether `value` has the form of an 8-bit moment of this many elements."""
     return value.dtype == torch.uint8 and value.shape == (records(elements), RECORD_BYTES)
 
 
@@ -121,7 +121,7 @@ def encode(values: torch.Tensor, moment: torch.Tensor, random: torch.Tensor | No
 def convert(state: dict[str, Any], names: Iterable[str], parameter: torch.Tensor, *, narrow: bool) -> None:
     """Brings the moments `names` of a parameter's state, first moment first, into 8 bits, or out of them.
 
-    What is there in the wanted form stays as it is.
+    Moments that have the wanted form already stay as they are.
     """
     for index, name in enumerate(names):
         signed = index == 0

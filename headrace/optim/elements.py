@@ -1,8 +1,7 @@
 """How do rules update that work element by element? Rows of all parameters at once, in one pass over memory.
 
-A row is a run of one parameter's elements; its columns are weight, gradient, master and moments, each in host memory,
-on an accelerator, or in a file, of which some elements at a time are in memory. Wherever they come from, rows are
-updated in the same way.
+A row is a run of one parameter's elements. Its columns are weight, gradient, master and moments, each of which is in
+host memory, on an accelerator, or in a file and a part at a time in memory. All rows are updated in the same way.
 """
 
 import contextlib
@@ -27,25 +26,25 @@ __all__ = ["ElementUpdates"]
 
 @dataclass
 class _Columns:
-    """What of a parameter's state takes part in its update."""
+    """The part of a parameter's state that takes part in its update."""
 
     moments: tuple[str, ...]
-    dtypes: dict[str, torch.dtype]  # of all, the master among them
-    fresh: frozenset[str]  # begin as zeros
-    state: dict[str, Any]  # where they are not on disk; the parameter's when the update has been performed
+    dtypes: dict[str, torch.dtype]  # of all columns of state, the master among them
+    fresh: frozenset[str]  # the columns that begin as zeros
+    state: dict[str, Any]  # if not on disk; becomes the parameter's after the update
 
 
 class ElementUpdates:
-    """Updates of one optimizer's parameters by such rules."""
+    """The updates of one optimizer's parameters by rules that work element by element."""
 
     def __init__(self, states: ParamStates, not_finite: NotFiniteSteps, *, always_counts: bool) -> None:
-        """`always_counts`: steps, as moments are rounded in another way in each."""
+        """`always_counts`: whether steps are always counted, because stochastic rounding differs from step to step."""
         self._states = states
         self._not_finite = not_finite
         self._always_counts = always_counts
 
     def perform(self, members: Sequence[Member], scale: float, *, in_place: bool) -> None:
-        """Updates all of them. `in_place`: weights on disk in their files, where that may be done."""
+        """Updates all members. `in_place`: weights on disk are updated in their files if possible."""
         on_host = members[0].master.host.device.type == "cpu"
         disk = self._states.disk if on_host else None
         in_their_files, others = in_files(members) if on_host and in_place else ([], members)
@@ -104,9 +103,9 @@ class ElementUpdates:
             mark_written_in_place(members)
 
     def _count_steps(self, states: Sequence[dict[str, Any]]) -> None:
-        """Updates were performed."""
+        """Counts a step in each of these states."""
         for state in states:
-            if not isinstance(state.get("step", None), torch.Tensor):  # none yet, or a number in an old state dict
+            if not isinstance(state.get("step", None), torch.Tensor):  # missing, or a number from an old state dict
                 step = float(state.get("step", 0.0))
                 state["step"] = torch.tensor(step, device="cpu")
             elif state["step"].device.type != "cpu":
@@ -147,7 +146,7 @@ class ElementUpdates:
         )
 
     def _columns_in_memory(self, member: Member) -> _Columns:
-        """A parameter's state where it is updated: nothing of its own has changed if the update fails."""
+        """A parameter's state in a copy of its dict, so that the dict is unchanged if the update fails."""
         state: dict[str, Any] = dict(member.state)
         rule, master = member.rule, member.master
         self._states.normalize(state, rule, master)
@@ -155,7 +154,7 @@ class ElementUpdates:
         master.master(state)
         for name, dtype in dtypes.items():
             value = state.get(name)
-            if value is not None and value.dtype != dtype:  # somebody cast it while it was away
+            if value is not None and value.dtype != dtype:  # somebody cast it meanwhile
                 value = value.to(dtype)
             kept = master.adopt(value, dtype)
             if kept is None:
@@ -176,7 +175,7 @@ class ElementUpdates:
 
 
 def _whole(index: int, member: Member, state: Mapping[str, torch.Tensor]) -> Row:
-    """All of a parameter, in its shape."""
+    """The row of all elements of a parameter, in its shape."""
     master = member.master
     weight, gradient = master.exposed_dense(), master.dense(member.gradient)
     return Row(index, 0, weight.numel(), weight, gradient, state)
@@ -202,7 +201,7 @@ def _update_of(member: Member, columns: _Columns, row: Row) -> Update:
 
 
 def _joined(before: int | torch.Tensor, row: Row, done: Update) -> int:
-    """A parameter's `kernel.checksum`, the sum of bits * (2 * place + 1), with what these elements add to it."""
+    """A parameter's `kernel.checksum`, the sum of bits * (2 * place + 1), with the elements of `row` added to it."""
     first = int(row.weight[:1].view(torch.int16)) & 0xFFFF
     own = int(done.checksum)
     twice_the_sum = own + first - int(kernel.checksum(row.weight[1:]))

@@ -1,7 +1,8 @@
-"""How is a matrix updated of which each rank has a shard, by a rule that needs it whole? On one rank, for all.
+"""How does a rule that needs a whole matrix update one of which each rank has a shard? On one rank, for all.
 
-Each matrix belongs to a rank. Weights and gradients come there from all others, into a *stand-in* that has memory only
-meanwhile; the updated weights go back into the shards. State stays with the owner, whole.
+Each matrix is owned by one rank. For an update, the other ranks send it their shards of weights and gradients. It
+updates the matrix in a *stand-in*, which has memory only meanwhile, and sends the weights back into the shards. The
+owner keeps the state, whole.
 """
 
 from collections import defaultdict
@@ -19,11 +20,11 @@ from headrace.runtime.sharded import Cut, cut_of, local_shard
 
 __all__ = ["Gathered"]
 
-_ROUND_BYTES = 32 << 20  # of gradients that each rank has whole at once, or of one that is larger
+_ROUND_BYTES = 32 << 20  # of whole gradients that a rank has at once, unless one is larger
 
 
 class Gathered(Ownership):
-    """Those parameters of one optimizer that are DTensors, cut along one dimension of one mesh."""
+    """Who owns the parameters of an optimizer that are DTensors cut along one dimension of one mesh."""
 
     def __init__(self, first: Cut, shards: LocalShards, owners: Sequence[int]) -> None:
         ranks = Ranks(first.mesh.get_group(first.mesh_dimension), first.mesh.device_type)
@@ -36,7 +37,7 @@ class Gathered(Ownership):
         return super().is_elsewhere(self._shards.dtensor_of(parameter))
 
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Deals out those that are cut. Raises ValueError for one that is so otherwise than the first."""
+        """Gives owners to the parameters that are cut. Raises ValueError for one that is cut unlike the first one."""
         cuts = {parameter: cut for parameter in parameters if (cut := cut_of(parameter)) is not None}
         for parameter, cut in cuts.items():
             if (cut.mesh, cut.mesh_dimension) != self._mesh:
@@ -59,8 +60,8 @@ class Gathered(Ownership):
                 self._shards.stand_in(parameter)
 
     def rounds(self, members: Sequence[Member]) -> list[list[Member]]:
-        """Of each owner as many as fit, so that all have something to do; before these all that are not cut."""
-        filled: dict[int, tuple[int, int]] = {}  # by owner: its last round, and the bytes in that
+        """Puts as many members of each owner as fit into each round, so that all ranks work. Uncut ones come first."""
+        filled: dict[int, tuple[int, int]] = {}  # by owner: its last round, and the bytes in it
         rounds: defaultdict[int, list[Member]] = defaultdict(list)
         for member in members:
             owner = self.map.owner(self._shards.dtensor_of(member.parameter))
@@ -76,7 +77,7 @@ class Gathered(Ownership):
         return [rounds[number] for number in sorted(rounds)]
 
     def bring(self, members: Sequence[Member]) -> list[Member]:
-        """Weights and gradients of those that this rank owns come here, whole."""
+        """Brings this rank the whole weights and gradients of the members that it owns, and returns these."""
         if not self._are_cut(members):
             return list(members)
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(self.ranks.count)]
@@ -91,7 +92,7 @@ class Gathered(Ownership):
                 gradient = torch.empty_like(weight, dtype=member.gradient.dtype)
                 for rank, pieces in enumerate(incoming):
                     pieces += [self._cuts[parameter].part(tensor, rank) for tensor in (weight, gradient)]
-                member.master.changed = True  # whether they are the old ones is seen in their values
+                member.master.changed = True  # the checksum tells whether somebody wrote the weights
                 mine.append(replace(member, gradient=gradient))
         self.ranks.exchange(outgoing, incoming)
         return mine

@@ -1,7 +1,7 @@
-"""How are weights updated that rest on disk? Grain by grain: read, updated, written, past the page cache.
+"""How are weights on disk updated? Grain by grain: each is read, updated and written, past the page cache.
 
-A grain is what one checksum is of. Some are read, with the gradients of what lies in them where these rest on disk too,
-while one is updated, and others are written. Through the memory that shows them the same would be page faults.
+A grain is the bytes that have one checksum. While one grain is updated, later ones are read, with their gradients if
+these rest on disk too, and earlier ones are written. Through mapped memory, all of that would be page faults.
 """
 
 from collections import deque
@@ -20,12 +20,12 @@ from headrace.runtime.pending import unit_of
 
 __all__ = ["Grains", "Row", "in_files", "mark_written_in_place"]
 
-_AHEAD = 3  # grains that are read, or written, while one is updated
+_AHEAD = 3  # grains that are read, and that are written, while one is updated
 
 
 @dataclass
 class Row:
-    """Elements [start, stop) of member `index`, in memory for the moment: flat; all of them also in their shape."""
+    """Elements [start, stop) of member `index`, in memory for the moment. Flat; a whole member may be in its shape."""
 
     index: int
     start: int
@@ -35,27 +35,27 @@ class Row:
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)  # master and moments
 
     def part(self, start: int, stop: int, state: Mapping[str, torch.Tensor]) -> "Row":
-        """Elements [start, stop) of the parameter, which are some of these, with their state."""
+        """The row of elements [start, stop) of the parameter, which lie within this row, with their state."""
         elements = slice(start - self.start, stop - self.start)
         return Row(self.index, start, stop, flat(self.weight)[elements], flat(self.gradient)[elements], state)
 
 
 @dataclass
 class _Grain:
-    """Bytes `begin` to `end` of what `origin` shows, on their way."""
+    """Bytes `begin` to `end` of `origin`, on their way from or to the file."""
 
     origin: Origin
     begin: int
     end: int
-    runs: list[tuple[int, int, int, int]]  # member, start, stop, and where it begins in the memory
+    runs: list[tuple[int, int, int, int]]  # member, start, stop, and the offset in the memory
     memory: torch.Tensor
     reads: list[Request] = field(default_factory=list)
-    gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # and the memory to reuse
+    gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # with the memory to reuse
 
 
 def in_files(members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
-    """Members whose weights may be updated in their files, all of a unit or none, in the order in which they lie there;
-    and the others. Nothing of them is under way.
+    """The members whose weights may be updated in their files, all of a unit or none, in the order of the file; and the
+    other members. No update of them may be under way.
     """
     units, others = by_unit(members)
     found: list[Member] = []
@@ -69,7 +69,7 @@ def in_files(members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
 
 
 def mark_written_in_place(members: Sequence[Member]) -> None:
-    """That was done: as soon as they count as written, one of each unit says so."""
+    """Called when members were updated in their files: one of each unit says so as soon as it counts as written."""
     for member in {id(unit_of(member.parameter)): member for member in members}.values():
         member.master.in_files = unit_of(member.parameter)
 
@@ -77,7 +77,7 @@ def mark_written_in_place(members: Sequence[Member]) -> None:
 class Grains:
     """The weights of `members`, some at a time, in the order in which they lie in their files. Raises DiskError.
 
-    A holder of host memory for seven grains (8 MiB each, less under small budgets), and for the gradients of some.
+    It holds host memory for seven grains (8 MiB each, less under small budgets), and for the gradients of some.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -87,10 +87,10 @@ class Grains:
         self._reading: deque[_Grain] = deque()
         self._writing: deque[tuple[torch.Tensor, Request]] = deque()
         self._open: deque[tuple[_Grain, list[Row]]] = deque()
-        self._left: deque[int] = deque()  # elements of each open one that nobody has asked for
+        self._left: deque[int] = deque()  # for each open grain, the elements that nobody has asked for yet
 
     def runs(self, index: int, start: int, stop: int) -> Iterator[Row]:
-        """The runs that these elements are. To be asked for in order, and updated before `updated` is called."""
+        """The rows that have these elements. Ask for them in order, and update them before `updated` is called."""
         at = start
         while at < stop:
             found = self._run_at(index, at)
@@ -104,23 +104,23 @@ class Grains:
             at = end
 
     def all(self) -> Iterator[list[Row]]:
-        """All runs, those of one grain at a time, each updated before the next is asked for."""
+        """All rows, those of one grain at a time; update them before asking for the next."""
         while self._open_one():
             yield self._open[0][1]
             self._write_one()
 
     def updated(self) -> None:
-        """What was asked for was updated: grains of which that is all are written."""
+        """Called when all rows asked for are updated: writes the grains in which nothing is left to update."""
         while self._left and not self._left[0]:
             self._write_one()
 
     def finish(self) -> None:
-        """All has been updated; returns when it is written."""
+        """Called when everything is updated; returns when it is written."""
         for _, request in self._writing:
             request.synchronize()
 
     def close(self) -> None:
-        """Waits until nothing is read or written any more, well or not."""
+        """Waits until nothing is read or written any more, with success or not."""
         reads = [request for grain in self._reading for request in grain.reads]
         for request in [*reads, *(request for _, request in self._writing)]:
             request.settle()
@@ -133,7 +133,7 @@ class Grains:
         return None
 
     def _open_one(self) -> bool:
-        """Waits for the next grain; False: there is none."""
+        """Waits for the next grain; False if there is none."""
         while len(self._reading) <= _AHEAD and (grain := next(self._coming, None)) is not None:
             self._reading.append(grain)
         if not self._reading:
@@ -170,11 +170,11 @@ class Grains:
 
 
 def _grains(members: Sequence[Member], memory: Callable[[int], torch.Tensor]) -> Iterator[_Grain]:
-    """Asks for all of them, one after the other."""
+    """Begins to read all grains of the members, each when the iterator gets to it."""
     by_origin: dict[Origin, list[tuple[int, int]]] = {}
     for index, member in enumerate(members):
         shown = origin_of(member.master.exposed())
-        if shown is not None:  # as `in_files` has seen to
+        if shown is not None:  # always so: see `in_files`
             by_origin.setdefault(shown[0], []).append((shown[1], index))
     for origin, places in by_origin.items():
         places.sort()

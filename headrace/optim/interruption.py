@@ -1,4 +1,4 @@
-"""What if a drive fails, or Ctrl-C comes, within a step? It says how far it came, and no other one follows."""
+"""What if a drive fails, or Ctrl-C comes, within a step? The error says how far it came; no other step may follow."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,21 +28,21 @@ class Interruption:
             raise StateError(self._reason)
 
     def forget(self) -> None:
-        """State was loaded."""
+        """Called when state was loaded: steps are possible again."""
         self._reason = None
 
     @contextlib.contextmanager
     def guard_partial_step(self, members: Sequence[Member], drain: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """For the length of an update of these, which says of each when it has `begun`. `drain` waits until what was
-        given to other threads has ended.
+        """Surrounds an update of these members, which sets `begun` in each. `drain` waits until the work that was given
+        to other threads has ended.
 
-        What fails before the first one changed nothing and is raised as it is; later it is raised as a StateError.
+        An error before any member has begun is raised as it is, as nothing has changed; a later one as StateError.
         """
         try:
             yield
         except BaseException as error:
             drain()
-            # Ctrl-C may have struck after they were written: copies of them are made anew.
+            # Ctrl-C may have struck after weights were written: has copies of them made anew.
             torch.autograd.graph.increment_version([member.parameter for member in members])
             for member in members:
                 member.master.broken_off()

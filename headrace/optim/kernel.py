@@ -33,7 +33,7 @@ __all__ = [
 
 CHUNK_ELEMENTS = 1 << 16  # what one thread takes at a time
 
-SLOWER = "the native optimizer kernel is missing, so updates on the host take 4 to 40 times as long"  # as measured
+SLOWER = "the native optimizer kernel is missing, so updates on the host take 4 to 40 times as long"  # measured
 INSTALL = (
     "install a C++ compiler (such as apt-get install g++; on macOS xcode-select --install), then headrace again:"
     " pip install --force-reinstall --no-deps --no-cache-dir, with what you gave pip install before"
@@ -54,15 +54,15 @@ class Number(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     FLOAT16 = 2
-    EIGHT_BIT = 3  # of state alone; see eight_bit.py
+    EIGHT_BIT = 3  # only for state; see eight_bit.py
 
 
 class Master(IntEnum):
     """How the exact float32 value of a weight is kept."""
 
     IS_WEIGHT = 0  # the weight is float32 itself
-    SPLIT = 1  # bfloat16 weight and the 16 bits that it lacks
-    FULL = 2  # low-precision weight beside a float32 one
+    SPLIT = 1  # a bfloat16 weight, and the 16 bits that it lacks
+    FULL = 2  # a low-precision weight, and a float32 one beside it
 
 
 class Constants(ctypes.Structure):
@@ -105,7 +105,7 @@ _LEVELS = {"AVX2": 1, "AVX512": 2}
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernel, None where it was not built with this installation."""
+    """The kernel; None if it was not built with this installation."""
     library = load_native(__file__, "headrace_optim_layout", _LAYOUT)
     if library is None:
         return None
@@ -123,13 +123,13 @@ def available() -> bool:
 
 @functools.cache
 def warn_if_missing() -> None:
-    """Once for a process, for whoever is about to use it."""
+    """Warns, once in a process, if the kernel was not built."""
     if native_library() is None:
         warnings.warn(f"{SLOWER}; {INSTALL}", RuntimeWarning, stacklevel=4)
 
 
 def level() -> int:
-    """Vector instructions in use: 0 baseline, 1 AVX2, 2 AVX-512; those that PyTorch uses, as results depend on them."""
+    """The vector instructions in use: 0 baseline, 1 AVX2, 2 AVX-512. As in PyTorch, because results depend on them."""
     library = native_library()
     if library is None:
         return 0
@@ -138,11 +138,11 @@ def level() -> int:
 
 
 def run(tasks: Sequence[Task], constants: Sequence[Constants]) -> list[tuple[int, bool]]:
-    """Performs all `tasks` on every thread that this process may use.
+    """Performs all `tasks` on all threads that this process may use.
 
-    Returns for each the checksum of its weights, and whether it met a gradient that is not finite.
+    Returns, for each task, the checksum of its weights, and whether it met a gradient that is not finite.
 
-    The caller keeps the memory alive that the tasks point to. Raises RuntimeError where the kernel was not built.
+    The caller keeps the memory alive that the tasks point to. Raises RuntimeError if the kernel was not built.
     """
     library = native_library()
     if library is None:
@@ -154,7 +154,7 @@ def run(tasks: Sequence[Task], constants: Sequence[Constants]) -> list[tuple[int
         chunks += -(-task.elements // CHUNK_ELEMENTS)
     if not chunks:
         return [(0, False)] * len(tasks)
-    # Tasks of no elements would share their chunk number with the next one.
+    # A task without elements would have the chunk number of the next task.
     filled = [index for index, task in enumerate(tasks) if task.elements]
     all_tasks = (Task * len(filled))(*(tasks[index] for index in filled))
     all_constants = (Constants * len(constants))(*constants)
@@ -167,9 +167,9 @@ def run(tasks: Sequence[Task], constants: Sequence[Constants]) -> list[tuple[int
 
 
 def checksum(weights: torch.Tensor) -> int | torch.Tensor:
-    """The checksum of contiguous bfloat16 weights, as a step in split form computes it of what it writes.
+    """The checksum of contiguous bfloat16 weights, as a step in split form computes it for the weights that it writes.
 
-    On an accelerator it is a sum that stays there, so that nobody waits for it.
+    On an accelerator, it is a tensor that stays there, so that nobody waits for it.
     """
     if weights.device.type != "cpu":
         return weights.view(torch.int16).sum(dtype=torch.int64)

@@ -11,7 +11,7 @@ __all__ = ["by_number", "values_from"]
 
 
 def by_number(state_dict: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
-    """The parameters of `groups` by the numbers that a state_dict has for them."""
+    """The parameters of `groups`, by their numbers in a state_dict."""
     pairs = zip(state_dict["param_groups"], groups, strict=False)
     return {
         number: parameter
@@ -26,12 +26,12 @@ def values_from(
     elementwise: Sequence[tuple[str, ...]],
     state_dtype: torch.dtype,
 ) -> dict[Any, Any]:
-    """State for each parameter of `groups`. `elementwise` names, by group, what has the state dtype, and the
-    parameter's shape.
+    """The state for each parameter of `groups`. `elementwise` names, for each group, the state that has the state dtype
+    and the parameter's shape.
 
-    That dtype is torch.uint8 for moments in 8 bits. Those of the loaded state become what is wanted, either way.
+    The dtype torch.uint8 stands for moments in 8 bits. Loaded moments are converted into 8 bits, or out of them.
 
-    Raises ValueError when groups do not match, or a state has another shape than its parameter.
+    Raises ValueError if groups do not match, or a state has another shape than its parameter.
     """
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):

@@ -1,4 +1,4 @@
-"""How does an optimizer take DTensors? Inside, each is its local shard; outside, its state is sharded as it is."""
+"""How does an optimizer take DTensors? Inside, each is its local shard; outside, its state is sharded like it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,24 +19,24 @@ _STEP = "step"  # a plain number on every rank
 
 
 class LocalShards:
-    """The local shards of those parameters of one optimizer that are DTensors."""
+    """The local shards of the parameters of one optimizer that are DTensors."""
 
     def __init__(self) -> None:
         self._shards: dict[torch.Tensor, torch.Tensor] = {}  # by DTensor
-        self._whole: dict[torch.Tensor, torch.Tensor] = {}  # by shard, and by stand-in
+        self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the DTensor, by shard and by stand-in
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}  # by DTensor: see gathered.py
 
     def __bool__(self) -> bool:
         return bool(self._shards)
 
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
-        """From now on, these are parameters too."""
+        """Adds the DTensors among these parameters."""
         for parameter in filter(is_sharded, parameters):
             self._shards[parameter] = local_shard(parameter)
             self._whole[local_shard(parameter)] = parameter
 
     def stand_in(self, parameter: torch.Tensor) -> None:
-        """This one is updated whole, in a tensor of its shape that has no memory between updates."""
+        """Has a DTensor updated as a whole, in a tensor of its shape that has no memory between updates."""
         local, strides = local_shard(parameter), parameter.stride()
         whole = torch.empty_strided(parameter.shape, strides, dtype=local.dtype, device=local.device)
         whole.untyped_storage().resize_(0)
@@ -44,12 +44,12 @@ class LocalShards:
         self._whole[whole] = parameter
 
     def is_stand_in(self, updated: torch.Tensor) -> bool:
-        """Whether what is updated is one of those."""
+        """Whether `updated` is the stand-in of a DTensor."""
         whole = self._whole.get(updated)
         return whole is not None and self._stand_ins.get(whole) is updated
 
     def to_local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What is updated of a parameter. Raises StateError where it has another memory since."""
+        """The tensor that is updated for a parameter. Raises StateError if its local shard has been replaced."""
         shard = self._shards.get(parameter)
         if shard is None:
             return parameter
@@ -61,20 +61,20 @@ class LocalShards:
         return self._stand_ins.get(parameter, shard)
 
     def dtensor_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """The parameter whose local shard it is, or that it is."""
+        """The DTensor whose shard or stand-in this is; a plain parameter is returned as it is."""
         return self._whole.get(shard, shard)
 
     def dtensors_of(self, shards: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those DTensors of which some of these are the local shards."""
+        """The DTensors whose local shards or stand-ins are among these tensors."""
         return [self._whole[shard] for shard in shards if shard in self._whole] if self._whole else []
 
     def gradient(self, shard: torch.Tensor) -> torch.Tensor | None:
-        """What it is updated with."""
+        """The gradient with which the shard is updated."""
         whole = self._whole.get(shard)
         return shard.grad if whole is None else gradient_of_shard(whole)
 
     def localize_state(self, state: Mapping[Any, Any]) -> "defaultdict[Any, Any]":
-        """State by parameter, as the optimizer has it inside. Raises ValueError where it is not sharded as that is."""
+        """State by parameter, in local shards. Raises ValueError for state that is not sharded like its parameter."""
         found: defaultdict[Any, Any] = defaultdict(dict)
         for parameter, entries in state.items():
             found[self.to_local(parameter)] = self._taken(entries, parameter)
@@ -83,16 +83,16 @@ class LocalShards:
     def loaded(
         self, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-        """The groups, and the state that a state_dict has for them by number, as the optimizer has both inside."""
+        """The groups, and the state of a state_dict by number, both in local shards."""
         parameters = by_number(state_dict, groups)
         state = {key: self._taken(entries, parameters.get(key)) for key, entries in state_dict["state"].items()}
         return [{**group, "params": list(map(self.to_local, group["params"]))} for group in groups], state
 
     def globalize_state(self, state: Mapping[torch.Tensor, Any]) -> "defaultdict[torch.Tensor, Any]":
-        """The same as torch.optim has it: by DTensor, and what has the shape of a shard is one of such a DTensor.
+        """The inverse of `localize_state`: state by DTensor, in which state of a shard's shape is a DTensor too.
 
-        In the same memory, but for masters in split form: no collective takes int16, so they are shown in full form.
-        Raises LayoutError for state that lies otherwise.
+        It shares the memory, except for masters in split form, which are shown in full form: no collective takes int16.
+        Raises LayoutError for state of another shape.
         """
         shown: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for shard, entries in state.items():
@@ -105,7 +105,7 @@ class LocalShards:
         return shown
 
     def _taken(self, entries: Any, parameter: Any) -> Any:
-        """State of a parameter, without DTensors."""
+        """The state of one parameter, in local shards."""
         if not is_sharded(parameter):
             return entries
         for name, value in entries.items():

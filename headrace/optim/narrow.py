@@ -15,10 +15,10 @@ _MASK = 0xFFFFFFFF
 
 
 def join(weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> torch.Tensor:
-    """The exact values: the weight itself (not a copy) where it is the master, else a new float32 tensor.
+    """The exact values: the weight itself (not a copy) if it is its own master, else a new float32 tensor.
 
-    In full form a master counts where it rounds to the weight that is there, a tie to either side, as it may come from
-    split form; elsewhere somebody wrote the weight.
+    In full form, an element of the master counts if it rounds to the weight that is there; a tie may round to either
+    side, because the master may come from split form. Otherwise somebody wrote the weight, and the weight counts.
     """
     if master is None:
         return weight
@@ -49,7 +49,7 @@ def _ties_up(bits: torch.Tensor) -> torch.Tensor:
 
 
 def random_bits(places: torch.Tensor) -> torch.Tensor:
-    """32 bits for each place (int64, below 2**32), the same as the kernel's: they depend on nothing but the place."""
+    """32 bits for each place (int64, below 2**32), the same as the kernel's. They depend only on the place."""
     bits = places & _MASK
     bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & _MASK
     # 0x846CA68B times a 32-bit number leaves 64 bits, so it is done in two halves.
@@ -59,9 +59,9 @@ def random_bits(places: torch.Tensor) -> torch.Tensor:
 
 
 def stochastic_bfloat16(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """float32 `values` rounded up or down to bfloat16, up with the probability of what the lower value lacks."""
+    """float32 `values` rounded up or down to bfloat16, up with a probability that grows from 0 to 1 between the two."""
     bits = values.view(torch.int32)
     rounded = (bits + (random & 0xFFFF).to(torch.int32)) >> 16
     special = (bits & 0x7F800000) == 0x7F800000
-    quiet = values.isnan().to(torch.int32) << 6  # a NaN of which the lower half alone tells would become infinite
+    quiet = values.isnan().to(torch.int32) << 6  # a NaN that shows only in the lower half would become infinite
     return torch.where(special, bits >> 16 | quiet, rounded).to(torch.int16).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What is the norm of all gradients? That of each is taken when it has come to the host, while backward goes on."""
+"""What is the norm of all gradients? The norm of each is taken when it has come to the host, while backward goes on."""
 
 import os
 import weakref
@@ -18,19 +18,19 @@ __all__ = ["GradientNorms", "SeenGradient", "clipping_of_shards"]
 
 
 class SeenGradient:
-    """A gradient as it is now. It is not kept alive, and who counts its users does not find this one."""
+    """A gradient as it is now. The weak reference to it does not count as a user of the gradient."""
 
     def __init__(self, gradient: torch.Tensor) -> None:
         self._gradient = weakref.ref(gradient)
         self._version = gradient._version
 
     def is_still(self, gradient: torch.Tensor | None) -> bool:
-        """Whether `gradient` is that one, and was not written to."""
+        """Whether `gradient` is the one that was seen, and was not written to since."""
         return gradient is not None and self._gradient() is gradient and self._version == gradient._version
 
 
 class GradientNorms:
-    """Norms of gradients that were seen on their way home; a `Watcher` of the units of one optimizer.
+    """The norms of gradients, taken on their way home; a `Watcher` of the units of one optimizer.
 
     `run` submits a job to the thread on which norms are taken.
     """
@@ -39,18 +39,18 @@ class GradientNorms:
         self._run = run
         self._jobs: list[Future[None]] = []
         self._norms: dict[Any, torch.Tensor] = {}
-        self._seen: dict[Any, SeenGradient] = {}  # when backward ended
+        self._seen: dict[Any, SeenGradient] = {}  # as they were when backward ended
         self._process = os.getpid()
         make_grad_scaler_leave_traces(self)
 
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
-        """All gradients of a unit are here, or on their way: their norms are taken when they have come."""
+        """Called when all gradients of a unit are here, or on their way: has their norms taken when they have come."""
         held = dict(gradients)
 
         def job() -> None:
             arrived()
             self._norms |= zip(held, foreach_norm(list(held.values())), strict=True)
-            held.clear()  # the memory is wanted back
+            held.clear()  # the next backward wants their memory back
 
         for parameter in held:
             self._seen.pop(parameter, None)
@@ -58,30 +58,31 @@ class GradientNorms:
         return ()
 
     def delivered(self, parameters: Mapping[Any, bool]) -> None:
-        """Backward is over: gradients that change from now on have another norm."""
+        """Called when backward is over: norms do not count for gradients that change from now on."""
         for parameter, complete in parameters.items():
             self._seen.pop(parameter, None)
             if complete:
                 self._seen[parameter] = SeenGradient(parameter.grad)
 
     def abandoned(self) -> None:
-        """Nothing to do: norms count for gradients that are delivered."""
+        """Does nothing: norms count only for gradients that are delivered."""
 
     def clipping(
         self, limit: float, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], owners: Ownership
     ) -> tuple[float | None, float]:
-        """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_, and their norm.
+        """The factor for all gradients, with the arithmetic of torch.nn.utils.clip_grad_norm_, and their norm.
 
-        None where that is not finite. Each rank of `owners` takes the norms of its own, and all get one total.
+        The factor is None if the norm is not finite. Each rank of `owners` takes the norms of its own parameters; all
+        get the total.
         """
         return _factor(limit, self.total(gradients, shared, owners))
 
     def total(self, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], owners: Ownership) -> torch.Tensor:
-        """The norm of all of them, with the arithmetic of `torch.nn.utils.get_total_norm`.
+        """The norm of all gradients together, with the arithmetic of `torch.nn.utils.get_total_norm`.
 
-        `shared`: parameters whose gradients others have, too, and may have written without a trace.
+        `shared`: parameters whose gradients somebody else holds, too, and may have written without a trace.
         """
-        if self._process != os.getpid():  # a fork: jobs of the other process never end here
+        if self._process != os.getpid():  # a fork: the parent's jobs never end here
             self._process = os.getpid()
             self._jobs.clear()
             self._norms.clear()
@@ -119,7 +120,7 @@ class GradientNorms:
 def _of_all_ranks(
     gradients: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor], owners: Ownership
 ) -> dict[int, torch.Tensor]:
-    """The norms of all gradients by their id, where each rank has those of its own. A collective."""
+    """The norms of all gradients, by id, from each rank's norms of its own. A collective."""
     values = torch.zeros(len(gradients), dtype=torch.float64, device="cpu")  # holds all dtypes exactly
     for place, gradient in enumerate(gradients):
         if id(gradient) in own:
@@ -129,7 +130,7 @@ def _of_all_ranks(
 
 
 def clipping_of_shards(limit: float, gradients: Sequence[Any]) -> tuple[float | None, float]:
-    """As `GradientNorms.clipping`, of gradients of which some are DTensors: their norm is that over all ranks.
+    """As `GradientNorms.clipping`, for gradients some of which are DTensors, whose norm is taken over all ranks.
 
     A collective. Raises RuntimeError where the mesh has no backend for the device that gradients are on.
     """
@@ -137,7 +138,7 @@ def clipping_of_shards(limit: float, gradients: Sequence[Any]) -> tuple[float | 
     plain = [gradient for gradient in gradients if not is_sharded(gradient)]
     norms = [torch.nn.utils.get_total_norm(plain)] if plain else []
     try:
-        if sharded and plain:  # which all ranks have alike; one that does not clips as the others do
+        if sharded and plain:  # ranks should have the same plain gradients; if not, all use the largest norm
             norms = [largest_of_ranks(norms[0], sharded[0].device_mesh)]
         norms += [whole_of(torch.nn.utils.get_total_norm(sharded))] if sharded else []
     except RuntimeError as error:

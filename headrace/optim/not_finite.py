@@ -1,26 +1,26 @@
-"""Which steps took gradients that were NaN or infinite? Who performs updates tells; no accelerator is waited for."""
+"""Which steps took gradients that were NaN or infinite? The updates tell; nobody waits for an accelerator."""
 
 import torch
 
 __all__ = ["NotFiniteSteps"]
 
 
-_UNDER_WAY = 2  # steps at most whose updates are: the one that comes, and the one whose updates were put off
+_UNDER_WAY = 2  # at most so many steps have updates under way: the current step, and one whose updates were put off
 
 
 class NotFiniteSteps:
     """The steps of one optimizer in which some gradient was not finite, and weights were updated all the same."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the step that is under way, or comes next
+        self.number = 0  # the number of the step that is under way, or comes next
         self._found: set[int] = set()
-        self._unread: dict[int, torch.Tensor] = {}  # flags on an accelerator, of the latest steps
-        # Of the steps before those, beside `_found`: how many, and how many more, which an accelerator counts.
+        self._unread: dict[int, torch.Tensor] = {}  # flags of the latest steps, on an accelerator
+        # Counts of earlier steps that are not in `_found`: one that is known, and one that an accelerator keeps.
         self._older = 0
         self._unread_older: torch.Tensor | None = None
 
     def note(self, step: int, not_finite: bool | torch.Tensor) -> None:
-        """Some gradients of a step were updated with; whether one of them was not finite."""
+        """Called when some gradients of a step were used; `not_finite`: whether one of them was not finite."""
         if isinstance(not_finite, torch.Tensor) and not_finite.device.type != "cpu":
             before = self._unread.get(step)
             self._unread[step] = not_finite if before is None else before | not_finite.to(before.device)
@@ -35,11 +35,11 @@ class NotFiniteSteps:
             self._unread_older = flag.long() if older is None else older + flag.to(older.device)
 
     def known(self) -> int:
-        """How many steps of those whose updates are over. Waits for nothing."""
+        """How many such steps are known, among those whose updates are over. Waits for nothing."""
         return len(self._found) + self._older
 
     def count(self) -> int:
-        """How many steps, so far."""
+        """How many such steps there are so far. Waits for flags on accelerators."""
         unread, self._unread = self._unread, {}
         self._found |= {step for step, flag in unread.items() if flag}
         older, self._unread_older = self._unread_older, None

@@ -1,4 +1,4 @@
-"""How do the ranks of a node update the one copy that they have of a model? Each its own parameters, for all."""
+"""How do the ranks of a node update a model of which they share one copy? Each updates its own parameters, for all."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +14,11 @@ from headrace.runtime.ranks import Ranks
 
 __all__ = ["OnNode", "node_of"]
 
-_SEEN = 64  # elements of each gradient at most, of which the ranks tell each other
+_SEEN = 64  # at most so many elements of each gradient are compared between ranks
 
 
 class OnNode(Ownership):
-    """Parameters of a model that was offloaded with `mesh`: all ranks of the node see homes and averages."""
+    """Who owns the parameters of a model offloaded with `mesh`: all ranks of the node see their homes and averages."""
 
     def __init__(self, common: Any) -> None:
         """`common`: as in `runtime.pending.Unit`."""
@@ -42,14 +42,14 @@ class OnNode(Ownership):
 
         def look_at_places() -> list[Member]:
             found = look()
-            for member in found:  # the weights as all ranks see them, which may have moved to disk
+            for member in found:  # the weights that all ranks see, which may have moved to disk
                 member.master.host = self.common.place_of(member.parameter.__dict__[OWNER])
             return found
 
         return super().agree(look_at_places, groups, settings)
 
     def _seen(self, member: Member) -> int:
-        """All have the same average, of which each may have written its own view: clipping and scaling write all."""
+        """A checksum of some elements: enough to see that only one rank clipped or scaled, which writes to all."""
         row = member.gradient[(0,) * (member.gradient.dim() - 1)] if member.gradient.numel() else member.gradient
         return zlib.crc32(row[..., :_SEEN].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
@@ -57,7 +57,7 @@ class OnNode(Ownership):
         self.common.note_step(alike)
 
     def bring(self, members: Sequence[Member]) -> list[Member]:
-        """The others count as updated."""
+        """As in `Ownership`; members of other ranks count as updated."""
         for member in members:
             member.updated = member.updated or self.is_elsewhere(member.parameter)
         return super().bring(members)
@@ -88,5 +88,5 @@ class OnNode(Ownership):
 
 
 def node_of(parameter: torch.Tensor) -> Any:
-    """What the ranks of a node have in common of the parameter's model; None where it is this process's alone."""
+    """What the ranks of a node share of the parameter's model; None if the model is this process's alone."""
     return getattr(unit_of(parameter), "common", None)

@@ -36,7 +36,7 @@ from headrace.runtime.tensors import parameters_of
 
 __all__ = ["HostOptimizer"]
 
-# Kept by copies and pickles, beside what the stock one keeps.
+# Attributes that copies and pickles keep, beside those that the stock optimizer keeps.
 _OWN = ("_options", "_adamw", "_not_finite", "skipped_steps", "last_step_skipped", "last_grad_norm")
 
 
@@ -53,8 +53,8 @@ class HostOptimizer(Optimizer):
     finite.
     """
 
-    asks_before_write = True  # as runtime.capture wants it: for each parameter, when its update begins
-    _updates_whole = False  # whether a DTensor that is cut is updated on one rank, for all
+    asks_before_write = True  # tells runtime.capture that an update of a parameter asks before it begins
+    _updates_whole = False  # whether a DTensor that is cut is updated as a whole, on one rank for all
 
     def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
         if not self._updates_whole:
@@ -70,7 +70,7 @@ class HostOptimizer(Optimizer):
         self._join_node()
 
     def _begin_anew(self, options: Options, owners: Sequence[int] = ()) -> None:
-        """Nothing is under way, and there are no parameters yet. `owners`: of those that come."""
+        """Sets everything to the state before any parameter. `owners`: the owners of the parameters that will come."""
         self._options = options
         self._local_shards = LocalShards()
         self._owners = owners_over(options, owners)
@@ -83,7 +83,7 @@ class HostOptimizer(Optimizer):
         self._norms = None if options.max_grad_norm is None else GradientNorms(run)
 
     def _rule(self, group: dict[str, Any], step: float) -> ElementRule | MatrixRule:
-        """The rule of a group, with its settings of now, for parameters that take their step of this number."""
+        """The rule of a group with its current settings, for parameters whose step has this number."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class HostOptimizer(Optimizer):
             raise
 
     def _take(self, added: Sequence[torch.Tensor]) -> None:
-        """These are the optimizer's from now on."""
+        """Adds parameters, which get owners and local shards."""
         cuts = (cut for parameter in added if (cut := cut_of(parameter)) is not None)
         first = next(cuts, None) if self._updates_whole and not self._owners.shares else None
         if first is not None:
@@ -112,7 +112,7 @@ class HostOptimizer(Optimizer):
         self._local_shards.take(added)
 
     def _join_node(self) -> None:
-        """Where the parameters are of a model that ranks of a node have in common, these share the work."""
+        """Has the ranks of a node share the work if they have the parameters' model in common."""
         if isinstance(self._owners, OnNode):
             return
         common = next((found for one in self._places() if (found := node_of(one)) is not None), None)
@@ -165,12 +165,12 @@ class HostOptimizer(Optimizer):
         if self.overlaps:
             refusals.check_overlap(places, self._options.overlap)
         if self._updates.interruption.has_struck:
-            self._updates.updater.synchronize()  # which tells of an update beside another pass that was cut short, once
+            self._updates.updater.synchronize()  # raises, once, the error of an update that was cut short beside a pass
         self._updates.interruption.check()
 
     def _begin(self) -> list[Member]:
-        """The parameters that have a gradient."""
-        if self._owners.shares:  # here, where the other ranks are told what it raises
+        """Begins a step: the members of all parameters that have a gradient and were not updated early."""
+        if self._owners.shares:  # here, because the other ranks are told what this raises
             self._check()
         early = self._updates.early
         if early is None or not early.updated:
@@ -178,7 +178,7 @@ class HostOptimizer(Optimizer):
         if early is not None:
             early.check()
         updated = {} if early is None else early.updated
-        with without_overrides():  # another optimizer may be updating others beside it
+        with without_overrides():  # does not wait: another optimizer may be updating other parameters
             present = [one for one in self._places() if self._local_shards.dtensor_of(one).grad is not None]
         return self._members({parameter: None for parameter in present if parameter not in updated})
 
@@ -189,10 +189,10 @@ class HostOptimizer(Optimizer):
         arrived: Callable[[], None],
         updated: dict[Any, None],
     ) -> Sequence[Any]:
-        """`updated` is given those whose update has begun, or Ctrl-C is told of by the next step."""
+        """Begins updates in backward, and adds their parameters to `updated`. After Ctrl-C, the next step raises."""
         places = self._places()
         begun = {parameter: gradient for parameter, gradient in gradients.items() if parameter in places}
-        if not begun:  # all are another optimizer's
+        if not begun:  # all belong to another optimizer
             return ()
         members = self._members(begun)
         with self._updates.interruption.guard_partial_step(members, self._updates.updater.drain):
@@ -201,8 +201,8 @@ class HostOptimizer(Optimizer):
         return list(begun)
 
     def _members(self, gradients: Mapping[Any, Any]) -> list[Member]:
-        """These parameters and the gradients to update them with; None: their own."""
-        self._updates.updater.drain_writers(gradients)  # which count their steps
+        """The members for these parameters, with the gradients to update them with; None means `.grad`."""
+        self._updates.updater.drain_writers(gradients)  # updates under way raise the count of steps
         self._states.take_apart(self._states.entries)
         places = self._places()
         rules: dict[tuple[int, float], ElementRule | MatrixRule] = {}
@@ -212,7 +212,7 @@ class HostOptimizer(Optimizer):
             master = self._master_of(parameter)
             state = self._states.begin(parameter)
             asks = given is None and not self._local_shards and (self.overlaps or self._norms is not None)
-            shared = asks and gradient_is_shared(parameter)  # before this has it, too
+            shared = asks and gradient_is_shared(parameter)  # before the next line holds it too
             gradient: Any = self._local_shards.gradient(parameter) if given is None else given
             refusals.check_gradient(type(self).__name__, index, parameter, gradient)
             step = float(state["step"]) + 1 if "step" in state else 1.0
@@ -234,7 +234,7 @@ class HostOptimizer(Optimizer):
         return members
 
     def _places(self) -> dict[torch.Tensor, tuple[int, dict[str, Any]]]:
-        """The number and the group of each parameter; of a DTensor, under its local shard."""
+        """The number and the group of each parameter. The key of a DTensor is its local shard."""
         pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
         if self._local_shards:
             pairs = ((group, self._local_shards.to_local(parameter)) for group, parameter in pairs)
@@ -261,11 +261,11 @@ class HostOptimizer(Optimizer):
         return factor
 
     def _settings(self) -> list[dict[str, Any]]:
-        """The settings of all groups, to be compared."""
+        """The settings of all groups, in a form that can be compared."""
         return [comparable(group) for group in self.param_groups]
 
     def _deciding(self) -> dict[str, object]:
-        """What decides about results and is not in gradients: on all ranks the same."""
+        """The settings that decide about results, which all ranks must have alike."""
         found: dict[str, object] = {"the class of optimizer": type(self).__name__}
         found |= {name: getattr(self._options, name) for name in ("max_grad_norm", "state_dtype", "overlap")}
         for number, group in enumerate(self._settings()):
@@ -335,7 +335,7 @@ class HostOptimizer(Optimizer):
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
         self.synchronize()
-        self._states.show()  # what rests elsewhere is needed if `value` has it
+        self._states.show()  # state on disk is needed if `value` has some of it
         self._states.entries = self._local_shards.localize_state(value) if self._local_shards else value
 
     @property
@@ -421,9 +421,9 @@ class HostOptimizer(Optimizer):
             post_hook(self)
 
     def fill(self, state: Mapping[torch.Tensor, Mapping[str, TensorAtRest]]) -> None:
-        """These tensors are the parameters' state from now on, beside what `load_state_dict` loaded of it.
+        """Makes these tensors the parameters' state, in addition to what `load_state_dict` loaded.
 
-        Waits until all that rests on disk is there. Raises DiskError where a drive did not take it.
+        Waits until state that rests on disk is there. Raises DiskError if a drive did not take it.
         """
         places = self._places()
         for parameter, tensors in state.items():
@@ -442,13 +442,13 @@ class HostOptimizer(Optimizer):
         return self._states.held_bytes() + self._updates.held_bytes()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in _OWN if name in self.__dict__}  # `_adamw` is Muon's
+        own = {name: self.__dict__[name] for name in _OWN if name in self.__dict__}  # only Muon has `_adamw`
         return {**super().__getstate__(), **own, "_owned_by": self._owners.map.owners}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = state.copy()
         entries = state.pop("state")
-        if "_states" not in self.__dict__:  # of a copy or an unpickled optimizer
+        if "_states" not in self.__dict__:  # this is a copy, or being unpickled
             self._not_finite = state["_not_finite"]
             self._begin_anew(state["_options"], state.pop("_owned_by"))
             self._take([one for group in state["param_groups"] for one in group["params"]])

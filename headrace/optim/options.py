@@ -26,7 +26,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
 
 
 class Given(TypedDict, total=False):
-    """The same settings as keyword arguments, for whoever checks types."""
+    """The settings of `Options` as keyword arguments, for type checkers."""
 
     master_dtype: torch.dtype
     master_form: _MasterForm
@@ -94,7 +94,7 @@ class Options:
 
     @classmethod
     def of(cls, optimizer: object, given: Given) -> "Options":
-        """Those of an optimizer. Raises TypeError for what it has no argument for."""
+        """The options given to an optimizer. Raises TypeError for an argument that it does not have."""
         unknown = next((name for name in given if name not in Given.__annotations__), None)
         if unknown is not None:
             raise TypeError(f"{type(optimizer).__name__}.__init__() got an unexpected keyword argument {unknown!r}")
@@ -102,17 +102,17 @@ class Options:
 
     @property
     def moment_dtype(self) -> torch.dtype:
-        """The dtype of moments; torch.uint8 stands for 8 bits, where a parameter takes them."""
+        """The dtype of moments; torch.uint8 stands for 8 bits, for parameters that allow it."""
         return torch.uint8 if isinstance(self.state_dtype, str) else self.state_dtype
 
 
 def snapshot(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a param group as they are now: a schedule changes them while updates are under way."""
+    """A copy of a param group's settings: a schedule may change them while updates are under way."""
     return {name: _copied(value) for name, value in group.items() if name != "params"}
 
 
 def comparable(group: dict[str, Any]) -> dict[str, Any]:
-    """The same, as values that are equal where the settings are."""
+    """A param group's settings as values that are equal if the settings are."""
     return {
         name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in snapshot(group).items()
     }

@@ -1,6 +1,6 @@
 """How does an update run beside the next pass? On a thread of its own, block by block, in the order of their next use.
 
-Each block is given a `Pending`, which whoever reads its parameters waits for. See docs/design/optimizers.md.
+Each block gets a `Pending`; code that reads the block's parameters waits for it. See docs/design/optimizers.md.
 """
 
 import os
@@ -34,16 +34,16 @@ class Updater:
         arrived: Callable[[], None] | None = None,
         others: OtherRanks | None = None,
     ) -> Pending:
-        """Performs the update of parameters of `unit`, when `arrived` has returned. Never blocks.
+        """Has the thread update parameters of `unit`, once `arrived` has returned there. Never blocks.
 
-        Another optimizer's update of any of these that was submitted before comes first. `others` perform parts of it.
-        The gradients are let go of at its end. If it fails, they are the parameters' again.
+        Updates of these parameters that were submitted before, by any optimizer, come first. `others` perform parts of
+        the update. It lets go of the gradients at its end; if it fails, they become the parameters' `.grad` again.
         """
         self._under_way = [pending for pending in self._under_way if not pending.done()]
         held = list(members)
         parameters = [member.parameter for member in members]
         before = [pending for pending in unit.updates if pending.writes(parameters)]
-        work = [perform]  # refers to the optimizer: one that nobody else holds is gone when its last update is done
+        work = [perform]  # refers to the optimizer, which may go when its last update is done
 
         def job() -> None:
             if arrived is not None:
@@ -52,7 +52,7 @@ class Updater:
                 before.pop().settle_on_all_ranks()
             unit.wait_for_reads()
             work.pop()(held)
-            held.clear()  # before anyone is told: gradients lie in memory that the next backward wants back
+            held.clear()  # before anyone is told: the next backward wants the gradients' memory back
             if others is not None:
                 others.post()
 
@@ -62,7 +62,7 @@ class Updater:
         return pending
 
     def run(self, job: Callable[[], None]) -> "Future[None]":
-        """Calls `job` on the thread, after what was submitted before. Never blocks."""
+        """Calls `job` on the thread, after the jobs submitted before. Never blocks."""
 
         def quietly() -> None:
             with torch.no_grad(), without_overrides():
@@ -72,16 +72,16 @@ class Updater:
         return self._thread.submit(quietly)
 
     def drain(self) -> None:
-        """The host waits until all that was submitted has ended; what failed in it is for whoever waits."""
+        """Waits until every submitted job has ended. Raises no errors: they are for whoever waits for the updates."""
         self.run(lambda: None).exception()
 
     def drain_writers(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The host waits until updates of any of these have ended; what failed in one is for whoever waits."""
+        """Waits until updates of any of these have ended. Raises no errors: they are for whoever waits for these."""
         for pending in [pending for pending in self._under_way if pending.writes(parameters)]:
             pending.settle()
 
     def synchronize(self) -> None:
-        """The host waits for every update; raises what failed in those that nobody was told of, once for all."""
+        """Waits for every update. Raises one error if updates failed and nobody was told of it."""
         self._look_for_fork()
         failures: list[Exception] = []
         for pending in list(self._under_way):
@@ -102,7 +102,7 @@ class Updater:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def _look_for_fork(self) -> None:
-        """In a forked child the thread does not exist, and what it had not done is never done."""
+        """In a forked child, starts a new thread: the parent's does not exist there, and its updates are lost."""
         if self._process != os.getpid():
             if not all(pending.done() for pending in self._under_way):
                 self._under_way = [LostUpdate("what this optimizer updates")]
@@ -110,9 +110,9 @@ class Updater:
 
 
 def by_unit(members: Iterable[Member]) -> tuple[list[tuple[Unit, list[Member]]], list[Member]]:
-    """Members that travel with others, by what they travel in and in the order of its next use; and the other ones.
+    """Members that travel in units, by unit, in the order of the units' next use; and the members that do not.
 
-    First come those with gradients that others have, too: `step()` waits for them.
+    Units with gradients that somebody else holds come first: `step()` waits for them.
     """
     units: dict[int, tuple[Unit, list[Member]]] = {}
     alone = []
@@ -130,7 +130,7 @@ def by_unit(members: Iterable[Member]) -> tuple[list[tuple[Unit, list[Member]]],
 
 
 def _give_back(members: list[Member]) -> None:
-    """After a failure nothing is lost: what was not updated has its gradient again, for another step."""
+    """After a failure, gives parameters that were not updated their gradients back, for another step."""
     for member in members:
         if not member.updated and member.parameter.grad is None:
             member.parameter.grad = member.gradient

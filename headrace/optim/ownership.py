@@ -1,8 +1,8 @@
-"""Who updates a parameter, and keeps its state? This process alone; or ranks, of which each performs a part of a step.
+"""Who updates a parameter, and keeps its state? This process alone; or ranks, each of which does a part of a step.
 
-They agree first, bring what an owner needs to it, spread what it has written, and tell each other what failed. All that
-decides about a collective, or about results, is agreed before it: which parameters there are, who updates them, with
-which settings, which have gradients. An exception on one rank becomes one on each, that names the rank. See
+Ranks first agree, bring to each owner what it needs, spread what it has written, and tell each other what failed. What
+decides about collectives or results is agreed on beforehand: which parameters there are, who updates them, with which
+settings, and which have gradients. An exception on one rank becomes an exception on every rank that names it. See
 docs/design/optimizers.md.
 """
 
@@ -26,19 +26,19 @@ Perform = Callable[[list[Member]], None]
 
 
 class OwnerMap:
-    """Which of `count` ranks owns which parameter? Each goes, in order, to the one that has least so far.
+    """Which of `count` ranks owns which parameter. Each parameter, in order, goes to the rank with the fewest elements.
 
-    The same on all of them, without a word between them.
+    All ranks come to the same result without communication.
     """
 
     def __init__(self, count: int, owners: Sequence[int] = ()) -> None:
-        """`owners`: those of the first parameters, as they were before."""
+        """`owners`: the owners of the first parameters, as an earlier map had them."""
         self._before = owners
         self._owners: dict[Any, int] = {}
-        self._elements = [0] * count  # by rank
+        self._elements = [0] * count  # of the parameters of each rank
 
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
-        """These get an owner, too. Those that are frozen now count for nothing: they have no state."""
+        """Gives these parameters owners. Parameters that are frozen now do not count: they have no state."""
         for parameter in parameters:
             number = len(self._owners)
             fewest = self._elements.index(min(self._elements))
@@ -48,34 +48,34 @@ class OwnerMap:
                 self._elements[owner] += parameter.numel()
 
     def owner(self, parameter: torch.Tensor) -> int | None:
-        """The rank that updates it; None for one that every rank updates."""
+        """The rank that updates the parameter; None if every rank does."""
         return self._owners.get(parameter)
 
     @property
     def owners(self) -> list[int]:
-        """Of all parameters, in their order."""
+        """The owners of all parameters, in the order of the parameters."""
         return list(self._owners.values())
 
 
 class Ownership:
-    """The parameters of one optimizer: all this process's, or shared by ranks, each whole on one of them."""
+    """Who owns the parameters of one optimizer: this process all of them, or each of several ranks some."""
 
     def __init__(self, ranks: Ranks | None = None, owners: Sequence[int] = ()) -> None:
-        """`ranks`: None where there is this process alone. `owners`: see OwnerMap."""
+        """`ranks`: None if there is this process alone. `owners`: see OwnerMap."""
         self.shares = ranks is not None
         self.ranks: Any = ranks
         self.map = OwnerMap(1 if ranks is None else ranks.count, owners)
-        self._consolidated: Consolidated | None = None  # by `consolidate`, until the next step
-        self._described: list[str] | None = None  # all parameters
-        self._loaded = False  # since the last step; a load that failed may be tried again on one rank alone
+        self._consolidated: Consolidated | None = None  # made by `consolidate`, kept until the next step
+        self._described: list[str] | None = None  # a text for each parameter
+        self._loaded = False  # state was loaded since the last step, perhaps on one rank alone
 
     def take(self, parameters: Sequence[torch.Tensor]) -> None:
-        """These are the optimizer's from now on. Raises ValueError for what its ranks cannot share."""
+        """Adds parameters to the optimizer. Raises ValueError for parameters that its ranks cannot share."""
         self._described = None
         self.map.take(parameters if self.shares else ())
 
     def is_elsewhere(self, parameter: torch.Tensor) -> bool:
-        """Whether another rank updates it, and keeps its state."""
+        """Whether another rank updates the parameter, and keeps its state."""
         return self.shares and self.map.owner(parameter) not in (None, self.ranks.own)
 
     def agree(
@@ -84,9 +84,9 @@ class Ownership:
         groups: Sequence[dict[str, Any]],
         settings: Callable[[], Mapping[str, object]],
     ) -> list[Member]:
-        """`look()`: what of the parameters in `groups` has a gradient, alike on all ranks. A collective.
+        """The result of `look()`, the parameters in `groups` that have a gradient; alike on all ranks. A collective.
 
-        Raises what that raises, and StateError where another rank failed, or has other parameters, settings or
+        Raises what `look` raises, and StateError if another rank failed, or has other parameters, settings or
         gradients.
         """
         if not self.shares:
@@ -110,36 +110,36 @@ class Ownership:
             self._refuse(told)
         self._agreed(alike)
         self._loaded = False
-        self._consolidated = None  # what was put together is of another step
+        self._consolidated = None  # it was of an earlier step
         return found
 
     def _seen(self, member: Member) -> int:
-        """What of a gradient's values the ranks compare."""
+        """A number that ranks compare, made from a gradient's values."""
         return 0
 
     def _agreed(self, alike: Sequence[int]) -> None:
-        """The ranks have all of this alike."""
+        """Called when the ranks have found these numbers to be alike on all."""
 
     def rounds(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
-        """What is brought, updated and spread at once, one after the other."""
+        """Cuts `members` into batches, each of which is brought, updated and spread before the next."""
         return [members]
 
     def bring(self, members: Sequence[Member]) -> list[Member]:
-        """Those that this rank updates, with all that it needs for that."""
+        """Brings this rank what it needs for its own members, and returns these."""
         return [member for member in members if not self.is_elsewhere(member.parameter)]
 
     def spread(self, members: Sequence[Member]) -> None:
-        """They were updated, each on its own rank: all ranks get their weights."""
+        """Called when each rank has updated its own members: gives all ranks their weights."""
 
     def perform_own(self, perform: Perform, members: Sequence[Member]) -> None:
-        """Calls `perform` for what this rank updates of them."""
+        """Calls `perform` with the members that this rank updates."""
         if mine := self.bring(members):
             perform(mine)
 
     def update(self, members: Sequence[Member], perform: Perform) -> None:
-        """Each rank calls `perform` for its own, and all get all updated weights. A collective.
+        """Each rank calls `perform` with its own members, then all ranks get all updated weights. A collective.
 
-        Raises what that raises, once all collectives are over; StateError where it did so on another rank.
+        Raises what `perform` raises, after the last collective; StateError if it raised on another rank.
         """
         if not self.shares:
             self.perform_own(perform, members)
@@ -150,7 +150,7 @@ class Ownership:
             if mine and error is None:
                 try:
                     perform(mine)
-                except Exception as failure:  # the other ranks wait for what they get from here
+                except Exception as failure:  # raised later: the other ranks wait for what this one sends
                     error = failure
             self.spread(batch)
         self._tell(error)
@@ -212,33 +212,33 @@ class Ownership:
 
     # of ranks that share one copy of a model: see on_node.py ---------------------------------------------------------
     def begin_update(self, unit: Unit) -> OtherRanks | None:
-        """The other ranks that perform parts of an update of parameters of a unit, beside passes."""
+        """The other ranks that perform parts of an update of a unit's parameters beside passes, if there are any."""
         return None
 
     def end_closure(self) -> None:
-        """A step's closure has returned."""
+        """Called when a step's closure has returned."""
 
     def end_step(self) -> None:
-        """A step is over."""
+        """Called when a step is over."""
 
     def discard_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """`zero_grad` was called."""
+        """Called in `zero_grad`."""
 
     # state ----------------------------------------------------------------------------------------------------------
     def with_others(self, state: dict[int, Any], parameters: Sequence[torch.Tensor]) -> None:
-        """Adds to the state of a state_dict, by number, what stands for that of other ranks."""
+        """Adds the state that other ranks keep, or placeholders for it, to the state of a state_dict, by number."""
         for number, parameter in enumerate(parameters):
             if not self.is_elsewhere(parameter):
                 continue
-            if self._consolidated is None and number in state:  # it was updated, or loaded
+            if self._consolidated is None and number in state:  # the parameter was updated, or its state loaded
                 state[number] = OnAnotherRank(number, self.ranks.named(self.map.owner(parameter) or 0))
             elif self._consolidated is not None and number in self._consolidated:
                 state[number] = self._consolidated[number]
 
     def own_part(self, state_dict: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
-        """Of the state that a state_dict has, by number, what this rank keeps; the others' is empty.
+        """The state in a state_dict that this rank keeps, by number; empty for parameters of other ranks.
 
-        Raises ValueError where that is on another rank.
+        Raises ValueError if the state_dict has only placeholders for it.
         """
         self._consolidated = None
         self._loaded = True
@@ -253,7 +253,7 @@ class Ownership:
         return kept
 
     def consolidate(self, state: Mapping[torch.Tensor, Any], parameters: Sequence[torch.Tensor], to: int) -> None:
-        """One rank gets the state of all. A collective."""
+        """Gathers the state of all ranks on the rank `to`. A collective."""
         if not self.shares:
             return
         owned = {
@@ -265,7 +265,7 @@ class Ownership:
 
 
 def _described(groups: Iterable[dict[str, Any]]) -> list[str]:
-    """All parameters, in their order."""
+    """A text for each parameter, in order."""
     pairs = [pair for group in groups for pair in zip_longest(group["params"], group.get("param_names", ()))]
     return [
         f"parameter {index}{f', {name!r},' if name else ''} of shape {tuple(parameter.shape)} and {parameter.dtype}"
@@ -274,7 +274,7 @@ def _described(groups: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _digest(value: object) -> int:
-    """A number that is equal where values are, on all ranks."""
+    """A number that is the same on all ranks for equal values."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
 
 

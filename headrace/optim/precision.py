@@ -13,7 +13,7 @@ __all__ = ["adopt_exact", "take_exact"]
 
 
 def take_exact(weight: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-    """The exact values of a weight: of a narrow one by the master in its `state`, if that has one, which goes."""
+    """The exact values of a weight, by the master in `state` if there is one; the master is removed."""
     for name, form in ((REMAINDER, Master.SPLIT), (FULL, Master.FULL)):
         master = state.pop(name, None)
         if isinstance(master, torch.Tensor):
@@ -23,9 +23,9 @@ def take_exact(weight: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
 
 @torch.no_grad()
 def adopt_exact(optimizer: HostOptimizer, parameter: torch.Tensor, exact: torch.Tensor, state: dict[str, Any]) -> None:
-    """`exact` is the value of a narrow parameter: it is rounded as the optimizer does, and `state` gets the rest.
+    """Sets a narrow parameter to the value `exact`, rounded as the optimizer does; `state` gets the master.
 
-    Where the optimizer keeps no masters of such weights, it is only rounded.
+    If the optimizer keeps no master of the parameter, the value is only rounded.
     """
     form = optimizer.master_form_of(parameter)
     if form is Master.IS_WEIGHT:

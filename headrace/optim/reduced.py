@@ -1,9 +1,10 @@
 """How do gradients get to the ranks that update with them, and only there (ZeRO-2)? In buckets, as backward goes.
 
-Neighbours of one owner, once they are complete, are averaged over all ranks into the owner's, and the others let go of
-theirs. Buckets go in one order on all ranks, the reverse of the optimizer's, whatever a rank's own backward does: what
-comes early waits for its turn. When a backward ends, each rank gives zeros for what it did not use, as others may wait
-for that; then ranks tell each other what they had.
+A bucket holds the gradients of neighbouring parameters of one owner. Once it is complete, it is averaged over all ranks
+into the owner's gradients, and the other ranks let go of theirs. Buckets leave in the same order on all ranks, the
+reverse of the optimizer's, whatever a rank's own backward does: a bucket that is complete early waits for its turn.
+When a backward ends, each rank gives zeros for parameters that it did not use, because other ranks may wait for their
+buckets; then the ranks tell each other which gradients they had.
 """
 
 import gc
@@ -29,41 +30,41 @@ from headrace.runtime.ranks import Ranks
 
 __all__ = ["Reduced", "owners_over"]
 
-TOGETHER_BYTES = 25 << 20  # of neighbours, whose gradients leave in one bucket for each owner
-IN_FLIGHT_BYTES = 64 << 20  # of gradients on their way, or one bucket that is larger
-_numbers = count()  # of all that were made, in the same order on all ranks
-_HERE, _LATE = 1, 2  # what a rank says of each parameter: it has a gradient; it has another one, past its turn
+TOGETHER_BYTES = 25 << 20  # of neighbouring parameters, whose gradients leave in one bucket for each owner
+IN_FLIGHT_BYTES = 64 << 20  # of gradients on their way at once, unless one bucket is larger
+_numbers = count()  # numbers every `Reduced` that is made, in the same order on all ranks
+_HERE, _LATE = 1, 2  # what a rank says of a parameter: it has a gradient; it has one that came after its turn
 
 
 class Reduced(Replicas):
     """Parameters that every rank has, whose gradients are averaged into those of their owners.
 
-    Elsewhere `.grad` is one NaN, shown in the parameter's shape, after a backward.
+    After a backward, `.grad` on ranks that are not the owner is a single NaN, expanded to the parameter's shape.
     """
 
     def __init__(self, ranks: Ranks, owners: Sequence[int] = ()) -> None:
         super().__init__(ranks, owners)
         self._apart = ranks.apart()
-        self._order: list[torch.Tensor] = []  # parameters to be trained, the last one first
-        self._kinds: list[tuple[torch.dtype, torch.device, bool]] = []  # of these
+        self._order: list[torch.Tensor] = []  # the parameters to be trained, the last one first
+        self._kinds: list[tuple[torch.dtype, torch.device, bool]] = []  # of each in `_order`
         self._buckets: list[list[torch.Tensor]] = []
-        self._places: dict[torch.Tensor, int] = {}  # in which of them each is
-        self._hooked: dict[torch.Tensor, Any] = {}  # and its AccumulateGrad node, with a hook, too
+        self._places: dict[torch.Tensor, int] = {}  # the index of each parameter's bucket
+        self._hooked: dict[torch.Tensor, Any] = {}  # hooked parameters, and their AccumulateGrad nodes, hooked too
         self._here: dict[torch.Tensor, torch.Tensor] = {}  # gradients whose turn has not come
-        self._late: dict[torch.Tensor, torch.Tensor] = {}  # those that came after it
-        self._next = 0  # which bucket's turn it is
+        self._late: dict[torch.Tensor, torch.Tensor] = {}  # gradients that came after their turn
+        self._next = 0  # the index of the bucket whose turn it is
         self._own: list[int] = []  # what this rank says of each parameter
         self._in_flight: deque[_Bucket] = deque()
         self._in_flight_bytes = 0
-        self._before: dict[torch.Tensor, torch.Tensor] = {}  # averages of earlier backwards, which are added to
-        # What `.grad` is since a backward, as long as somebody has that.
+        self._before: dict[torch.Tensor, torch.Tensor] = {}  # averages of earlier backwards, to add to
+        # What a backward made `.grad`, as long as somebody holds that tensor.
         self._given: dict[torch.Tensor, weakref.ref[torch.Tensor]] = {}
         self._present: _Backward | None = None  # the backward under way
         self._has_failed = self._is_alone = False
         self.number = next(_numbers)
 
     def take(self, parameters: Sequence[torch.Tensor]) -> None:
-        """As Replicas'. All ranks get the first rank's values."""
+        """As `Replicas.take`; also hooks the parameters, and gives all ranks the first rank's values."""
         for parameter in parameters:
             if unit_of(parameter) is not None:
                 raise ValueError(
@@ -89,12 +90,12 @@ class Reduced(Replicas):
         groups: Sequence[dict[str, Any]],
         settings: Callable[[], Mapping[str, object]],
     ) -> list[Member]:
-        self._check()  # alone: the others may still be in the backward, and its collectives
+        self._check()  # on this rank alone: the others may still be in the collectives of the backward
 
         def reduced() -> list[Member]:
             found = look()
             for member in found:
-                # Zeros on all ranks are their own average: torch.distributed.checkpoint steps with them to make state.
+                # Zeros count as averaged: torch.distributed.checkpoint takes a step with them to make state.
                 if not self._is_given(member.parameter, member.parameter.grad) and member.gradient.any():
                     raise StateError(
                         f"the gradient of parameter {member.index}, of shape {tuple(member.parameter.shape)}, was not"
@@ -107,7 +108,7 @@ class Reduced(Replicas):
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _lay_out(self) -> None:
-        """Hooks on parameters' nodes, and buckets: anew after a change of dtype or device, which makes other nodes."""
+        """Makes buckets and hooks autograd's nodes; again after a change of dtype or device, which makes new nodes."""
         kinds = [(parameter.dtype, parameter.device, parameter.requires_grad) for parameter in self._order]
         if kinds == self._kinds:
             return
@@ -131,12 +132,12 @@ class Reduced(Replicas):
         self._places = {parameter: place for place, bucket in enumerate(self._buckets) for parameter in bucket}
 
     def _is_given(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-        """Whether that is what a backward gave the parameter."""
+        """Whether `gradient` is the tensor that the last backward made the parameter's `.grad`."""
         given = self._given.get(parameter)
         return gradient is not None and given is not None and given() is gradient
 
     def _before_accumulation(self, parameter: torch.Tensor) -> None:
-        """A gradient is about to be added to what there is: that is an average already."""
+        """Called when autograd is about to add to `.grad`: puts aside an average that is there already."""
         gradient = parameter.grad
         if gradient is not None and self._is_given(parameter, gradient):
             if not self.is_elsewhere(parameter):
@@ -177,9 +178,10 @@ class Reduced(Replicas):
 
     @torch.no_grad()
     def give_rest(self, *, waits: bool) -> None:
-        """The backward returned: averages of all whose turn has not come begin. `waits`: as few at a time as during it.
+        """Called when the backward has returned: begins the averages of all buckets whose turn has not come.
 
-        Also of what this rank did not use, which others may be waiting for: these do not come to the end otherwise.
+        Among them are parameters that this rank did not use, because other ranks may be waiting for those. With
+        `waits`, as few bytes are on their way at once as during the backward.
         """
         self._own = [
             _HERE * (self._places[one] < self._next or one in self._here) | _LATE * (one in self._late)
@@ -190,7 +192,7 @@ class Reduced(Replicas):
                 self._reduce(bucket, self._here, waits=waits)
 
     def ended(self, *, completed: bool) -> None:
-        """What began in it is over, or it raised: then some ranks may wait for others in vain."""
+        """Called when the backward is over. If it raised, ranks may wait for others in vain, so no step may follow."""
         self._present = None
         self._has_failed = True
         if completed:
@@ -199,7 +201,7 @@ class Reduced(Replicas):
             self._has_failed = False
 
     def _finish(self) -> None:
-        """What came late, and all that is on its way."""
+        """Averages gradients that came after their turn, waits for all averages, and sets each `.grad`."""
         order = self._order
         said = dict(zip(order, zip(*self.ranks.numbers(self._own), strict=True), strict=True))
         for bucket in self._buckets:
@@ -211,7 +213,7 @@ class Reduced(Replicas):
             self._arrive()
         for parameter in order:
             if not any(said[parameter]):
-                self._before.pop(parameter, None)  # what there was, or nothing
+                self._before.pop(parameter, None)  # `.grad` stays as it was
                 continue
             if self.is_elsewhere(parameter):
                 parameter.grad = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
@@ -225,12 +227,12 @@ class Reduced(Replicas):
     def _reduce(
         self, parameters: Sequence[torch.Tensor], there: dict[torch.Tensor, torch.Tensor], *, waits: bool = True
     ) -> None:
-        """Begins the averages of one owner's, to which a rank that has none gives zeros."""
+        """Begins to average gradients of one owner's parameters; for one that is not `there`, this rank gives zeros."""
         gradients = []
         for parameter in parameters:
             gradient, laid_out = there.pop(parameter, None), torch.empty_like(parameter, device="meta")
             if gradient is None:
-                gradient = torch.full_like(parameter, -0.0)  # to which anything may be added without a change
+                gradient = torch.full_like(parameter, -0.0)  # what is added to -0.0 does not change, not even in sign
             elif gradient.stride() != laid_out.stride():
                 gradient = torch.empty_like(parameter).copy_(gradient)
             gradients.append(gradient.as_strided((gradient.numel(),), (1,)))
@@ -244,7 +246,7 @@ class Reduced(Replicas):
             self._arrive()
 
     def _arrive(self) -> None:
-        """The oldest that is on its way: at its owner it is added to what there is."""
+        """Waits for the oldest bucket on its way; its owner adds the averages to those that it has."""
         bucket = self._in_flight.popleft()
         self._in_flight_bytes -= bucket.flat.nbytes
         self._apart.wait(bucket.work)
@@ -263,7 +265,7 @@ class Reduced(Replicas):
             )
 
     def _refuse_wrapped(self) -> None:
-        """Raises StateError for a DistributedDataParallel, which averages as well."""
+        """Raises StateError if a DistributedDataParallel has the parameters, as it averages gradients too."""
         own = set(map(id, self._order))
         for found in gc.get_objects():
             if issubclass(type(found), nn.parallel.DistributedDataParallel) and not own.isdisjoint(
@@ -278,7 +280,7 @@ class Reduced(Replicas):
 
 @dataclass
 class _Bucket:
-    """Gradients on their way to their owner, one behind the other in `flat`; `gradients`: there, where they belong."""
+    """Gradients on their way to their owner, one behind the other in `flat`; `gradients`: their memory at the owner."""
 
     work: Any
     flat: torch.Tensor
@@ -286,7 +288,7 @@ class _Bucket:
     gradients: Sequence[torch.Tensor]
 
     def averages(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What has come, at the owner."""
+        """The averages that have come, by parameter; none on other ranks."""
         if len(self.gradients) > 1:
             parts = self.flat.split([one.numel() for one in self.gradients])
             for gradient, average in zip(self.gradients, parts, strict=True):
@@ -297,7 +299,7 @@ class _Bucket:
 
 
 class _Backward:
-    """A backward under way, and whose gradients are averaged in it. These end in one order on all ranks."""
+    """A backward under way, and each `Reduced` that averages gradients in it; these end in one order on all ranks."""
 
     _present: "weakref.ref[_Backward] | None" = None
 
@@ -307,7 +309,7 @@ class _Backward:
 
     @classmethod
     def under_way(cls) -> "_Backward":
-        """The one that this is called in."""
+        """The backward in which this is called."""
         found = None if cls._present is None else cls._present()
         if found is None:
             found = cls()
@@ -315,30 +317,30 @@ class _Backward:
         return found
 
     def add(self, one: Reduced) -> None:
-        """Is told when it ends."""
+        """Has `one` told when this backward ends."""
         self._those.append(one)
 
     def ended(self, *, completed: bool) -> None:
-        """All are told."""
+        """Called when autograd ends this backward: tells each `Reduced` in it."""
         present = type(self)._present
         if present is not None and present() is self:
             type(self)._present = None
         self._those.sort(key=lambda one: one.number)
         if completed:
-            for one in self._those:  # where others wait for those of one of several, these do not wait for another's
+            for one in self._those:  # with several, none may block here: other ranks may be waiting for the next one
                 one.give_rest(waits=len(self._those) == 1)
-        while self._those:  # where one of them raises, the others are told when autograd lets go of this
+        while self._those:  # if one raises, the rest are told when autograd lets go of this
             self._those.pop(0).ended(completed=completed)
 
 
 def owners_over(options: Options, owners: Sequence[int] = ()) -> Ownership:
-    """Who has what of parameters that all ranks of the options' mesh have; see `replicas_over`."""
+    """The ownership of parameters that every rank of the options' mesh has; see `replicas_over`."""
     kind = Reduced if options.zero_stage == 2 else Replicas
     return Ownership() if options.mesh is None else replicas_over(options.mesh, owners, kind)
 
 
 def _call(method: "weakref.WeakMethod[Any]", which: "weakref.ref[torch.Tensor]", *_: Any) -> None:
-    """A hook that is nobody's owner: the optimizer may be gone."""
+    """A hook that keeps nothing alive: it does nothing once the optimizer or the parameter is gone."""
     itself, parameter = method(), which()
     if itself is not None and parameter is not None:
         itself(parameter)

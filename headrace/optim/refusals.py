@@ -22,7 +22,7 @@ __all__ = [
 
 
 def check_duplicates(param_group: Any) -> None:
-    """Raises ValueError for a parameter that is in a new group twice."""
+    """Raises ValueError if a parameter is in a new group twice."""
     params = param_group["params"] if isinstance(param_group, dict) else None
     if isinstance(params, list | tuple):
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
@@ -31,7 +31,7 @@ def check_duplicates(param_group: Any) -> None:
 
 
 def check_device_fraction(parameters: Iterable[torch.Tensor], fraction: float | str) -> None:
-    """Raises ValueError for a share of state on an accelerator where no parameter is on one."""
+    """Raises ValueError for a share of state on an accelerator if no parameter is on one."""
     if fraction not in (0, "auto") and all(parameter.device.type == "cpu" for parameter in parameters):
         raise ValueError(
             f"device_fraction={fraction} is a share of state that is updated on the accelerator its parameters live on,"
@@ -40,7 +40,7 @@ def check_device_fraction(parameters: Iterable[torch.Tensor], fraction: float | 
 
 
 def check_on_node(options: Options) -> None:
-    """Raises ValueError for settings that ranks which have one copy of a model cannot take."""
+    """Raises ValueError for settings that are not possible if ranks share one copy of a model."""
     if options.mesh is not None:
         raise ValueError(
             "the model was offloaded with mesh= itself, and its ranks share the optimizer's work; leave mesh out here"
@@ -55,7 +55,7 @@ def check_on_node(options: Options) -> None:
 def check_overlap(parameters: Iterable[torch.Tensor], overlap: str) -> None:
     """Raises ValueError for a plain model on an accelerator: nothing there would wait for an update beside its passes.
 
-    Not at construction: the model may still be offloaded before the first step.
+    It is called in a step, not at construction: the model may be offloaded before the first step.
     """
     parameters = list(parameters)
     if any(unit_of(parameter) is not None for parameter in parameters):
@@ -70,7 +70,7 @@ def check_overlap(parameters: Iterable[torch.Tensor], overlap: str) -> None:
 
 
 def check_bytes(tensor: torch.Tensor, what: Callable[[], str]) -> None:
-    """Raises LayoutError where a tensor's values are not the bytes that its address and strides tell of."""
+    """Raises LayoutError if a tensor's values are not just the bytes at its address and strides."""
     with without_overrides():
         reason = _why_not_bytes(tensor)
     if reason is not None:
@@ -78,7 +78,7 @@ def check_bytes(tensor: torch.Tensor, what: Callable[[], str]) -> None:
 
 
 def check_parameter(groups: Iterable[dict[str, Any]], parameter: torch.Tensor, updated: torch.Tensor) -> None:
-    """Raises LayoutError where what is updated of a parameter of `groups` (its local shard) is not plain bytes."""
+    """Raises LayoutError if `updated`, a parameter of `groups` or its local shard, is not plain bytes."""
     check_bytes(updated, lambda: _described(groups, parameter))
 
 
@@ -115,7 +115,7 @@ def _why_not_bytes(tensor: torch.Tensor) -> str | None:
 
 
 def check_one_model(parameters: Iterable[torch.Tensor]) -> None:
-    """Raises ValueError when parameters belong to two offloaded models: updates follow the passes over one."""
+    """Raises ValueError if parameters belong to two offloaded models: updates follow the passes over one model."""
     first = None
     for index, parameter in enumerate(parameters):
         unit = unit_of(parameter)

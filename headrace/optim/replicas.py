@@ -1,4 +1,4 @@
-"""How do ranks that have the same parameters share one update (ZeRO-1)? Each its own ones, then all get all weights."""
+"""How do ranks with the same parameters share one update (ZeRO-1)? Each updates its own; then all get all weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,10 @@ __all__ = ["Replicas", "replicas_over"]
 
 
 class Replicas(Ownership):
-    """Parameters that every rank has, with gradients that were averaged."""
+    """Who owns parameters that every rank has, with gradients that were averaged."""
 
     def take(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError for what cannot be sent over the mesh."""
+        """As in `Ownership`. Raises ValueError for parameters that cannot be sent over the mesh."""
         for parameter in parameters:
             what = f"a parameter of shape {tuple(parameter.shape)}"
             if is_sharded(parameter):
@@ -38,7 +38,7 @@ class Replicas(Ownership):
 
 
 def replicas_over(mesh: Any, owners: Sequence[int], kind: type[Replicas]) -> Replicas:
-    """The ranks of a mesh, of one dimension. `owners`: see OwnerMap. Raises TypeError or ValueError for others."""
+    """The ownership by ranks of a mesh. Raises TypeError or ValueError unless it is a mesh of one dimension."""
     from torch.distributed.device_mesh import DeviceMesh  # here: not every build of PyTorch has it
 
     if not isinstance(mesh, DeviceMesh):

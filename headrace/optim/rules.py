@@ -1,7 +1,7 @@
 """What does one update do? A rule works element by element, for the kernel and in PyTorch, or on a whole parameter.
 
-Both forms of the first kind give the same bits: the kernel follows PyTorch's fused CPU optimizers, and the PyTorch
-operations are those.
+The kernel and PyTorch give the same bits: the kernel follows PyTorch's fused CPU optimizers, and in PyTorch rules call
+these.
 """
 
 import math
@@ -22,7 +22,7 @@ __all__ = ["AdamRule", "ElementRule", "LionRule", "MatrixRule", "SgdRule", "adam
 class MatrixRule:
     """One rule at one step that needs a whole parameter: `apply(state, weight, gradient)` updates it in place.
 
-    The weight is in float32 (or float64), in the shape and layout of the parameter, and so are `elementwise` states.
+    The weight and the `elementwise` states are in float32 (or float64), in the shape and layout of the parameter.
     """
 
     apply: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], None]
@@ -30,28 +30,28 @@ class MatrixRule:
 
 
 class ElementRule(ABC):
-    """One rule at one step."""
+    """One rule at one step that works element by element."""
 
     elementwise: ClassVar[tuple[str, ...]]  # the names of its moments, at most two, which have the state dtype
     counts_steps: ClassVar[bool] = True  # whether the stock optimizer keeps "step" in its state
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Those of `elementwise` that are needed with these settings."""
+        """The names in `elementwise` that are needed with these settings."""
         return self.elementwise
 
     @property
     def maximum(self) -> str | None:
-        """The name of the running maximum, in float32."""
+        """The name of the running maximum, which is in float32; None without one."""
         return None
 
     @abstractmethod
     def constants(self, gradient_scale: float) -> Constants:
-        """For the native kernel."""
+        """The constants of this rule for the native kernel."""
 
     @abstractmethod
     def apply(self, weight: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor, first_step: bool) -> None:
-        """In place, on flat tensors of one dtype, with PyTorch's own kernels. `states`: moments and maximum."""
+        """Updates flat tensors of one dtype in place, with PyTorch's own kernels. `states`: moments and maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class AdamRule(ElementRule):
 
     @property
     def _corrected_step(self) -> float:
-        """The step that moments are corrected for: after infinitely many there is nothing to correct."""
+        """The step for which moments are corrected; infinite if there is nothing to correct."""
         return self.step if self.bias_correction else math.inf
 
     def constants(self, gradient_scale: float) -> Constants:

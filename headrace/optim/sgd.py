@@ -1,4 +1,4 @@
-"""Which settings do SGD and Lion have? Their authors' own, and those that say where state and update live."""
+"""Which settings do SGD and Lion have? Those of their authors, and those that say where state and update live."""
 
 from typing import Any, Unpack
 
@@ -55,7 +55,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
 
 
 class _LionGroups(Optimizer):
-    """Defaults and param groups of Lion, which torch.optim does not have."""
+    """The defaults and param groups of Lion, which torch.optim does not have."""
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         lr, betas, weight_decay = defaults["lr"], defaults["betas"], defaults["weight_decay"]

@@ -1,7 +1,7 @@
 """Where are a parameter's state and exact value? In host memory, on its device, or on disk; shown as if in one place.
 
-What rests on disk takes part in steps as `disk_state.py` has it. When somebody asks for the state, it is lent: shown as
-memory that is read from disk as it is touched. What was put in its place meanwhile goes to disk with the next step.
+How state on disk takes part in steps is in `disk_state.py`. When somebody asks for the state, it is lent: shown as
+memory that is read from disk when touched. Tensors that were put in its place meanwhile go to disk with the next step.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from headrace.optim.weights import FULL, REMAINDER, MasterWeight
 
 __all__ = ["ParamStates"]
 
-LEAST_BYTES = 1 << 14  # of a tensor of a matrix rule's state that goes to disk; the others stay
+LEAST_BYTES = 1 << 14  # smaller tensors of a matrix rule's state stay in memory
 
 
 class ParamStates:
@@ -29,13 +29,13 @@ class ParamStates:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.disk = DiskState(options.disk) if options.tier == "disk" else None
-        self.entries: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # as in torch.optim: what is in memory of them
+        self.entries: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # as in torch.optim: the state in memory
         self.masters: dict[torch.Tensor, MasterWeight] = {}
-        self._lent: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # state on disk that `entries` show
-        self._shapes: dict[torch.Tensor, dict[str, torch.Size]] = {}  # of tensors on disk, where not the parameter's
+        self._lent: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the state on disk that `entries` shows
+        self._shapes: dict[torch.Tensor, dict[str, torch.Size]] = {}  # of tensors on disk, if not the parameter's
 
     def reset(self) -> None:
-        """Other state is loaded: what is known, and what is on disk, is void."""
+        """Called when another state is loaded: forgets masters, and drops what is on disk."""
         self.masters.clear()
         self._lent.clear()
         self._shapes.clear()
@@ -43,7 +43,7 @@ class ParamStates:
             self.disk = self.disk.emptied()
 
     def master_of(self, parameter: torch.Tensor, given: torch.Tensor) -> MasterWeight:
-        """The exact value of a parameter; `given`: as the user has it. A step, or somebody who looks, begins."""
+        """The exact value of a parameter, for a step or a look at it; `given`: the parameter as the user has it."""
         master = self.masters.get(parameter)
         if master is not None and not master.layout_unchanged:
             self._follow(master)
@@ -56,7 +56,7 @@ class ParamStates:
         return master
 
     def _follow(self, before: MasterWeight) -> None:
-        """A parameter was given another dtype, device or layout, as `model.to()` does: its state follows."""
+        """Has the state follow a parameter that was given another dtype, device or layout, as `model.to()` does."""
         parameter = before.parameter
         before.check_layout(keeps_order=self.disk is not None)
         if self.disk is not None:
@@ -66,11 +66,11 @@ class ParamStates:
         if before.dtype != parameter.dtype:
             for name in (REMAINDER, FULL):
                 state.pop(name, None)
-        # Copies: what is only shown here rests in the form that the parameter had.
+        # Copies: state that is lent rests on disk in the form that the parameter had.
         state.update({name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def begin(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """What is in memory of a parameter's state. It has none any more where somebody removed it."""
+        """The part of a parameter's state in memory. If somebody removed its entry, its state on disk is dropped."""
         if parameter not in self.entries and self.disk is not None and parameter not in self._lent:
             for key in self._keys(parameter):
                 self.disk.forget(key)
@@ -79,11 +79,11 @@ class ParamStates:
         return entries
 
     def drop(self, parameter: torch.Tensor) -> None:
-        """Another rank keeps this one's state from now on."""
+        """Drops the state of a parameter: another rank keeps it from now on."""
         self._lent.pop(parameter, None)
         self.masters.pop(parameter, None)
         if self.entries.pop(parameter, None) is not None:
-            self.begin(parameter)  # which forgets what is on disk
+            self.begin(parameter)  # drops what is on disk
 
     # of which tensors a state consists -------------------------------------------------------------------------------
     def moments(self, rule: ElementRule, master: MasterWeight) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class ParamStates:
         return tuple(name + eight_bit.SUFFIX for name in rule.moments) if master.uses_8bit else rule.moments
 
     def dtypes(self, rule: ElementRule, master: MasterWeight) -> dict[str, torch.dtype]:
-        """Of the state that a parameter needs, its master last."""
+        """The dtypes of the tensors of state that a parameter needs, by name, the master last."""
         own_dtype = torch.float64 if master.dtype == torch.float64 else torch.float32
         moments = self._options.moment_dtype if own_dtype == torch.float32 else own_dtype
         if moments == torch.uint8 and not master.uses_8bit:
@@ -100,28 +100,28 @@ class ParamStates:
         return dict.fromkeys(self.moments(rule, master), moments) | maximum | master.master_dtypes
 
     def normalize(self, state: dict[str, Any], rule: ElementRule, master: MasterWeight) -> None:
-        """Moments that were loaded, or put there by somebody, in 8 bits or not, become what is kept."""
+        """Brings moments that were loaded or set by somebody into the form that is kept: 8 bits or not."""
         eight_bit.convert(state, rule.moments, master.host, narrow=master.uses_8bit)
 
     # on disk ----------------------------------------------------------------------------------------------------------
     def _keys(self, parameter: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-        """What `disk` knows a parameter's tensors by: those of one number of elements are read and written together."""
+        """The keys of a parameter's tensors in `disk`: one for all tensors that have the same number of elements."""
         others = (shape.numel() for shape in self._shapes.get(parameter, {}).values())
         return [(parameter, elements) for elements in dict.fromkeys([parameter.numel(), *others])]
 
     def to_disk(
         self, disk: DiskState, rule: ElementRule | MatrixRule, master: MasterWeight, state: dict[str, Any]
     ) -> None:
-        """State that was lent, loaded or put there by somebody goes to disk; not a master of the other form.
+        """Moves state that was lent, loaded or set by somebody to disk, except a master of the other form.
 
-        What somebody removed is gone there, too.
+        What somebody removed from `state` is dropped on disk, too.
         """
         parameter = master.parameter
         lent = self._lent.get(parameter, {})
         for key in self._keys(parameter) if lent else ():
             disk.take_back(key)
             disk.drop(key, [name for name, value in lent.items() if state.get(name) is not value])
-        self._lent.pop(parameter, None)  # not before: what a drive did not take is taken back by the next step
+        self._lent.pop(parameter, None)  # not before: if the drive fails in `take_back`, the next step tries again
         if isinstance(rule, MatrixRule):
             tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
             present = {name: value.dtype for name, value in tensors.items() if value.nbytes >= LEAST_BYTES}
@@ -134,13 +134,13 @@ class ParamStates:
             del state[name]
 
     def to_rest(self, rule: ElementRule | MatrixRule, master: MasterWeight) -> None:
-        """What was loaded of a parameter's state goes where it rests."""
+        """Moves loaded state of a parameter to disk, if that is where it rests."""
         if self.disk is not None and master.parameter.device.type == "cpu":
             self.to_disk(self.disk, rule, master, self.entries[master.parameter])
 
     def _keep(self, disk: DiskState, master: MasterWeight, tensors: Mapping[str, torch.Tensor]) -> None:
         for key in self._keys(master.parameter):
-            disk.drop(key, tensors)  # of another shape before, perhaps
+            disk.drop(key, tensors)  # they may have had another shape before
         shapes = self._shapes.setdefault(master.parameter, {})
         by_elements: dict[int, dict[str, torch.Tensor]] = {}
         for name, value in tensors.items():
@@ -155,7 +155,7 @@ class ParamStates:
             disk.keep((master.parameter, elements), elements, flat)
 
     def fetch(self, disk: DiskState, rule: MatrixRule, master: MasterWeight, state: dict[str, Any]) -> None:
-        """All of a parameter's state comes into `state`, in host memory, until it goes `to_disk` again."""
+        """Copies all of a parameter's state into `state`, in host memory, until `to_disk` moves it back."""
         self.to_disk(disk, rule, master, state)
         for key in self._keys(master.parameter):
             state |= self._shaped(master, disk.fetch(key, key[1]))
@@ -175,7 +175,7 @@ class ParamStates:
             self.entries[master.parameter].update(lent)
 
     def show(self) -> None:
-        """`entries` become the whole state."""
+        """Makes `entries` show the whole state."""
         if self.disk is None:
             return
         for master in list(self.masters.values()):
@@ -185,7 +185,7 @@ class ParamStates:
                 self._follow(master)
 
     def at_rest(self, parameter: torch.Tensor) -> dict[str, TensorAtRest]:
-        """What of a parameter's state is on disk and not shown, to be read when it is wanted."""
+        """The part of a parameter's state that is on disk and not lent, to be read when it is wanted."""
         master = self.masters.get(parameter)
         if master is not None and not master.layout_unchanged:
             self._follow(master)
@@ -198,7 +198,7 @@ class ParamStates:
         return {name: replace(one, like=shaped[name]) for name, one in tensors.items()}
 
     def fill(self, rule: ElementRule | MatrixRule, master: MasterWeight, tensors: Mapping[str, TensorAtRest]) -> None:
-        """These tensors, which are in files, are a parameter's from now on; from file to file where they are all."""
+        """Makes these tensors, which are in files, a parameter's state; if all fit as they are, from file to file."""
         parameter = master.parameter
         disk = None if parameter.device.type != "cpu" else self.disk
         if disk is not None and isinstance(rule, ElementRule):
@@ -211,7 +211,7 @@ class ParamStates:
         self.to_rest(rule, master)
 
     def take_apart(self, state: Mapping[Any, Any]) -> None:
-        """What is shown of a parameter's state on disk, and is another one's in `state`, becomes memory."""
+        """Copies into memory each tensor in `state` that is lent as the state of another parameter."""
         owners = {_memory(value): parameter for parameter, lent in self._lent.items() for value in lent.values()}
         for parameter, entries in list(state.items()) if owners else ():
             for name, value in list(entries.items()):
@@ -219,7 +219,7 @@ class ParamStates:
                     entries[name] = value.clone()
 
     def held_bytes(self) -> int:
-        """Bytes of host memory that states and masters take."""
+        """The bytes of host memory that states and masters take."""
         values = (value for entries in self.entries.values() for value in entries.values())
         held = sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu")
         return held + (0 if self.disk is None else self.disk.host_bytes)

@@ -1,4 +1,4 @@
-"""How many threads update weights, and which? As many as this process may use, started once, and no more than that.
+"""How many threads update weights, and which? As many as this process may use; they are started once.
 
 torchrun sets OMP_NUM_THREADS=1 for each of its ranks, and PyTorch follows: eight ranks with one thread each are ten
 times slower. So the number comes from the CPU affinity, the cgroup's quota and the number of ranks here.
@@ -21,7 +21,7 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def count() -> int:
-    """Threads that share one update, the calling one among them."""
+    """The number of threads that share one update, the calling one included."""
     return _limit or available_cores(
         affinity=system.available_cores(),
         machine=os.cpu_count() or 1,
@@ -31,7 +31,7 @@ def count() -> int:
 
 
 def available_cores(*, affinity: int, machine: int, quota: float | None, local_ranks: int) -> int:
-    """Cores for one rank: those of affinity and quota, shared with other ranks unless the affinity is its own."""
+    """The cores for one rank: those that affinity and quota allow, divided among ranks unless they are bound apart."""
     cores = affinity if quota is None else min(affinity, math.ceil(quota))
     # A launcher that binds each rank to cores of its own has divided the machine already.
     bound = local_ranks > 1 and affinity <= machine // local_ranks
@@ -40,7 +40,7 @@ def available_cores(*, affinity: int, machine: int, quota: float | None, local_r
 
 @contextlib.contextmanager
 def limited_to(threads: int) -> Iterator[None]:
-    """Uses exactly so many threads for the length of a with block."""
+    """Has updates use exactly this many threads for the length of a with block."""
     global _limit
     if threads < 1:
         raise ValueError(f"threads={threads}: at least one thread is needed")
@@ -52,7 +52,7 @@ def limited_to(threads: int) -> Iterator[None]:
 
 
 def on_each(work: Callable[[], None], *, at_most: int) -> None:
-    """Calls `work` on each thread, on `at_most` of them, and returns when all are done. Raises what one raised."""
+    """Calls `work` on each thread, on no more than `at_most`; returns when all are done. Raises what one raised."""
     helpers = min(count(), at_most) - 1
     if helpers < 1:
         work()
@@ -69,9 +69,9 @@ def on_each(work: Callable[[], None], *, at_most: int) -> None:
 
 
 def _drain(helpers: Sequence[OneThread]) -> None:
-    """Waits until they have done whatever they were given, which Ctrl-C may have kept from being known.
+    """Waits until the helpers have done everything that was submitted, also jobs whose future Ctrl-C lost.
 
-    Not even Ctrl-C ends that: they write to memory that the caller lets go of.
+    Not even Ctrl-C ends the wait: helpers write to memory that the caller will let go of.
     """
     for last in [helper.submit(int) for helper in helpers]:
         while not last.done():
@@ -85,7 +85,7 @@ _changing = threading.Lock()  # optimizers step on several threads
 
 
 def _chosen(number: int) -> list[OneThread]:
-    """So many helper threads. There are made more of them where there are too few."""
+    """This many helper threads; missing ones are started."""
     with _changing:
         while len(_helpers) < number:
             _helpers.append(OneThread("headrace-optim"))
@@ -93,7 +93,7 @@ def _chosen(number: int) -> list[OneThread]:
 
 
 def _forked() -> None:
-    """The parent's threads do not exist here, and one of them may have held the lock."""
+    """Called in a forked child: the parent's threads do not exist there, and one of them may have held the lock."""
     global _changing
     _helpers.clear()
     _changing = threading.Lock()
@@ -103,7 +103,7 @@ after_fork(_forked)
 
 
 def _quota_cores() -> float | None:
-    """Cores that the cgroup's CPU quota allows; None without a quota."""
+    """The cores that the cgroup's CPU quota allows; None without a quota."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             hierarchy, _, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""What is one parameter's update, and who performs it? The native kernel where it can, PyTorch in chunks where not."""
+"""What is one parameter's update, and who performs it? The native kernel if it can, else PyTorch in chunks."""
 
 import dataclasses
 import itertools
@@ -16,14 +16,14 @@ __all__ = ["Update", "perform", "scaled"]
 
 _NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.float16: Number.FLOAT16}
 _STATE_NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.uint8: Number.EIGHT_BIT}
-_DEVICE_CHUNK_ELEMENTS = 1 << 23  # of an accelerator at a time: what narrow state takes beside it is bounded
+_DEVICE_CHUNK_ELEMENTS = 1 << 23  # at a time on an accelerator, which bounds the memory for widened state
 
 
 @dataclass(kw_only=True)
 class Update:
-    """One parameter, or a run of its elements, where it is updated.
+    """The update of one parameter, or of a run of its elements, in the memory where it is performed.
 
-    All tensors are dense, their elements in the same order in memory; moments in 8 bits are as eight_bit.py has them.
+    All tensors are dense, with their elements in the same order in memory; for moments in 8 bits, see eight_bit.py.
     """
 
     rule: ElementRule
@@ -31,21 +31,21 @@ class Update:
     gradient: torch.Tensor  # in any floating-point dtype
     form: Master
     master: torch.Tensor | None = None  # int16 remainders (split), float32 (full)
-    first: torch.Tensor | None = None  # float32 (float64 with such weights), bfloat16, or in 8 bits
+    first: torch.Tensor | None = None  # float32 (float64 if the weights are), bfloat16, or 8 bits
     second: torch.Tensor | None = None
     maximum: torch.Tensor | None = None  # float32
     first_step: bool = False
-    stream: int = 0  # the parameter's own random numbers, for stochastic rounding
-    place: int = 0  # of the first element in the parameter, so that no division into runs changes them
-    checksum: int | torch.Tensor = 0  # of what was written, in split form
-    not_finite: bool | torch.Tensor = False  # whether a gradient was not
+    stream: int = 0  # selects the parameter's own random numbers, for stochastic rounding
+    place: int = 0  # of the first element in the parameter, so that runs do not change the random numbers
+    checksum: int | torch.Tensor = 0  # of the written weights, in split form
+    not_finite: bool | torch.Tensor = False  # whether some gradient was not finite
     begins: Callable[[], None] = lambda: None  # called just before anything is written
 
 
 def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | None = None) -> None:
     """Performs the updates, in place. `gradient_scale` multiplies every gradient, rounded to the gradient's dtype.
 
-    `native` chooses the kernel or PyTorch; None takes the kernel wherever it was built and knows the dtypes.
+    `native` chooses the kernel or PyTorch; None takes the kernel if it was built. PyTorch does dtypes unknown to it.
     """
     if not _are_apart(updates):  # one after the other, as in a loop over parameters
         for update in updates:
@@ -72,7 +72,7 @@ def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | 
 
 
 def scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    """`gradient * scale` with the arithmetic of `torch.nn.utils.clip_grad_norm_`; itself where that changes nothing."""
+    """`gradient * scale` with the arithmetic of `torch.nn.utils.clip_grad_norm_`; the gradient itself for scale 1."""
     if scale == 1:
         return gradient
     dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
@@ -80,7 +80,7 @@ def scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _are_apart(updates: Sequence[Update]) -> bool:
-    """Whether no two of them write the same memory."""
+    """Whether no two of the updates write the same memory."""
     weights = [update.weight for update in updates if update.weight.numel()]
     spans = sorted((weight.data_ptr(), weight.nbytes) for weight in weights)
     return all(begin + nbytes <= following for (begin, nbytes), (following, _) in itertools.pairwise(spans))
@@ -115,9 +115,9 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _perform_in_torch(updates: Sequence[Update], gradient_scale: float) -> None:
-    """Chunks that fit the cache, each on one thread with one intra-op thread: 0.8 of the memory's speed in PyTorch.
+    """Updates chunks that fit the cache, each on one thread with one intra-op thread: at 0.8 of the memory's speed.
 
-    On an accelerator the whole of it, on the stream that is current.
+    On an accelerator, larger chunks are updated on the current stream.
     """
     flat = [_flattened(update) for update in updates]
     with torch.no_grad():
@@ -173,7 +173,7 @@ def _chunk_in_torch(update: Update, part: slice, gradient_scale: float) -> None:
     exact = narrow.join(weight, master, update.form)
     gradient = update.gradient[part]
     gradient = scaled(gradient, gradient_scale).to(exact.dtype)
-    finite = torch.linalg.vector_norm(gradient, torch.inf).isfinite()  # takes no memory, unlike isfinite of it
+    finite = torch.linalg.vector_norm(gradient, torch.inf).isfinite()  # unlike gradient.isfinite(), takes no memory
     if finite.device.type != "cpu":
         update.not_finite = ~finite | update.not_finite
     elif not finite:
@@ -196,7 +196,7 @@ def _widened(update: Update, moment: torch.Tensor | None, part: slice, exact: to
 
 
 def _narrowed(update: Update, moment: torch.Tensor | None, part: slice, values: torch.Tensor | None) -> None:
-    """Stores `values` where they are not the moment itself."""
+    """Stores `values` in a part of the moment, unless they are that memory already."""
     if moment is None or values is None or moment.dtype == values.dtype:
         return
     seed = update.rule.constants(1.0).seed + update.stream & 0xFFFFFFFF
@@ -211,5 +211,5 @@ def _narrowed(update: Update, moment: torch.Tensor | None, part: slice, values: 
 
 
 def _bytes_of(part: slice) -> slice:
-    """The bytes of a moment in 8 bits, flat."""
+    """The bytes of these elements in a flat 8-bit moment."""
     return slice(part.start // RUN_ELEMENTS * RECORD_BYTES, -(-part.stop // RUN_ELEMENTS) * RECORD_BYTES)

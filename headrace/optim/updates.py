@@ -1,4 +1,4 @@
-"""Where and when are parameters updated in a step? At once or beside passes, on the host or on their accelerator."""
+"""Where and when does a step update parameters? At once or beside passes, on the host or on their accelerator."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -39,7 +39,7 @@ class Updates:
         self.reset()
 
     def reset(self) -> None:
-        """Other state is loaded: where it lives is decided anew."""
+        """Called when another state is loaded: where state lives is decided anew."""
         self._device_share = DeviceShare()
         self._mirrors: dict[torch.device, HostMirror] = {}
 
@@ -49,13 +49,13 @@ class Updates:
         return self._options.overlap != "none"
 
     def held_bytes(self) -> int:
-        """Bytes of host memory that copies of weights and gradients take."""
+        """The bytes of host memory that copies of weights and gradients take."""
         return sum(mirror.held_bytes() for mirror in self._mirrors.values())
 
     def perform(
         self, members: list[Member], scale: float, owners: Ownership, parameters: Iterable[torch.Tensor]
     ) -> None:
-        """Updates all of `members`, or begins to. `scale` multiplies their gradients; `parameters`: the optimizer's."""
+        """Updates `members`, or begins to. `scale` multiplies gradients; `parameters`: all of the optimizer."""
         mine = [one for one in parameters if not owners.is_elsewhere(one)] if self._options.device_fraction else []
         if not self.overlaps:
             self._perform_alike(members, scale, owners, mine)
@@ -72,7 +72,7 @@ class Updates:
     def _perform_alike(
         self, members: list[Member], scale: float, owners: Ownership, mine: Sequence[torch.Tensor]
     ) -> None:
-        """Updates all of them now, each on the ranks that are its owners. A collective of these."""
+        """Updates all members now, each on the rank that owns it. A collective if ranks share the parameters."""
         if owners.shares:
             before_write([member.parameter for member in members])
         owners.update(members, lambda batch: self._perform_now(batch, scale, mine))
@@ -87,7 +87,7 @@ class Updates:
         owners: Ownership,
         arrived: Callable[[], None] | None = None,
     ) -> Pending:
-        """Begins the update of parameters of a unit, with the settings that their groups have now."""
+        """Begins to update parameters of a unit, with the current settings of their groups."""
         will_write([member.parameter for member in members])
         self._mark_written(members)
 
@@ -114,7 +114,7 @@ class Updates:
     def _perform_beside(
         self, device: torch.device, members: list[Member], scale: float, mine: Sequence[torch.Tensor]
     ) -> None:
-        """Parameters on an accelerator: what is updated there runs beside the transfers of what is updated here."""
+        """Updates parameters on an accelerator: updates there run beside the transfers for updates on the host."""
         on_host, on_device = members, list[Member]()
         if self._options.device_fraction:
             moments = max(len(member.rule.elementwise) for member in members)
@@ -132,7 +132,7 @@ class Updates:
             self._mirrors[device].update(on_host, lambda batch: self._apply(batch, scale))
 
     def _apply(self, members: Sequence[Member], scale: float) -> None:
-        """Updates the weights of `members` where these are. `scale` multiplies their gradients."""
+        """Updates the weights of `members` in the memory where they are. `scale` multiplies their gradients."""
         whole = [member for member in members if isinstance(member.rule, MatrixRule)]
         by_element = [member for member in members if not isinstance(member.rule, MatrixRule)]
         if by_element:

@@ -1,8 +1,9 @@
 """How is the exact value of one weight kept between steps, and how do we notice that somebody else wrote it?
 
 A float32 weight is its own exact value. A low-precision one has a master: in split form (bfloat16: 16 more bits) or in
-full (a float32 tensor beside it). In full form every element tells by itself: the master counts where it rounds to the
-weight that is there. In split form the weight's `_version`, its address and a checksum of what was written last tell.
+full (a float32 tensor beside it). In full form each element shows by itself whether it was written: the master counts
+if it rounds to the weight that is there. In split form, the weight's `_version`, its address, and a checksum of what
+was written last show it.
 A write that leaves no trace (`p.data.copy_(w)`) then counts as w plus less than half a unit of bfloat16's last place.
 """
 
@@ -23,15 +24,15 @@ _MASTER_DTYPES = {REMAINDER: torch.int16, FULL: torch.float32}
 
 
 class MasterWeight:
-    """The weights of one parameter, where they are updated, and their exact value.
+    """The weights of one parameter, in the memory in which they are updated, and their exact value.
 
-    `host` is the parameter itself; for one on an accelerator that is updated in host memory, its twin there.
+    `host` is the parameter itself, or its twin in host memory if it is on an accelerator and updated on the host.
     """
 
     def __init__(
         self, parameter: torch.Tensor, given: torch.Tensor, master_form: str, *, eight_bits: bool = False
     ) -> None:
-        """`given`: the parameter as the user has it, a DTensor for its local shard: each counts its own writes."""
+        """`given`: the parameter as the user has it (the DTensor of a local shard), which counts its own writes."""
         self.parameter = parameter
         self._written_as = (parameter, given)
         self.dtype, self._shape, self._strides = parameter.dtype, parameter.shape, parameter.stride()
@@ -45,24 +46,24 @@ class MasterWeight:
         else:
             self.form = Master.IS_WEIGHT
         self._key = {Master.SPLIT: REMAINDER, Master.FULL: FULL}.get(self.form)
-        # Of what we wrote last; None when the state was made or loaded since.
+        # The checksum of what we wrote last; None when the state was made or loaded since.
         self._checksum: int | torch.Tensor | None = None
         self._mark: tuple[int, ...] | None = None
         self.changed = True  # whether somebody may have written the parameter since our last update
-        self.in_files: Unit | None = None  # whose files this step has written, past their memory; of one member of it
-        self._dense: torch.Tensor | None = None  # stands in for weights that have gaps between their elements
+        self.in_files: Unit | None = None  # the unit in whose files this step wrote; set on one member of the unit
+        self._dense: torch.Tensor | None = None  # a copy of weights that have gaps between their elements
 
     def suspect(self) -> None:
-        """Somebody may have written the parameter without a trace."""
+        """Has the next step check the weights: somebody may have written them without a trace."""
         self._mark = None
 
     def check_version(self) -> None:
-        """A step begins: has somebody written the parameter since our last one?"""
+        """Called when a step begins: notes in `changed` whether somebody may have written the parameter."""
         self.changed = self._mark != self._now()
 
     @property
     def layout_unchanged(self) -> bool:
-        """Whether the parameter still is what it was when this was made."""
+        """Whether the parameter still has the dtype, device, shape and strides that it had when this was made."""
         now, before = self.parameter, (self.dtype, self._device, self._shape, self._strides)
         return (now.dtype, now.device, now.shape, now.stride()) == before
 
@@ -78,16 +79,16 @@ class MasterWeight:
 
     @property
     def master_dtypes(self) -> dict[str, torch.dtype]:
-        """Name and dtype of the master; empty where the weight is its own."""
+        """Name and dtype of the master; empty if the weight is its own master."""
         return {} if self._key is None else {self._key: _MASTER_DTYPES[self._key]}
 
     @property
     def master_is_stale(self) -> bool:
-        """Whether the weights were written since, so that a split master says nothing about them."""
+        """Whether the weights were written since our last update, which makes a master in split form worthless."""
         return self.form is Master.SPLIT and self._written_by_others()
 
     def master(self, state: dict[str, Any]) -> torch.Tensor | None:
-        """The master of the weights, made to agree with them where it is missing or they were written."""
+        """The master in `state`: made if it is missing, and reset to the weights if somebody wrote them."""
         if self._key is None:
             return None
         kept = self.adopt(state.get(self._key), _MASTER_DTYPES[self._key])
@@ -100,22 +101,22 @@ class MasterWeight:
         return kept
 
     def other_form(self, state: dict[str, Any]) -> str | None:
-        """The name under which a master of the other form was loaded, of which the next step makes the one to keep."""
+        """The name of a loaded master of the other form, from which the next step makes the one to keep."""
         other = {REMAINDER: FULL, FULL: REMAINDER}.get(self._key or "")
         return other if other in state and self._key not in state else None
 
     def are_to_be_split(self, state: dict[str, Any]) -> bool:
-        """Whether `master` writes the weights, too."""
+        """Whether `master` will write the weights too, as it splits a loaded full master."""
         return self.other_form(state) == FULL
 
     def _written_by_others(self) -> bool:
-        """Whether the weights are not those that we wrote last; a copy of the same values does not count."""
+        """Whether the weights differ from those that we wrote last; a write of the same values does not count."""
         if self._checksum is None or not self.changed:
             return False
         return bool(kernel.checksum(self.exposed()) != self._checksum)
 
     def _derive(self, kept: torch.Tensor, state: dict[str, Any]) -> None:
-        """A master out of the state's other form, if that was loaded, else out of the weights."""
+        """Fills the new master `kept` from a loaded master of the other form, or else from the weights."""
         if self.form is Master.FULL:
             kept.copy_(self.host.detach())
             remainder = self.adopt(state.pop(REMAINDER, None), torch.int16)
@@ -127,28 +128,28 @@ class MasterWeight:
                 self._split(full, kept)
 
     def _split(self, full: torch.Tensor, kept: torch.Tensor) -> None:
-        """Weights become the upper part of the masters `full`, `kept` the remainders: they round ties otherwise."""
+        """Splits the masters `full` into weights and remainders (`kept`). Weights are written: ties round otherwise."""
         runs = (tensor.split(kernel.CHUNK_ELEMENTS) for tensor in (self.exposed(), self.flat(full), flat(kept)))
         for stored, master, remainder in zip(*runs, strict=True):
             narrow.split_master(narrow.join(stored, master, Master.FULL), stored, remainder, Master.SPLIT)
 
     def performed(self, checksum: int | torch.Tensor | None) -> None:
-        """An update has been written to `exposed()`; in split form with the checksum of what was written."""
+        """Called when an update has been written to `exposed()`; `checksum`: of what was written, in split form."""
         if self._dense is not None:
             self.host.detach().copy_(self._dense)
             self._dense = None
         self._checksum = checksum
 
     def written(self) -> None:
-        """All that this step does to the parameter is done."""
+        """Called when this step is done with the parameter."""
         self._mark = self._now()
         if self.in_files is not None:
             self.in_files.updated_in_files()
             self.in_files = None
 
     def broken_off(self) -> None:
-        """This step may have written the parameter; what somebody had written before it is still to be noticed."""
-        self._dense = None  # the next one begins with the weights that are there then
+        """Called when a step was cut short that may have written the parameter; others' earlier writes stay noticed."""
+        self._dense = None  # the next step begins with the weights that are there then
         if not self.changed:
             self.written()
 
@@ -161,7 +162,7 @@ class MasterWeight:
         return flat(self.exposed_dense())
 
     def exposed_dense(self) -> torch.Tensor:
-        """The same memory in the shape of the weights."""
+        """The memory of `exposed()` in the shape of the weights."""
         if self.host.is_contiguous():
             return self.host.detach()
         weights = self.host.detach()
@@ -172,23 +173,23 @@ class MasterWeight:
         return weights
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A gradient or a state, flat, its elements in the order of `exposed()`: a copy where they lie otherwise."""
+        """A gradient or a state, flat, in the order of `exposed()`; a copy if its elements lie in another order."""
         return flat(self.dense(tensor.detach()))
 
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same in the shape of the weights, and not detached."""
+        """As `flat`, but in the shape of the weights, and not detached."""
         if tensor.dtype == torch.uint8 or self.lies_alike(tensor):
             return tensor
         return self._empty(tensor.dtype).copy_(tensor.detach())
 
     def lies_alike(self, tensor: torch.Tensor) -> bool:
-        """Whether elements of a gradient or state lie in the order of `exposed()`."""
+        """Whether the elements of a gradient or a state lie in the order of `exposed()`."""
         if tensor.is_contiguous() and self.host.is_contiguous():
             return True
         return _strides(tensor) == self._layout()
 
     def shaped(self, flat: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
-        """The inverse of `flat`: the same memory in the shape of the weights, or another; 8-bit moments in theirs."""
+        """The inverse of `flat`: the same memory in the shape of the weights, in `shape`, or in an 8-bit moment's."""
         if shape is not None:
             return flat.view(shape)
         if flat.dtype == torch.uint8:
@@ -198,18 +199,18 @@ class MasterWeight:
         return flat.view(self.host.shape)
 
     def is_shaped(self, tensor: torch.Tensor) -> bool:
-        """Whether a state lies as `shaped` would have it."""
+        """Whether a state has the strides that `shaped` would give it."""
         flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
         return tensor.stride() == self.shaped(flat).stride()
 
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
-        """A new state of the weights' shape, in their layout; of dtype uint8 an 8-bit moment."""
+        """A new state of zeros in the shape and layout of the weights; with dtype uint8, an 8-bit moment."""
         if dtype == torch.uint8:
             return eight_bit.zeros(self.host.numel(), self.host.device)
         return self._empty(dtype).zero_()
 
     def adopt(self, value: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        """A loaded state as one that can be updated in place; None when it is none of ours (another dtype or shape)."""
+        """A loaded state in a form that can be updated in place; None if it has another dtype or shape."""
         if not isinstance(value, torch.Tensor) or value.dtype != dtype:
             return None
         check_bytes(value, lambda: f"a state of a parameter of shape {tuple(self._shape)}")
@@ -239,5 +240,5 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides that matter: those of dimensions with more than one element."""
+    """The strides that matter: those of dimensions with more than one element."""
     return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

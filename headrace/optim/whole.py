@@ -1,4 +1,4 @@
-"""How do rules update that need a whole parameter? One at a time, with PyTorch's own arithmetic."""
+"""How do rules that need a whole parameter update it? One parameter at a time, with PyTorch's own arithmetic."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ __all__ = ["update_whole"]
 
 
 def update_whole(members: Sequence[Member], scale: float, states: ParamStates, not_finite: NotFiniteSteps) -> None:
-    """Updates them one after the other; state on disk is in memory for one at a time."""
+    """Updates the members one after the other; state on disk comes into memory for one member at a time."""
     for member in members:
         disk = states.disk if member.master.host.device.type == "cpu" else None
         if disk is not None:
