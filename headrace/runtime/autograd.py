@@ -180,9 +180,9 @@ tensor_use_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count
 # holding the C++ object, without its memory.
 WeakTensor: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 # Autograd's number of a node of the graph: `sequence_number(tensor.grad_fn)`. Relies on a thread giving each node that
-# it makes a larger one than the node before, and on backward going first through what has the largest of those ready.
+# it makes a larger number than the one before, and on backward taking the ready node with the largest number first.
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
-# Whether a tensor has memory at all. Relies on those of function transforms having none.
+# Whether a tensor has memory at all. Relies on the tensors of function transforms having none.
 has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 # The property `data` of tensors, for classes that override it: `data_of.__get__(tensor)`, `data_of.__set__(tensor,
 # value)`. Relies on both taking a tensor of any class, and on `__set__` leaving no trace in `_version`.
@@ -190,10 +190,10 @@ data_of: Any = torch.Tensor.data
 # The property `grad`, likewise.
 grad_of: Any = torch.Tensor.grad
 # `make_subclass(cls, tensor, requires_grad)`: a tensor of that class over the same memory, without `cls.__new__`.
-# Relies on it counting the same versions as `tensor`.
+# Relies on it sharing its version counter with `tensor`.
 make_subclass: Any = torch.Tensor._make_subclass
-# Whether a tensor is a wrapper around others that says which: `names, context = t.__tensor_flatten__()`, and another
-# like it is `type(t).__tensor_unflatten__(inner, context, size, stride)`. Relies on the names being attributes'.
+# Whether a tensor wraps others and names them: `names, context = t.__tensor_flatten__()`; the like of it is made by
+# `type(t).__tensor_unflatten__(inner, context, size, stride)`. Relies on the names being those of attributes.
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 # A view of the same memory that is read as negated. Relies on it doing what `tensor.imag` of a conjugate does.
 neg_view = torch._neg_view
