@@ -87,7 +87,7 @@ class _Calls:
         return self.around(module, self._inside, args, kwargs)
 
     def _stops_compiler(self, module: nn.Module) -> bool:
-        """Asks the inner participant first: weights stop the compiler, where activations would refuse it."""
+        """Asks the inner participant first: where weights stop the compiler, activations need not refuse it."""
         for participant in self.participants[::-1]:  # noqa: SIM110  # the compiler follows this more easily
             if participant.compiling(module):
                 return True
