@@ -1,7 +1,7 @@
 """How do the devices of a node send each other what they hold? By collectives of a process group of their own.
 
-If the mesh's backend reaches the devices (NCCL), bytes go from device to device. If it does not (gloo), each rank copies
-its bytes to its host memory, the collective runs there, and the result is copied back: the same bits, only slower.
+If the mesh's backend reaches the devices (NCCL), bytes go from device to device. If not (gloo), each rank copies its
+bytes to its host memory, the collective runs there, and the result is copied back: the same bits, only slower.
 """
 
 import contextlib

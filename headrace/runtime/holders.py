@@ -17,7 +17,7 @@ __all__ = ["gradient_is_shared"]
 
 
 def gradient_is_shared(parameter: torch.Tensor) -> bool:
-    """Whether anybody but the parameter refers to its `grad`, which must not be None, or to the memory of the `grad`."""
+    """Whether anybody but the parameter refers to its `grad`, which must not be None, or to that gradient's memory."""
     with without_overrides():  # an optimizer may be updating the parameter
         return _references_to_gradient(parameter) > _ALONE
 
