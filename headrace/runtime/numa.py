@@ -1,9 +1,9 @@
 """On which NUMA nodes should host memory lie? In turn on all whose cores this process may use.
 
-An update of weights takes its chunks in any order on any core. If all memory lay on one node, only that node's bandwidth
-would be used. A process that is bound to the cores of one node gets that node's memory from the kernel anyway, so
-nothing is done there, nor on machines with one node or without libnuma. Where each rank copies only its own range of
-shared memory, the range lies at that rank's device.
+An update of weights takes its chunks in any order on any core. If all memory lay on one node, only its bandwidth would
+be used. A process that is bound to the cores of one node gets that node's memory from the kernel anyway, so nothing is
+done there, nor on machines with one node or without libnuma. Where each rank copies only its own range of shared
+memory, the range lies at that rank's device.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Which schedules of torch.distributed.pipelining cannot run offloaded stages? Those that split backward in two.
 
-For zero bubbles, these compute the gradients of a stage's inputs first, and later those of the parameters that they find
-in autograd's graph. Homes are not in the graph, so their gradients would silently stay None. PyTorch's module for
-stages is not imported here.
+For zero bubbles, these compute the gradients of a stage's inputs first, and later those of the parameters in autograd's
+graph. Homes are not in the graph: their gradients would silently stay None. PyTorch's module is not imported here.
 """
 
 import sys

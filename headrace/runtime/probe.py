@@ -1,4 +1,4 @@
-"""How fast is this machine? Copies, products, updates and memory are measured, each alone: the median of some rounds."""
+"""How fast is this machine? Copies, products, the update and memory are each measured alone, by a median of rounds."""
 
 import time
 from collections.abc import Callable
