@@ -8,7 +8,7 @@ __all__ = ["LeastTree"]
 class LeastTree:
     """Numbers by index, from 0 on; infinity where none was put.
 
-    It is a binary tree in one list: the numbers are its second half, and place k has the lesser of places 2k and 2k + 1.
+    They are a binary tree in one list: its second half has the numbers, place k the lesser of places 2k and 2k + 1.
     """
 
     def __init__(self) -> None:

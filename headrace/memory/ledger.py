@@ -170,7 +170,7 @@ class Ledger:
         self._counted()
 
     def _counted(self) -> _Sums:
-        """Counts all queued entries and returns the sums. When objects are collected amid it, it may be entered again."""
+        """Counts all queued entries and returns the sums. It may be entered again if objects are collected amid it."""
         with self._lock:
             while self._queue:
                 entry, before = self._queue[0], self._sums

@@ -1,7 +1,7 @@
 """How is memory requested from the system? As an exact number of private pages, large ones if the system gives them.
 
-From 4 MiB on, large pages (2 MiB) are requested: a drive takes four times as many bytes in one request, fresh pages cost
-half the time of small ones, and a reader looks up fewer addresses. See docs/design/arenas.md.
+From 4 MiB on, large pages (2 MiB) are requested: a drive takes four times as many bytes in one request, fresh memory
+costs half the time of small pages, and readers look up fewer addresses. See docs/design/arenas.md.
 """
 
 import contextlib

@@ -95,7 +95,7 @@ class HostPool:
         self.arena_bytes = sum(arena.nbytes for arena in self._arenas)
 
     def consolidate(self) -> None:
-        """Replaces many arenas by one, if all memory has come back: of the peak size; the second time, of their sum."""
+        """Replaces many arenas by one, if all memory has come back: of the peak size; after the first time, of all."""
         if self._reserved or self.held_bytes or len(self._arenas) < 2:
             return
         wanted_bytes = self.arena_bytes if self._consolidated else self._peak_bytes

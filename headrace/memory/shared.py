@@ -62,7 +62,7 @@ class SharedArena:
         return Mapping(self._descriptor.number, self._offset, self.nbytes, shared=False)
 
     def forget(self) -> None:
-        """Does nothing: the arena has no file that its pages could be read from again."""
+        """Does nothing: the contents of an arena's pages are nowhere else."""
 
 
 class SharedExtent:

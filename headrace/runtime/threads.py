@@ -39,7 +39,7 @@ class Gate:
 
 
 class _Condition(threading.Condition):
-    """A condition that takes its lock in C. In the standard one, Ctrl-C may strike after that, before the `with` body."""
+    """A condition that takes its lock in C. In the standard one, Ctrl-C may strike between that and the `with` body."""
 
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
