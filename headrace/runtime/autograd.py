@@ -1,6 +1,6 @@
 """Which private names of PyTorch does headrace need? All of them are here, under names of our own.
 
-Each says what it relies on. tests/units/test_autograd_internals.py has a test for each, of the same name, which fails
+Each says what it relies on. tests/units/test_autograd_internals.py has tests that are named after each, and that fail
 when a release of PyTorch changes that. The linter and a test refuse such names elsewhere in the package, except for
 
 - what PyTorch's optimizers compute with: runtime/torch_rules.py;

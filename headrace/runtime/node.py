@@ -392,7 +392,7 @@ def _allow_descriptors() -> None:
 
 
 def _status(process: int) -> tuple[str, str]:
-    """The state and start time of a process, as in /proc; ("X", "") where there is none."""
+    """The state and start time of a process, as in /proc; ("X", "") if it does not exist."""
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

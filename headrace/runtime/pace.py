@@ -27,7 +27,7 @@ class Pace:
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
-        self._limit: tuple[int, float] | None = None  # bytes in any window of so many seconds
+        self._limit: tuple[int, float] | None = None  # the most bytes in any window, and its seconds
         self.is_limited = False
         self._thread: OneThread | None = None
         self._one_at_a_time = threading.Lock()

@@ -104,7 +104,7 @@ class LostUpdate(Pending):
 
 
 class Watcher(Protocol):
-    """Is told of gradients that arrive in host memory during a backward."""
+    """Is notified of gradients that arrive in host memory during a backward."""
 
     def complete(
         self, unit: "Unit", gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]
@@ -148,7 +148,7 @@ class Unit(Protocol):
 
 
 def watch(watcher: Watcher, parameters: Iterable[torch.Tensor]) -> None:
-    """From now on, `watcher` is told of the gradients of those of these parameters that are managed."""
+    """From now on, notifies `watcher` of the gradients of these parameters, as far as they are managed."""
     units = {id(unit): unit for parameter in parameters if (unit := unit_of(parameter)) is not None}
     for unit in units.values():
         unit.watchers.add(watcher)

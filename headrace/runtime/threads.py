@@ -28,7 +28,7 @@ class Gate:
         self.is_open = False
 
     def open(self) -> None:
-        """Opens it, so that all who wait go on. To be called once."""
+        """Opens it, so that all waiting threads go on. To be called once."""
         self.is_open = True
         self._lock.release()
 

@@ -241,7 +241,7 @@ class _Turns:
         self.post(partial(self._advance, request))
 
     def _advance(self, *requests: Request) -> None:
-        """Counts one thing less that each request waits for, and begins those that wait for nothing more."""
+        """Called when one thing that each of `requests` waits for is done; begins those that wait for nothing more."""
         advanced = list(requests)
         while advanced:
             request = advanced.pop()
