@@ -1,7 +1,7 @@
-"""Where do the bytes of the host tier lie? In arenas: exact-size slabs, touched, page-locked where there is a device.
+"""Where do the bytes of the host tier lie? In arenas: exact-size slabs, touched, page-locked if there is a device.
 
-PyTorch's own pinned allocator rounds every allocation up to a power of two and never gives it back, so an arena maps
-its memory itself and registers it with the device (see docs/design/arenas.md).
+PyTorch's own pinned allocator rounds every allocation up to a power of two and never gives it back. So an arena maps
+its memory itself, and registers it with the device (see docs/design/arenas.md).
 """
 
 import mmap
@@ -14,8 +14,8 @@ from headrace.memory.locking import host_memory
 __all__ = ["ALIGNMENT_BYTES", "KERNEL_ALIGNMENT_BYTES", "Arena", "aligned", "is_large", "whole_pages"]
 
 ALIGNMENT_BYTES = 64  # of every tensor in an arena or a block: a cache line, and any dtype's own alignment
-# Of all but small ones: libraries choose kernels by alignments up to this one, so a weight at a lesser one could be
-# computed with another kernel than in the plain run, and differ in the last bit.
+# Of all but small tensors. Libraries choose kernels by alignments up to this one: with a lesser alignment, another
+# kernel than in the plain run could be chosen, and results could differ in the last bit.
 KERNEL_ALIGNMENT_BYTES = 256
 
 
@@ -26,7 +26,7 @@ def aligned(nbytes: int) -> int:
 
 
 def is_large(nbytes: int) -> bool:
-    """Whether a tensor of that size has the alignment that kernels ask for. In a block, large ones come first."""
+    """Whether a tensor of that size gets the alignment that kernels ask for. In a block, large tensors come first."""
     return nbytes >= KERNEL_ALIGNMENT_BYTES
 
 
@@ -38,10 +38,10 @@ def whole_pages(nbytes: int) -> int:
 class Arena:
     """`nbytes` of host memory, rounded up to whole pages, page-locked for `device` if that is an accelerator.
 
-    `pinned` is False where there is nothing to lock it for, and where the system refuses.
+    `pinned` is False if `device` is the CPU, or if the system refuses to lock memory.
 
     The memory lives as long as any tensor made by `tensor` does, and is booked in `ledger` under `purpose` until then.
-    Raises BudgetError, before anything is allocated, when that is over the ledger's host budget.
+    Raises BudgetError, before anything is allocated, if it exceeds the ledger's host budget.
     """
 
     def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:
@@ -53,7 +53,7 @@ class Arena:
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a tensor of shape (elements,) with a storage of its own.
 
-        Its own storage, so that saving one tensor does not save the arena and two neighbours do not look shared.
+        So saving one tensor does not save the whole arena, and two neighbours do not look as if they shared memory.
         """
         if nbytes == 0:
             return torch.empty(0, dtype=dtype, device="cpu")

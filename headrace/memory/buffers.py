@@ -23,18 +23,18 @@ __all__ = ["SAVED", "DeviceBuffers", "SavedView", "plain_tensors", "references_b
 
 _PURPOSE = "weights"
 _VIEWS = "headrace_views"  # attribute of a buffer: its views, so that they live as long as it does
-SAVED = "headrace_saved"  # attribute of a buffer: views that autograd has saved, for the same reason
-_MOST_SAVED = 64  # of these are kept with one buffer: where slices differ in each pass there would be ever more
+SAVED = "headrace_saved"  # attribute of a buffer: the views that autograd has saved, for the same reason
+_MOST_SAVED = 64  # saved views kept with one buffer: if slices differ in each pass, there would be ever more
 _OWN = "headrace_own"  # attribute of a buffer: how many of its views refer to its memory (empty ones do not)
 
-SavedView = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # size, stride and offset in elements of the dtype
+SavedView = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # dtype; size, stride and offset in its elements
 
 
 class Viewed(Protocol):
     """Where a tensor lies in a buffer."""
 
     def view(self, block_bytes: torch.Tensor) -> torch.Tensor:
-        """The tensor."""
+        """The tensor as a view of the buffer `block_bytes`."""
 
 
 class DeviceBuffers:
@@ -42,8 +42,8 @@ class DeviceBuffers:
 
     Released buffers that nobody else refers to are kept and handed out again, as far as all buffers together stay
     within `budget_bytes`. Fresh memory costs page faults on the CPU (a quarter of a second for each GiB, as much as a
-    copy), and the views that were made of it anywhere. On an accelerator a buffer is booked from allocation to release;
-    on the CPU until its memory is truly gone, so that a stray reference shows.
+    copy), and new views on any device. On an accelerator, a buffer is booked from allocation to release; on the CPU,
+    until its memory is freed, so that a stray reference shows.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, budget_bytes: int) -> None:
@@ -51,10 +51,10 @@ class DeviceBuffers:
         self._ledger = ledger
         self._budget_bytes = budget_bytes
         self._on_cpu = not is_accelerator(device)
-        self._free: list[torch.Tensor] = []  # kept; what was released last comes last
+        self._free: list[torch.Tensor] = []  # released buffers that are kept, the latest last
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of shape (nbytes,). Contents are arbitrary."""
+        """A buffer: a uint8 tensor of shape (nbytes,) with arbitrary contents."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         buffer = None
@@ -73,7 +73,7 @@ class DeviceBuffers:
         return buffer
 
     def views(self, buffer: torch.Tensor, kind: object, layouts: Iterable[Viewed]) -> list[torch.Tensor]:
-        """The views that `layouts` make of a buffer, which are kept with it. `kind`: the same for equal layouts."""
+        """The views that `layouts` make of a buffer; it keeps them. `kind` is the same for equal layouts."""
         known: dict[object, list[torch.Tensor]] = buffer.__dict__.setdefault(_VIEWS, {})
         if kind not in known:
             known[kind] = views = [layout.view(buffer).detach() for layout in layouts]
@@ -81,25 +81,25 @@ class DeviceBuffers:
         return known[kind]
 
     def release(self, buffer: torch.Tensor) -> None:
-        """The caller's reference ends here; others keep the memory alive."""
+        """Takes a buffer back. The caller does not use it any more; other references keep its memory alive."""
         if not self._on_cpu:
             self._ledger.add(Tier.DEVICE, _PURPOSE, -buffer.nbytes)
         if buffer.nbytes and not references_beside(buffer):
             self._free.append(buffer)
 
     def rebook(self, nbytes: int) -> None:
-        """After Ctrl-C, which may have kept a buffer from being booked or released: buffers of `nbytes` are in use."""
-        if not self._on_cpu:  # where memory itself is booked
+        """Called after Ctrl-C, which may have cut an allocation or a release short: books the `nbytes` in use."""
+        if not self._on_cpu:  # on the CPU, the memory itself is booked
             self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes - self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
 
     def limit(self, budget_bytes: int) -> None:
-        """From now on all buffers together stay within that, as far as they are not in use."""
+        """Sets the budget. Kept buffers are freed until all buffers together stay within it."""
         self._budget_bytes = budget_bytes
         while self._is_over_with(0) and self._free:
             del self._free[0]
 
     def close(self) -> None:
-        """Lets go of what is kept."""
+        """Frees the kept buffers."""
         self._free.clear()
 
     def _is_over_with(self, nbytes: int) -> bool:
@@ -110,14 +110,14 @@ class DeviceBuffers:
 
     def _mapped(self, nbytes: int) -> torch.Tensor:
         if self._is_over_with(nbytes):
-            gc.collect(1)  # frames of an interrupt may keep what was released
+            gc.collect(1)  # an interrupt's frames may still refer to released buffers
         mapping = map_pages(nbytes, touched=False)
         self._ledger.book(mapping, Tier.DEVICE, _PURPOSE, nbytes)
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def saved_view(buffer: torch.Tensor, view: SavedView) -> torch.Tensor:
-    """A view of a buffer, which is kept with it: the same one each time. Whoever asks often looks at `SAVED` first."""
+    """A view of a buffer: the same one each time, as the buffer keeps it. Frequent callers look at `SAVED` first."""
     known: dict[SavedView, torch.Tensor] = buffer.__dict__.setdefault(SAVED, {})
     if view in known:
         return known[view]
@@ -130,12 +130,12 @@ def saved_view(buffer: torch.Tensor, view: SavedView) -> torch.Tensor:
 
 
 def references_beside(buffer: torch.Tensor) -> int:
-    """How many tensors and storage objects share the memory of a buffer, not counting views that are kept with it.
+    """How many references to the memory of a buffer there are, beside the buffer and the views that it keeps.
 
-    Others may have one of these views itself: a graph that a backward with `create_graph=True` has made, or a Function
-    that keeps what it saved.
+    A reference to one of these views counts, too: a graph that a backward with `create_graph=True` has made may have
+    one, or a Function that keeps what it saved.
     """
-    storage = buffer.untyped_storage()  # which counts as well: tensors in C++, and holders of its one Python object
+    storage = buffer.untyped_storage()  # counted: tensors in C++, and references to its one Python object
     own: int = buffer.__dict__.get(_OWN, _looking)
     beside = storage_use_count(address_of(storage)) + sys.getrefcount(storage) - own
     for view in buffer.__dict__.get(SAVED, _NONE).values():
@@ -158,8 +158,8 @@ _looking_at_view = _references_to_kept_view()
 
 
 def plain_tensors() -> contextlib.AbstractContextManager[object]:
-    """Inside of inference mode (a leaf that once held such a tensor could not be trained any more) and of `torch.func`
-    transforms (their tensors end with them) buffers are what they are outside.
+    """Within this context, new tensors are plain even in inference mode and in `torch.func` transforms. Inference
+    tensors would make a leaf untrainable for good; a transform's tensors would end with it.
     """
     if not torch.is_inference_mode_enabled() and not in_transform():
         return _AS_THEY_ARE

@@ -1,4 +1,4 @@
-"""Where in a list of numbers is the first that is small enough? Known in a time that is logarithmic in its length."""
+"""Where in a list of numbers is the first that is small enough? Found in time logarithmic in the list's length."""
 
 import math
 
@@ -8,14 +8,14 @@ __all__ = ["LeastTree"]
 class LeastTree:
     """Numbers by index, from 0 on; infinity where none was put.
 
-    A binary tree in one list: the numbers are its second half, and place k has the lesser of places 2k and 2k + 1.
+    They are a binary tree in one list: its second half has the numbers, place k the lesser of places 2k and 2k + 1.
     """
 
     def __init__(self) -> None:
         self._least = [math.inf, math.inf]
 
     def put(self, index: int, number: float) -> None:
-        """Sets one of them."""
+        """Sets the number at `index`."""
         while index >= len(self._least) // 2:
             self._least = _with_room(self._least)
         least = self._least
@@ -27,12 +27,12 @@ class LeastTree:
             least[place] = left if left <= right else right
 
     def first(self, index: int, most: float) -> int | None:
-        """The index of the first number from there on that is at most `most`."""
+        """The index of the first number at or after `index` that is at most `most`; None if there is none."""
         least, count = self._least, len(self._least) // 2
         if index >= count:
             return None
         place = index + count
-        while least[place] > most:  # on to what is right of this part of the tree
+        while least[place] > most:  # on to the part of the tree to the right of this one
             while place % 2:
                 place //= 2
             if place == 0:

@@ -1,8 +1,8 @@
 """How many bytes does headrace hold, in which tier and for what? Counted as they come and go, with the peaks.
 
-Ctrl-C may strike the main thread at any call, and any thread may collect an object at any time, also amid the counting.
-So what comes or goes is put into a queue by one step of C, and counted from there by replacing all sums in one step:
-each entry counts exactly once.
+Ctrl-C may strike the main thread at any call, and the garbage collector may run on any thread, even amid the counting.
+So each change is put into a queue by one C call, and is counted from there by replacing all sums at once: each entry
+counts exactly once.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from headrace.errors import BudgetError
 __all__ = ["Ledger", "Tier"]
 
 
-class Tier(StrEnum):  # its hash is that of a string: quicker
+class Tier(StrEnum):  # a string's hash is faster than an Enum's
     """Where bytes can rest."""
 
     DEVICE = "device"
@@ -29,17 +29,17 @@ class Tier(StrEnum):  # its hash is that of a string: quicker
 
 
 class _Change(NamedTuple):
-    """Bytes that come or, when negative, go. `locked`: they are page-locked; False: they should be; None: neither."""
+    """Bytes that come or (negative) go. `locked`: True if page-locked, False if refused, None if they need not be."""
 
     tier: Tier
     purpose: str
     nbytes: int
     locked: bool | None = None
-    until: "_End | None" = None  # the end of an object, when they go again
+    until: "_End | None" = None  # the end of the object with which they go again
 
 
 class _End(weakref.ref[Any]):
-    """Of an object's life, with what goes then."""
+    """The end of an object's life, with the change that is counted then."""
 
     __slots__ = ("change",)
     change: _Change
@@ -47,7 +47,7 @@ class _End(weakref.ref[Any]):
 
 @dataclass(frozen=True)
 class _Sums:
-    """What is held, and was at most. `last`: what was counted last."""
+    """Bytes that are held now, and the peaks. `last`: the entry that was counted last."""
 
     last: _Change | _End | None = None
     held: dict[tuple[Tier, str], int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class _Sums:
     refused_bytes: int = 0
 
     def after(self, entry: _Change | _End, counted_to_budget: frozenset[str]) -> "_Sums":
-        """The sums once this counts, too."""
+        """The sums after `entry` is counted."""
         tier, purpose, nbytes, locked, _ = entry.change if isinstance(entry, _End) else entry
         held = self.held.get((tier, purpose), 0) + nbytes
         tier_held = self.tier_held.get(tier, 0) + nbytes
@@ -81,8 +81,8 @@ class _Sums:
 class Ledger:
     """Counts bytes by tier and purpose ("weights", "gradients", ...). Safe to call from any thread.
 
-    `counted_to_budget` names the purposes whose sum is held to the device budget; its peak is kept apart.
-    `host_budget_bytes` caps the host tier; None: no cap. It is the part of one of `ranks`, which share what a user set.
+    `counted_to_budget` names the purposes that count to the device budget; their sum has a peak of its own.
+    `host_budget_bytes` caps the host tier; None: no cap. It is the share of one of `ranks` in what the user set.
     """
 
     def __init__(
@@ -95,19 +95,19 @@ class Ledger:
         self.host_budget_bytes = host_budget_bytes
         self.ranks = ranks
         self._lock = threading.RLock()
-        self._queue: deque[_Change | _End] = deque()  # what is not counted yet
-        self._ends: dict[int, _End] = {}  # to come, by identity
+        self._queue: deque[_Change | _End] = deque()  # entries that are not counted yet
+        self._ends: dict[int, _End] = {}  # of objects that still live, by id
         self._sums = _Sums()
-        self._made_bytes = 0  # of host memory, being made now
-        # Called with host bytes that are missing, by any thread: lets go of what only saves time, as far as it has any.
+        self._made_bytes = 0  # of host memory that is being made now
+        # Called on any thread with the number of host bytes that are missing: frees memory that only saves time.
         self.spare: weakref.WeakMethod[Callable[[int], None]] | None = None
 
     def fits(self, nbytes: int) -> bool:
-        """Whether the host budget allows `nbytes` more beside all that is held now."""
+        """Whether the host budget allows `nbytes` more than are held now."""
         return self.host_budget_bytes is None or self.held_bytes(Tier.HOST) + nbytes <= self.host_budget_bytes
 
     def has_room(self, nbytes: int) -> bool:
-        """As `fits`, or once what only saves time has made room."""
+        """As `fits`; if they do not fit, first frees host memory that only saves time."""
         if self.fits(nbytes):
             return True
         make_room = None if self.spare is None else self.spare()
@@ -117,8 +117,9 @@ class Ledger:
         return self.fits(nbytes)
 
     def take_spare(self, purpose: str, nbytes: int) -> bool:
-        """Books host memory for what only saves time, before it is made, if there is room for twice as much (it is
-        booked once more while it is made) beside all that is held or being made. False: nothing is booked.
+        """Books host memory that only saves time, before it is made. False: there is no room, and nothing is booked.
+
+        There must be room for twice as much beside what is held or being made, as making it books it once more.
         """
         with self._lock:
             wanted_bytes = self.held_bytes(Tier.HOST) + self._made_bytes + 2 * nbytes
@@ -129,7 +130,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def making(self, nbytes: int) -> Iterator[None]:
-        """Host memory is made inside of it, after a look at the budget, and booked: nobody takes it as spare."""
+        """Within this context, `nbytes` of host memory are checked, made and booked; `take_spare` leaves them alone."""
         with self._lock:
             self._made_bytes += nbytes
         try:
@@ -139,7 +140,7 @@ class Ledger:
                 self._made_bytes -= nbytes
 
     def check_host(self, nbytes: int, purpose: str) -> None:
-        """Raises BudgetError when `nbytes` more in host memory are over the budget. To be asked before allocating."""
+        """Raises BudgetError if `nbytes` more in host memory exceed the budget. To be called before allocating."""
         if self.host_budget_bytes is not None and not self.has_room(nbytes):
             held = self.held_bytes(Tier.HOST)
             raise BudgetError(
@@ -149,7 +150,7 @@ class Ledger:
             )
 
     def allowance(self, allowed_bytes: int, wanted_bytes: int) -> str:
-        """What an error says of `host_memory` that allows this process less than it wants, and what to raise it to."""
+        """For errors: how much `host_memory` allows this process, and what to raise it to."""
         own, of_node = format_bytes(allowed_bytes), format_bytes(self.ranks * allowed_bytes)
         limit = f"host_memory allows {own}"
         if self.ranks > 1:
@@ -162,14 +163,14 @@ class Ledger:
         self._counted()
 
     def book(self, owner: Any, tier: Tier, purpose: str, nbytes: int, *, locked: bool | None = None) -> None:
-        """Books `nbytes` for as long as `owner` lives. `locked`: they are page-locked, or the system refused that."""
+        """Books `nbytes` for as long as `owner` lives. `locked`: page-locked, or (False) refused; see `_Change`."""
         end = _End(owner, self._queue.append)
         end.change = _Change(tier, purpose, -nbytes, locked)
         self._queue.append(_Change(tier, purpose, nbytes, locked, end))
         self._counted()
 
     def _counted(self) -> _Sums:
-        """The sums of all that came and went until now. It may be called amid itself, when objects are collected."""
+        """Counts all queued entries and returns the sums. It may be entered again if objects are collected amid it."""
         with self._lock:
             while self._queue:
                 entry, before = self._queue[0], self._sums
@@ -187,7 +188,7 @@ class Ledger:
             return self._sums
 
     def locked(self) -> dict[str, int]:
-        """Host memory that is page-locked now, and what should be and was refused, as the stats name them."""
+        """Bytes of host memory that are page-locked now, and that the system refused to lock, named as in the stats."""
         sums = self._counted()
         return {"host_locked_bytes": sums.locked_bytes, "host_refused_bytes": sums.refused_bytes}
 
@@ -197,7 +198,7 @@ class Ledger:
         return sums.tier_held.get(tier, 0) if purpose is None else sums.held.get((tier, purpose), 0)
 
     def held_in_tiers(self) -> tuple[int, int, int]:
-        """Bytes held now: on the device, in host memory, on disk."""
+        """Bytes held now on the device, in host memory and on disk."""
         sums = self._counted() if self._queue else self._sums
         held = sums.tier_held
         return held.get(Tier.DEVICE, 0), held.get(Tier.HOST, 0), held.get(Tier.DISK, 0)
@@ -209,7 +210,7 @@ class Ledger:
 
     @property
     def budgeted_peak_bytes(self) -> int:
-        """The most bytes at once of the purposes that the device budget holds."""
+        """The most bytes held at once for the purposes that count to the device budget."""
         return self._counted().budgeted_peak
 
     def reset_peaks(self) -> None:
@@ -219,7 +220,7 @@ class Ledger:
             self._sums = replace(sums, peak=sums.held, tier_peak=sums.tier_held, budgeted_peak=sums.budgeted_held)
 
     def forked(self) -> None:
-        """In a process that was forked: a thread that is not here may have held the lock."""
+        """Called in a forked child, where the lock may be held by a thread that the child does not have."""
         self._lock = threading.RLock()
 
     def by_purpose(self) -> dict[tuple[Tier, str], int]:

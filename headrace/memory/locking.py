@@ -1,6 +1,6 @@
 """How does host memory get page-locked, and what becomes of it where the system refuses? It stays pageable.
 
-Results are the same then; what it costs is said once for each device, with the numbers, and the stats go on saying it.
+Results stay the same. One warning for each device tells what that costs, with numbers; the stats go on counting it.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from headrace.runtime.probe import link_rates
 
 __all__ = ["host_memory", "lock"]
 
-_PROBED_BYTES = 4 << 20  # copied to tell what pageable memory costs
+_PROBED_BYTES = 4 << 20  # copied to measure what pageable memory costs
 
-_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()  # in this process, of all models and optimizers
+_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()  # of all models and optimizers in this process
 _told: set[torch.device] = set()
 
 
 def host_memory(nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> tuple[Any, bool]:
     """Memory of whole pages, booked in `ledger` for as long as it lives; and whether it is page-locked for `device`.
 
-    One warning for each device tells of the first refusal.
+    Warns of the first refusal for each device.
     """
     if is_accelerator(device) and not can_register_host_memory(device):
         memory = _allocated(nbytes)
@@ -50,9 +50,9 @@ def host_memory(nbytes: int, device: torch.device, ledger: Ledger, purpose: str)
 def lock(
     owner: Any, address: int, nbytes: int, booked_bytes: int, device: torch.device, ledger: Ledger, purpose: str
 ) -> Callable[[], Any] | None:
-    """Page-locks memory that lives as long as `owner`; `booked_bytes` of it are this process's to book.
+    """Page-locks memory that lives as long as `owner`, and books `booked_bytes` of it, this process's share.
 
-    Returns what is to be called before it is unmapped; None where it is not locked.
+    Returns the call to make before the memory is unmapped; None if it is not locked.
     """
     unlock = None
     if is_accelerator(device) and can_register_host_memory(device):
@@ -71,12 +71,12 @@ def _keep_book(memory: Any, nbytes: int, device: torch.device, ledger: Ledger, p
 
 
 def _allocated(nbytes: int) -> Any:
-    """Of PyTorch's allocator, for devices that cannot register the caller's memory; None where that refuses."""
+    """Memory of PyTorch's allocator, for devices that cannot register a caller's memory; None if it is refused."""
     owner = allocate_locked_memory(nbytes)
     if owner is None:
         return None
     view = (ctypes.c_char * nbytes).from_address(owner.data_ptr())
-    view.owner = owner  # type: ignore[attr-defined]  # which lives as long as the view
+    view.owner = owner  # type: ignore[attr-defined]  # so that it lives as long as the view
     return view
 
 
@@ -91,7 +91,7 @@ def _told_of(device: torch.device, nbytes: int, purpose: str) -> str:
 
 
 def _cost(device: torch.device) -> str:
-    """The rate of such copies, as measured now; nothing where the device has no room for that."""
+    """Tells the rate of copies from pageable memory, measured now; empty if the device has no room for that."""
     with contextlib.suppress(RuntimeError):
         rates = link_rates(device, copy_bytes=_PROBED_BYTES)
         beside = f", page-locked ones {rates.onload / 1e9:.1f} GB/s" if rates.locked else ""

@@ -1,7 +1,7 @@
-"""How is memory asked of the system? As private pages of exact number, large ones where the system gives these.
+"""How is memory requested from the system? As an exact number of private pages, large ones if the system gives them.
 
-Large pages (2 MiB) are asked for from 4 MiB on: a drive takes four times as many bytes in one request, fresh ones cost
-half of the time of small ones, and whoever reads them looks up fewer addresses. See docs/design/arenas.md.
+From 4 MiB on, large pages (2 MiB) are requested: a drive takes four times as many bytes in one request, fresh memory
+costs half the time of small pages, and readers look up fewer addresses. See docs/design/arenas.md.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ __all__ = ["Pages", "map_pages"]
 
 _LARGE_BYTES = 2 << 20
 _LARGE_FROM_BYTES = 2 * _LARGE_BYTES
-# Of Linux, and of Linux 5.14; systems refuse what they do not know.
+# MADV_HUGEPAGE is Linux's own, MADV_POPULATE_WRITE is in Linux 5.14 and later. Systems refuse advice they do not know.
 _HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", -1)
 _POPULATE_WRITE = 23 if sys.platform == "linux" else -1
-# Windows has private memory alone, and no flag for it.
+# On Windows all such memory is private, and there is no flag for that.
 _PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
@@ -35,11 +35,11 @@ class Pages(mmap.mmap):
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """The address of its first byte."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
     def ask(self, advice: int, begin: int, nbytes: int) -> bool:
-        """Whether the system took the advice, which is one of madvise(2), for so many bytes from `begin` on."""
+        """Gives the system an advice of madvise(2) for `nbytes` from `begin` on. Whether the system took it."""
         with contextlib.suppress(OSError, AttributeError):
             self.madvise(advice, begin, nbytes)
             return True
@@ -47,10 +47,10 @@ class Pages(mmap.mmap):
 
 
 def map_pages(nbytes: int, *, touched: bool) -> Pages:
-    """`nbytes` of zeros. `touched`: they are there at once, from all NUMA nodes in use where there are several."""
+    """Maps `nbytes` of zeros. `touched`: the pages are taken at once, in turn from all NUMA nodes of the process."""
     pages = Pages(-1, nbytes, **_PRIVATE)
     if nbytes >= _LARGE_FROM_BYTES:
-        # Whole ones only: where neighbours are mapped side by side, one across the border would outlive either.
+        # Whole large pages only: one across the border of two neighbouring mappings would outlive either of them.
         begin = -pages.address % _LARGE_BYTES
         pages.ask(_HUGEPAGE, begin, (nbytes - begin) // _LARGE_BYTES * _LARGE_BYTES)
     if touched:

@@ -1,7 +1,7 @@
 """Where does host memory come from that is needed again in every step? From a pool: arenas, carved first fit.
 
-The first step finds out how much it takes: what does not fit gets an arena of its own. When all of it has come back,
-one arena of exactly the bytes that were in use at once takes the place of the many, and later steps allocate nothing.
+The first step shows how much memory a step takes: what does not fit gets an arena of its own. When all memory has been
+given back, one arena of exactly the peak size replaces the many, and later steps allocate nothing.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ __all__ = ["HostPool", "Slab"]
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """`memory` is a uint8 tensor of shape (nbytes,) in the pool's arena of that index, from `offset` on."""
+    """A piece of a pool: `memory` is a uint8 tensor of shape (nbytes,) at `offset` of the arena with index `arena`."""
 
     memory: torch.Tensor
     arena: int
@@ -32,8 +32,8 @@ class Slab:
 class HostPool:
     """Page-locked host memory for `device`, booked in `ledger` under `purpose`. Not safe for several threads at once.
 
-    Raises BudgetError, before anything is allocated, when more arenas would be over the ledger's host budget, or
-    over `limit_bytes` for this pool alone.
+    Raises BudgetError, before anything is allocated, if another arena would exceed the ledger's host budget, or
+    `limit_bytes` for this pool alone.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, purpose: str, limit_bytes: int | None = None) -> None:
@@ -41,11 +41,11 @@ class HostPool:
         self._limit_bytes = limit_bytes
         self._arenas: list[Arena] = []
         self._free: list[list[ranges.Range]] = []  # of each arena
-        self._no_more = LeastTree()  # by arena, negative: none of its ranges has more bytes
+        self._no_more = LeastTree()  # by arena: minus a bound of the bytes of its largest free range
         self._reserved = False
         self._consolidated = False
-        self.arena_bytes = 0  # of all arenas
-        self.held_bytes = 0  # handed out now
+        self.arena_bytes = 0  # in all arenas
+        self.held_bytes = 0  # that are handed out now
         self._peak_bytes = 0
         self.grown = 0  # how many arenas were made since the beginning
 
@@ -55,7 +55,7 @@ class HostPool:
         return sum(arena.nbytes for arena in self._arenas if arena.pinned)
 
     def take(self, nbytes: int) -> Slab:
-        """Memory for `nbytes`, of arbitrary contents; from a new arena if the others have no room for it."""
+        """Memory for `nbytes`, with arbitrary contents; from a new arena if the others have no room for it."""
         slab = self.try_take(nbytes)
         if slab is None:
             self.grow(aligned(nbytes))
@@ -65,7 +65,7 @@ class HostPool:
         return slab
 
     def try_take(self, nbytes: int) -> Slab | None:
-        """Memory for `nbytes` from what there is; None where there is no room."""
+        """Memory for `nbytes` from the present arenas; None if they have no room."""
         wanted = aligned(nbytes)
         index = self._no_more.first(0, -wanted)
         while index is not None:
@@ -77,13 +77,13 @@ class HostPool:
         return None
 
     def give_back(self, slab: Slab) -> None:
-        """The slab's memory may be handed out again. The caller has seen to it that no copy uses it any more."""
+        """Takes a slab back, to hand its memory out again. The caller has made sure that no copy uses it any more."""
         self._no_more.put(slab.arena, -self._arenas[slab.arena].nbytes)
         ranges.add(self._free[slab.arena], slab.offset, slab.offset + aligned(slab.memory.nbytes))
         self.held_bytes -= aligned(slab.memory.nbytes)
 
     def keep(self, slabs: Iterable[Slab]) -> None:
-        """These are all that are in use: whatever else was handed out has come back, even half of the way."""
+        """Makes `slabs` the only ones in use: all others count as given back, also if a `give_back` was cut short."""
         self._free = [[(0, arena.nbytes)] for arena in self._arenas]
         self.held_bytes = 0
         for slab in slabs:
@@ -95,7 +95,7 @@ class HostPool:
         self.arena_bytes = sum(arena.nbytes for arena in self._arenas)
 
     def consolidate(self) -> None:
-        """One arena instead of many, where all memory has come back: of the peak, and of all if that was too little."""
+        """Replaces many arenas by one, if all memory has come back: of the peak size; after the first time, of all."""
         if self._reserved or self.held_bytes or len(self._arenas) < 2:
             return
         wanted_bytes = self.arena_bytes if self._consolidated else self._peak_bytes
@@ -104,7 +104,7 @@ class HostPool:
         self.grow(wanted_bytes)
 
     def reserve(self) -> None:
-        """All that the limit allows is made now and kept, so that nobody else takes it from the ledger's budget."""
+        """Makes all that the limit allows now, and keeps it, so that nobody else takes it from the ledger's budget."""
         if self._limit_bytes is not None and not self._arenas:
             self.grow(self._limit_bytes // PAGESIZE * PAGESIZE)
             self._reserved = True

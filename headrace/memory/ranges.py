@@ -9,7 +9,7 @@ Range = tuple[int, int]  # first byte, one past the last
 
 
 def take(free: list[Range], nbytes: int) -> int | None:
-    """Takes the first `nbytes` in one piece; where they begin, or None where there is no such piece."""
+    """Takes `nbytes` from the first range that has them. Returns where they begin; None if no range has them."""
     for begin, end in free:
         if end - begin >= nbytes:
             remove(free, begin, begin + nbytes)
@@ -18,7 +18,7 @@ def take(free: list[Range], nbytes: int) -> int | None:
 
 
 def add(free: list[Range], begin: int, end: int) -> None:
-    """These bytes, which were not free, are."""
+    """Makes these bytes free; none of them was."""
     place = bisect_left(free, (begin, end))
     if place < len(free) and free[place][0] == end:
         end = free.pop(place)[1]
@@ -29,7 +29,7 @@ def add(free: list[Range], begin: int, end: int) -> None:
 
 
 def remove(free: list[Range], begin: int, end: int) -> None:
-    """These bytes, which were free, are not."""
+    """Takes these bytes out of the free ones; all of them were free."""
     place = bisect_right(free, (begin, math.inf)) - 1
     first, last = free[place]
     free[place : place + 1] = [each for each in ((first, begin), (end, last)) if each[0] < each[1]]

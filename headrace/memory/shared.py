@@ -1,8 +1,8 @@
 """How does one copy of something serve all ranks of a node? Each maps its memory twice: for all, and for itself.
 
-What headrace writes goes into the mapping that is common to all ranks, and so do copies to devices. What user code sees
-is a view of the rank's own: it reads the same memory, and what it writes (`p.data.mul_(2)`, on every rank) stays with
-that rank, in copies of the pages that were written, until it is published or dropped. See docs/design/nodes.md.
+Headrace writes to the mapping that is common to all ranks, and copies to devices from it. User code sees a view of the
+rank's own: it reads the same memory, but what it writes (`p.data.mul_(2)`, on every rank) stays with that rank, in
+copies of the written pages, until these are published or dropped. See docs/design/nodes.md.
 """
 
 import os
@@ -20,15 +20,15 @@ from headrace.runtime.node import Node
 __all__ = ["Common", "SharedArena", "SharedExtent", "close_descriptors"]
 
 _SLAB_BYTES = 64 << 20
-_SMALL_BYTES = 4 << 20  # of an arena that is part of a slab: a process may have some thousand descriptors only
+_SMALL_BYTES = 4 << 20  # up to this, an arena is part of a slab: a process may have only some thousand descriptors
 
 
 class SharedArena:
     """`nbytes` of zeros that the ranks of `node` share, rounded up to whole pages, page-locked for `device`.
 
-    Each rank books its part in `ledger`. `by_ranks`: each copies an equal part, in order. To be made by all ranks, in
-    the same order. Raises BudgetError, before anything is taken, when the part is over the ledger's host budget,
-    OSError where the system has no memory.
+    Each rank books its part in `ledger`. `by_ranks`: each rank copies an equal part, in the order of ranks. All ranks
+    make the same arenas in the same order. Raises BudgetError, before anything is taken, if the part exceeds the
+    ledger's host budget; OSError if the system has no memory.
     """
 
     def __init__(
@@ -62,26 +62,26 @@ class SharedArena:
         return Mapping(self._descriptor.number, self._offset, self.nbytes, shared=False)
 
     def forget(self) -> None:
-        """Nothing: it is memory."""
+        """Does nothing: the contents of an arena's pages are nowhere else."""
 
 
 class SharedExtent:
-    """An extent of a store whose file the ranks of a node share, as memory. To be made by all ranks, as SharedArena."""
+    """An extent, as memory, of a store whose file a node's ranks share. All ranks make the same, in the same order."""
 
     def __init__(self, store: DiskStore, extent: Extent) -> None:
         self._store, self.extent = store, extent
-        self._common = store.mapping(extent)  # which keeps it mapped when the store is closed
+        self._common = store.mapping(extent)  # keeps it mapped when the store is closed
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """As of a SharedArena."""
+        """As `SharedArena.tensor`."""
         return self._store.mapping(self.extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
 
     def own_view(self) -> Mapping:
-        """As of a SharedArena."""
+        """As `SharedArena.own_view`."""
         return self._store.own_mapping(self.extent)
 
     def forget(self) -> None:
-        """What was touched counts no more as memory of this process."""
+        """Lets go of pages that were touched: they no longer count as memory of this process."""
         self._store.forget(self.extent)
 
 
@@ -89,7 +89,7 @@ Common = SharedArena | SharedExtent  # bytes of which a node has one copy
 
 
 class _Descriptor:
-    """Closed with its last user, or when nothing of the node's memory is mapped any more."""
+    """A descriptor of shared memory. It is closed with its last user, or by `close_descriptors`."""
 
     def __init__(self, node: Node, number: int) -> None:
         self.number = number
@@ -98,7 +98,7 @@ class _Descriptor:
 
 
 def close_descriptors(node: Node) -> None:
-    """No arena of the node's memory is made any more on this rank, and no view of one; those that there are stay."""
+    """Called when this rank makes no more arenas of the node's memory, nor views of them. Present ones stay valid."""
     _slabs.pop(node, None)
     for descriptor in _descriptors.pop(node, ()):
         descriptor.close()
@@ -112,12 +112,12 @@ class _Slab:
     used_bytes: int
 
 
-_slabs: "weakref.WeakKeyDictionary[Node, _Slab]" = weakref.WeakKeyDictionary()  # that have room
+_slabs: "weakref.WeakKeyDictionary[Node, _Slab]" = weakref.WeakKeyDictionary()  # the slabs that have room
 _descriptors: "weakref.WeakKeyDictionary[Node, weakref.WeakSet[_Descriptor]]" = weakref.WeakKeyDictionary()
 
 
 def _place(node: Node, nbytes: int) -> tuple[_Descriptor, int]:
-    """Where an arena lies: on all ranks the same, as they make the same ones in the same order."""
+    """Where a new arena lies: in the same place on all ranks, as they make the same arenas in the same order."""
     slab = _slabs.get(node)
     if nbytes > _SMALL_BYTES:
         return _Descriptor(node, node.share(nbytes)), 0

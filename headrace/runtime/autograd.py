@@ -1,6 +1,6 @@
-"""What does headrace need of PyTorch that has an underscore there? All of it is here, under names of our own.
+"""Which private names of PyTorch does headrace need? All of them are here, under names of our own.
 
-Each says what it relies on, and tests/units/test_autograd_internals.py has a test for each, which fails by its name
+Each says what it relies on. tests/units/test_autograd_internals.py has tests that are named after each, and that fail
 when a release of PyTorch changes that. The linter and a test refuse such names elsewhere in the package, except for
 
 - what PyTorch's optimizers compute with: runtime/torch_rules.py;
@@ -13,7 +13,7 @@ when a release of PyTorch changes that. The linter and a test refuse such names 
   `_optimizer_state_dict_post_hooks`, `_optimizer_load_state_dict_pre_hooks`. Of DTensors: `_local_tensor`;
 - how a DTensor is made around a shard of ours: runtime/sharded.py.
 
-Nothing is wrapped that is called often.
+What is called often is not wrapped.
 """
 
 import weakref
@@ -69,24 +69,24 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def unseen(function: _F) -> _F:
-    """PyTorch's compiler looks at no call of a function in Python that others than the user's code make: a hook, a
-    finalizer; nor at what is called there. Elsewhere it would compile them, and guard on what they have changed since.
+    """Hides a Python function from PyTorch's compiler, with all that it calls: a hook or a finalizer, which others than
+    the user's code call. Otherwise the compiler would compile it, and guard on what it has changed since.
 
-    Relies on what is to be done with a frame being kept with its code, for the process.
+    Relies on the compiler keeping what to do with a frame with its code, for the whole process.
     """
     _frames.set_code_exec_strategy(function.__code__, _SKIPPED)
     return function
 
 
-unseen(weakref.finalize.__call__)  # which are called wherever their objects go
+unseen(weakref.finalize.__call__)  # finalizers run wherever their objects are collected
 
 # hooks on what autograd saves ---------------------------------------------------------------------------------------
-# The pair (pack, unpack) that was pushed last on this thread, or None: `top_hooks(True)`. Relies on autograd calling
-# no other pair than this one. `True`: also while tracing, in which nothing of ours runs.
+# `top_hooks(True)`: the pair (pack, unpack) that was pushed last on this thread, or None. Relies on autograd calling
+# this pair only. `True`: also while the compiler traces; nothing of ours runs then.
 top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-# What `torch.autograd.graph.saved_tensors_hooks` does when it is entered, and left. Relies on a stack for each thread,
-# of which a pair may be taken off by another than who pushed it.
+# What `torch.autograd.graph.saved_tensors_hooks` calls when it is entered and left. Relies on each thread having a
+# stack of pairs, from which other code than that which pushed a pair may pop it.
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 # Whether hooks may be pushed. Relies on `torch.func.grad` and the like disabling them.
@@ -94,7 +94,7 @@ hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_
 
 # the backward under way ---------------------------------------------------------------------------------------------
 # Autograd's number of the backward that this thread runs now, or NO_TASK. Relies on autograd numbering its graph tasks,
-# also nested ones, and never giving a number twice.
+# nested ones too, and never using a number twice.
 backward_task = torch._C._current_graph_task_id
 NO_TASK = -1
 
@@ -105,26 +105,26 @@ def in_backward() -> bool:
 
 
 class Ended(Protocol):
-    """Is told that a backward is over: it returned, or it raised (or was interrupted)."""
+    """Called when a backward is over: it completed, or it raised (or was interrupted)."""
 
     def __call__(self, *, completed: bool) -> None: ...
 
 
 class EndOfBackward:
-    """What autograd holds until the backward is over in which `queue` was called, and only so long.
+    """A callback that autograd holds until the backward in which `queue` was called is over, and no longer.
 
-    `ended(completed=True)` is called when it completes, within it; and `ended(completed=False)`, where it completed as
-    well as where it raised, when autograd lets go of this, which may be later and on another thread. Relies on autograd
-    keeping callbacks with the graph task, and dropping them with it uncalled where it raises.
+    `ended(completed=True)` is called within a backward that completes. `ended(completed=False)` is called in any case,
+    when autograd lets go of this object: maybe later, and on another thread. Relies on autograd keeping callbacks with
+    the graph task, and dropping them with it, uncalled, when the backward raises.
     """
 
-    _ended: Ended | None = None  # where an interrupt kept this from being made
+    _ended: Ended | None = None  # for `__del__`, when an interrupt has cut `__init__` short
 
     def __init__(self, ended: Ended) -> None:
         self._ended = ended
 
     def queue(self) -> None:
-        """Of the backward that this thread runs now. Raises RuntimeError where it runs none."""
+        """Attaches this to the backward that this thread runs now. Raises RuntimeError if it runs none."""
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     @unseen
@@ -138,27 +138,27 @@ class EndOfBackward:
             self._ended(completed=False)
 
 
-# The node of the graph that this thread computes the backward of, or None. Relies on nodes of users' own Functions
-# being objects of `torch.autograd.function.BackwardCFunction`, and on hooks that are registered on a node while it
+# The node of the graph whose backward this thread computes now, or None. Relies on the nodes of users' own Functions
+# being instances of `torch.autograd.function.BackwardCFunction`, and on hooks that are registered on a node while it
 # computes being called after it.
 running_node: Callable[[], Any] = torch._C._current_autograd_node
 FunctionNode: Any = torch.autograd.function.BackwardCFunction
 
 
-# Whether the backward that this thread runs goes through a node of the graph, is to or has. Relies on nodes in Python
-# being those of the graph.
+# Whether the backward that this thread runs computes a node of the graph, or has computed it already. Relies on nodes
+# in Python being the graph's own.
 runs_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def saving_is_left_to_autograd() -> bool:
-    """Whether no hooks are on top: of no visit, no checkpoint, and no user."""
+    """Whether this thread has no hooks on saved tensors: no visit's, no checkpoint's and no user's."""
     return top_hooks(True) is None
 
 
 def check_version(tensor: torch.Tensor, version: int, shape: torch.Size | None = None) -> None:
-    """Raises what autograd raises when a tensor that it saved (of that shape) was changed in place afterwards.
+    """Raises what autograd raises if a tensor that was saved at `version` has been changed in place since.
 
-    Relies on `_version`, which views and detached tensors share, and which writes in place raise.
+    Relies on writes in place raising `_version`, which views and detached tensors share.
     """
     if tensor._version != version:
         of_shape = list(tensor.shape if shape is None else shape)
@@ -169,66 +169,67 @@ def check_version(tensor: torch.Tensor, version: int, shape: torch.Size | None =
 
 
 # tensors and their memory -------------------------------------------------------------------------------------------
-# Which storage, or tensor, that is: `address_of(tensor.untyped_storage())`. Relies on `_cdata`, the address of the
-# object in C++ that all Python objects for it have in common, and that no other has as long as it lives.
+# The identity of a storage or a tensor: `address_of(tensor.untyped_storage())`. Relies on `_cdata` being the address of
+# the C++ object, which all of its Python objects share, and which no other has while it lives.
 address_of: Callable[[torch.Tensor | torch.UntypedStorage], int] = attrgetter("_cdata")
-# How many refer to a tensor's memory in C++, given `address_of` its storage. Relies on each tensor counting once.
+# How many C++ references a storage has, given its `address_of`. Relies on each tensor over it counting once.
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-# How many refer to a tensor in C++. Relies on all its references in Python counting once together, if at all.
+# How many C++ references a tensor has. Relies on all of its references in Python counting as one, if at all.
 tensor_use_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
-# Keeps the address of a tensor from being given to another one, and does not keep the tensor itself alive. Relies on
-# the weak reference having that object in C++, without its memory.
+# Keeps a tensor's address from being given to another, without keeping the tensor alive. Relies on the weak reference
+# holding the C++ object, without its memory.
 WeakTensor: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 # Autograd's number of a node of the graph: `sequence_number(tensor.grad_fn)`. Relies on a thread giving each node that
-# it makes a larger one than the node before, and on backward going first through what has the largest of those ready.
+# it makes a larger number than the one before, and on backward taking the ready node with the largest number first.
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
-# Whether a tensor has memory at all. Relies on those of function transforms having none.
+# Whether a tensor has memory at all. Relies on the tensors of function transforms having none.
 has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
-# The property `data` of tensors, for classes that have another: `data_of.__get__(tensor)`, `data_of.__set__(tensor,
-# value)`. Relies on both taking a tensor of any class, and on leaving no trace in `_version`.
+# The property `data` of tensors, for classes that override it: `data_of.__get__(tensor)`, `data_of.__set__(tensor,
+# value)`. Relies on both taking a tensor of any class, and on `__set__` leaving no trace in `_version`.
 data_of: Any = torch.Tensor.data
 # The property `grad`, likewise.
 grad_of: Any = torch.Tensor.grad
 # `make_subclass(cls, tensor, requires_grad)`: a tensor of that class over the same memory, without `cls.__new__`.
-# Relies on it counting the same versions as `tensor`.
+# Relies on it sharing its version counter with `tensor`.
 make_subclass: Any = torch.Tensor._make_subclass
-# Whether a tensor is a wrapper around others that says which: `names, context = t.__tensor_flatten__()`, and another
-# like it is `type(t).__tensor_unflatten__(inner, context, size, stride)`. Relies on the names being attributes'.
+# Whether a tensor wraps others and names them: `names, context = t.__tensor_flatten__()`; the like of it is made by
+# `type(t).__tensor_unflatten__(inner, context, size, stride)`. Relies on the names being those of attributes.
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
-# The same memory, to be read as negative. Relies on it doing what `tensor.imag` of a conjugate does.
+# A view of the same memory that is read as negated. Relies on it doing what `tensor.imag` of a conjugate does.
 neg_view = torch._neg_view
 
 # torch functions and transforms -------------------------------------------------------------------------------------
-# `with without_overrides():` no `__torch_function__` of a class is called on this thread. Relies on functions, methods
-# and properties of tensors giving then what they give for plain ones.
+# `with without_overrides():` no class's `__torch_function__` is called on this thread. Relies on functions, methods and
+# properties of tensors then giving what they give for plain tensors.
 without_overrides = torch._C.DisableTorchFunctionSubclass
-# `with without_transforms():` tensors that are made are outside of all transforms of `torch.func` that are under way.
+# `with without_transforms():` tensors are made outside of all transforms of `torch.func` that are under way.
 without_transforms = torch._C._DisableFuncTorch
 
 
 def overrides_are_on() -> bool:
-    """Whether `__torch_function__` of classes is called on this thread."""
+    """Whether classes' `__torch_function__` is called on this thread."""
     return bool(torch._C._is_torch_function_enabled())
 
 
-# Overrides of all torch functions on this thread (`TorchFunctionMode`, `torch.device` as a context), outermost first.
+# The modes that override all torch functions on this thread (`TorchFunctionMode`, `torch.device` as a context manager),
+# outermost first.
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 
 
-# As the `__torch_function__` of a class: its tensors are plain ones to torch functions. Relies on PyTorch comparing
-# with this very object, which costs nothing.
+# A class with this as its `__torch_function__` has tensors that torch functions treat as plain. Relies on PyTorch
+# comparing with this very object, so that it costs nothing.
 no_override: Any = torch._C._disabled_torch_function_impl
 
 
 def in_transform() -> bool:
-    """Whether any transform of `torch.func` is under way. Relies on the stack of interpreters being empty without."""
+    """Whether any transform of `torch.func` is under way. Relies on the stack of interpreters being empty otherwise."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_gradient_transform() -> bool:
     """Whether `torch.func.grad`, `vjp`, `jacrev` or `hessian` is under way.
 
-    Relies on the stack of interpreters (None: empty), each of which has the key of its transform.
+    Relies on the stack of interpreters (None: empty), each with the key of its transform.
     """
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(interpreter.key() == torch._C._functorch.TransformType.Grad for interpreter in stack)

@@ -1,8 +1,8 @@
 """How are parameters copied as they are now, while training goes on? Whoever writes to them asks here first.
 
 A checkpoint that is written in the background reads parameters and their state in an order of its own. An optimizer
-calls `before_write` for what it is about to change; that waits until these have been read. A capture is known to its
-own process: ranks that share parameters meet, after each has called it, before any of them writes.
+calls `before_write` for the parameters that it is about to change, which blocks until they have been read. A capture is
+known to its own process alone, so ranks that share parameters all call `before_write`, and meet before any writes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,10 +21,10 @@ class Capture(Protocol):
     """Reads parameters and their state."""
 
     def expect(self, parameters: Sequence[Any]) -> None:
-        """These parameters will count as written, though `hurry` is called before they are."""
+        """The versions of these parameters will go up before they are written; `hurry` is called before the write."""
 
     def hurry(self, parameters: Sequence[Any] | None) -> None:
-        """Waits until these parameters (None: all), and their state, have been read."""
+        """Blocks until these parameters (None: all), and their state, have been read."""
 
 
 _captures: list[Capture] = []
@@ -32,22 +32,22 @@ _hooks: list[RemovableHandle] = []
 
 
 def before_write(parameters: Iterable[Any] | None) -> None:
-    """These parameters, or their state, are about to change; None: any."""
+    """Called before these parameters (None: any) or their state change. Blocks until all captures have read them."""
     for capture in tuple(_captures):
         parameters = None if parameters is None else list(parameters)
         capture.hurry(parameters)
 
 
 def will_write(parameters: Sequence[Any]) -> None:
-    """The versions of these parameters go up, before `before_write` is called for them."""
+    """Called before the versions of these parameters go up, where `before_write` is called only later."""
     for capture in tuple(_captures):
         capture.expect(parameters)
 
 
 def begin_capture(capture: Capture) -> None:
-    """From now on it is asked, by optimizers of PyTorch too.
+    """From now on, writes wait for `capture`, those of PyTorch's optimizers too.
 
-    The hook on these stays: a thread that removed it would break the step that another is in.
+    The hook on PyTorch's optimizers is never removed: that would break a step that another thread is in.
     """
     _captures.append(capture)
     if not _hooks:
@@ -55,7 +55,7 @@ def begin_capture(capture: Capture) -> None:
 
 
 def end_capture(capture: Capture) -> None:
-    """It has read everything."""
+    """Called when `capture` has read everything."""
     _captures.remove(capture)
 
 
@@ -65,7 +65,7 @@ def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 def _forked() -> None:
-    """A child has none of the threads that read."""
+    """Called in a forked child, which has none of the threads that read."""
     _captures.clear()
 
 

@@ -1,4 +1,4 @@
-"""How does a rank of a node tell others how far it has come, and wait for them? By numbers in memory that all see."""
+"""How does a rank of a node tell others how far it has come, and wait for them? By numbers in memory that all share."""
 
 import os
 import time
@@ -12,28 +12,28 @@ from headrace.errors import StateError
 
 __all__ = ["Counters", "mapped"]
 
-_LOOK_SECONDS = 0.2  # between two looks whether those who are waited for are still there
+_LOOK_SECONDS = 0.2  # between two checks that the ranks that are waited for have not ended
 _LONGEST_PAUSE_SECONDS = 1e-3
 
 
 class Together(Protocol):
-    """The ranks that see the numbers."""
+    """The ranks that share the numbers: a `Node`."""
 
     rank: int
     size: int
 
     def share(self, nbytes: int) -> int:
-        """A descriptor of so many bytes of memory that all see, zero at first."""
+        """A descriptor of `nbytes` of memory that all ranks share, zero at first."""
 
     def check(self, rank: int, what: str, waited_seconds: float, still: Callable[[], bool], *, in_pass: bool) -> None:
-        """Raises RankError where it is in vain to wait for that rank, which was waited for so long."""
+        """Raises RankError if it is in vain to wait for that rank any longer, and `still()` it has not come."""
 
 
 class Counters:
-    """`count` numbers of each rank of a node, which only grow. A rank posts its own, and waits for those of others."""
+    """`count` numbers for each rank of a node, which only grow. A rank posts its own, and waits for the others'."""
 
     def __init__(self, node: Together, count: int, cells: memoryview | None = None) -> None:
-        """A collective. `cells`: memory that all see, of 8 bytes for each number; None: the node's."""
+        """A collective. `cells`: memory that all ranks share, with 8 bytes for each number; None: it is made."""
         self._node = weakref.ref(node)
         self._count, self._rank, self._size = count, node.rank, node.size
         self._owner = os.getpid()
@@ -42,7 +42,7 @@ class Counters:
         self._broken: BaseException | None = None
 
     def post(self, index: int, value: int) -> None:
-        """This rank has come so far: what it wrote before is seen by whoever sees the number.
+        """Posts that this rank has come as far as `value`. A rank that sees the number sees what was written before.
 
         Raises StateError in a process that was forked from the rank.
         """
@@ -51,7 +51,7 @@ class Counters:
         self._cells[self._rank * self._count + index] = value
 
     def of(self, rank: int, index: int) -> int:
-        """How far that rank has come."""
+        """The number that the rank has posted last."""
         return self._cells[rank * self._count + index]
 
     def have_come(self, index: int, value: int) -> bool:
@@ -61,16 +61,17 @@ class Counters:
     def wait(
         self, index: int, value: int, what: str, *, in_pass: bool = True, ranks: Iterable[int] | None = None
     ) -> None:
-        """Until all ranks, this one too, or those given, have come as far as `value`.
+        """Blocks until all ranks, this one included, or the given `ranks` have come as far as `value`.
 
-        Raises RankError, with `what` and the rank, when one has ended, or does not come within the process group's
-        timeout; and when it has broken off this pass, or gone on to another, if what is waited for is posted `in_pass`.
+        Raises RankError, naming `what` and the rank, when one has ended or does not come within the process group's
+        timeout. With `in_pass`, for numbers that are posted within a pass, it also raises that when a rank has broken
+        off this pass or gone on to another.
         """
         for rank in range(self._size) if ranks is None else ranks:  # this one too: its own threads post
             self._wait_for(rank, index, value, what, in_pass=in_pass)
 
     def break_off(self, error: BaseException) -> None:
-        """Whoever waits here on this rank, or will, gets this error: others may not count on it any more."""
+        """Makes each `wait` that this rank is in, or begins later, raise `error`."""
         self._broken = self._broken or error
 
     def _wait_for(self, rank: int, index: int, value: int, what: str, *, in_pass: bool) -> None:
@@ -89,7 +90,7 @@ class Counters:
 
 
 def mapped(descriptor: int, nbytes: int) -> memoryview:
-    """The memory of a descriptor, which is closed: Python's own mmap would keep one as long as the memory."""
+    """Maps the memory of a descriptor, and closes it. Python's own mmap would keep a descriptor for the mapping."""
     try:
         file = f"/proc/self/fd/{descriptor}"
         return torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8, device="cpu").numpy().data

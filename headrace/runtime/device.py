@@ -1,4 +1,4 @@
-"""What must be asked of a device in its own words? The one file with calls that are particular to a kind of device."""
+"""Which calls differ between kinds of devices? All of them are in this file: calls for CUDA, ROCm, XPU and others."""
 
 import contextlib
 import os
@@ -24,10 +24,10 @@ _CUDA_HOST_REGISTER_PORTABLE = 1
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """The compute device, always with its index: "cuda" and "cuda:0" must compare equal.
+    """The compute device, always with its index, so that "cuda" and "cuda:0" compare equal.
 
-    None means the current accelerator; or the CPU, where there is none, or one whose memory is the host's (MPS).
-    Raises ValueError for a device that does not exist here.
+    None means the current accelerator; or the CPU, if there is none or if its memory is the host's (MPS). Raises
+    ValueError for a device that does not exist here.
     """
     if device is None:
         present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -63,7 +63,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Where an accelerator is, as the kernel names it under /sys/bus/pci/devices; None where PyTorch does not say."""
+    """An accelerator's PCI address, as the kernel has it in /sys/bus/pci/devices; None if PyTorch does not tell it."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     found = None if properties is None or not is_accelerator(device) else properties(device)
     domain, bus, number = (getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
@@ -71,12 +71,12 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes of tensors on the accelerator now; 0 on the CPU, where nobody counts."""
+    """Bytes of tensors on the accelerator now; 0 on the CPU, where PyTorch does not count them."""
     return torch.accelerator.memory_allocated(device) if is_accelerator(device) else 0
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on the accelerator now: free ones and those its caching allocator holds unused."""
+    """Bytes that can be allocated on the accelerator now: free ones, and unused ones of its caching allocator."""
     free, _total = torch.accelerator.get_memory_info(device)
     unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     return int(free + unused)
@@ -88,10 +88,11 @@ def can_register_host_memory(device: torch.device) -> bool:
 
 
 def register_host_memory(device: torch.device, address: int, nbytes: int) -> Callable[[], Any] | None:
-    """Page-locks memory that the caller owns, for asynchronous copies; returns the call that undoes it.
+    """Page-locks memory that the caller owns, for asynchronous copies. Returns the call that unlocks it, or None if the
+    system refuses.
 
-    That call waits for the device: a model that is let go of may have a copy out of this memory under way.
-    None where the system refuses. Only where `can_register_host_memory`.
+    That call waits for the device, as a copy out of this memory may be under way when a model is dropped. For devices
+    of which `can_register_host_memory` is true.
     """
     module = torch.get_device_module(device)
     undo: Callable[[], Any]
@@ -111,7 +112,7 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
     owner = os.getpid()
 
     def unregister() -> None:
-        if os.getpid() != owner:  # a forked process has the memory's contents, and no part in the device
+        if os.getpid() != owner:  # a forked process has a copy of the memory, and does not use the device
             return
         try:
             torch.accelerator.synchronize(device)
@@ -122,14 +123,14 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
 
 
 def allocate_locked_memory(nbytes: int) -> torch.Tensor | None:
-    """Memory of PyTorch's allocator of page-locked memory, which rounds up; None where the system refuses."""
+    """Page-locked memory from PyTorch's own allocator, which rounds sizes up; None if the system refuses."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # torch.AcceleratorError and torch.OutOfMemoryError are such
+    except RuntimeError:  # the base class of torch.AcceleratorError and torch.OutOfMemoryError
         return None
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """A call that was refused leaves its error behind, and the next kernel of PyTorch's would raise it."""
+    """Clears the error that a refused call has left behind: PyTorch's next kernel would raise it."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)

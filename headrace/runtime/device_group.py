@@ -1,7 +1,7 @@
 """How do the devices of a node send each other what they hold? By collectives of a process group of their own.
 
-Where the mesh's backend reaches the devices (NCCL), from device to device. Where it does not (gloo), each rank's bytes
-go to host memory of its own, the collective runs there, and what it gives comes back: the same bits, by a longer way.
+If the mesh's backend reaches the devices (NCCL), bytes go from device to device. If not (gloo), each rank copies its
+bytes to its host memory, the collective runs there, and the result is copied back: the same bits, only slower.
 """
 
 import contextlib
@@ -15,26 +15,26 @@ from headrace.runtime.node import Node
 
 __all__ = ["DeviceGroup"]
 
-# Newer names of the same, which PyTorch 2.13 asks for.
+# PyTorch 2.13 asks for the newer names of these functions.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 _reduce_scatter: Any = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 
 
 class DeviceGroup:
-    """The ranks of a node, whose tensors are on `device`. To be made by all ranks; calls in the same order on all."""
+    """The ranks of a node, with tensors on `device`. All ranks make it, and call its methods in the same order."""
 
     def __init__(self, node: Node, device: torch.device) -> None:
         self._node = node
         self._borrowed = node.borrow_group(device, self)
         self._group = self._borrowed.group
-        self.bounces = node.backend_of(device) == "gloo"  # off host memory
+        self.bounces = node.backend_of(device) == "gloo"  # by way of host memory
 
     def close(self) -> None:
-        """Other users may have the process group."""
+        """Gives the process group back, so that others can borrow it."""
         self._borrowed.user = None
 
     def gather(self, ranges: torch.Tensor, what: str) -> None:
-        """Shape (ranks, n), of which each rank has its own row: then all have all. On the current stream."""
+        """Fills in `ranges` (ranks, n), of which each rank has its own row, from all ranks. On the current stream."""
         rank = self._node.rank
         with torch.no_grad(), self._together(what):
             if not self.bounces:
@@ -46,7 +46,7 @@ class DeviceGroup:
             ranges.copy_(host)
 
     def reduce(self, ranges: torch.Tensor, what: str) -> None:
-        """Shape (ranks, n): then this rank's row has the sum of all ranks' tensors there. On the current stream."""
+        """Puts the sum over all ranks into this rank's row of `ranges` (ranks, n). On the current stream."""
         rank = self._node.rank
         with torch.no_grad(), self._together(what):
             if not self.bounces:
@@ -58,7 +58,7 @@ class DeviceGroup:
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """As the node's; of a collective that has failed on this rank, nobody knows how far others have come."""
+        """As `Node.together`. If a collective fails, no one may borrow the group again: others may be still in it."""
         try:
             with self._node.together(what):
                 yield

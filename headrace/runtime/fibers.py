@@ -1,7 +1,7 @@
-"""How do several computations take turns? Each on a thread of its own, of which one runs at a time.
+"""How do several computations take turns? Each has a thread of its own, and one of these runs at a time.
 
-Threads and not generators: what PyTorch keeps for each thread (whether gradients are on, autocast, hooks on what is
-saved, overrides) then belongs to each computation by itself, however deep inside of user code it stops.
+They are threads, not generators, so that each computation has its own copy of what PyTorch keeps for a thread (whether
+gradients are on, autocast, hooks on saved tensors, overrides), however deep inside of user code it pauses.
 """
 
 import _thread
@@ -23,19 +23,19 @@ _fibers = threading.local()
 
 
 def own_thread() -> int:
-    """The thread that computes; in a fiber the one that it runs for."""
+    """The identifier of this thread; in a fiber, that of the thread that the fiber runs for."""
     return getattr(_fibers, "of", 0) or threading.get_ident()
 
 
 class _Abandoned(BaseException):
-    """Unwinds a fiber that nobody wants to end any more."""
+    """Unwinds a fiber whose result is not needed any more."""
 
 
 class Fiber:
-    """`function()`, which stops where it calls `pause()` and goes on with `resume()`.
+    """Runs `function()`, which stops where it calls `pause()` and goes on at `resume()`.
 
-    It begins with what PyTorch keeps for the thread that made it, and draws random numbers of its own: number 0 those
-    that would have come next; the others from states that follow from that state and their number.
+    It begins with what PyTorch keeps for the thread that made it, and has random states of its own: fiber number 0 has
+    the present states; the states of the others are derived from these and their number.
     """
 
     def __init__(self, function: Callable[[], Any], number: int, device: torch.device) -> None:
@@ -49,15 +49,15 @@ class Fiber:
         self._begin = _state_of_thread(device, self._device)
         self._context = contextvars.copy_context()
         self._of = own_thread()
-        # Turns are counted, and locks only wake who waits: Ctrl-C may strike the thread that resumes between any two
-        # of its instructions, and one that it does twice does no harm.
+        # Turns are counted, and locks only wake a waiting thread: Ctrl-C may strike the resuming thread between any two
+        # of its instructions, and to repeat one of these does no harm.
         self._given = self._taken = self._ended = 0
         self._wake, self._back, self._only = threading.Lock(), threading.Lock(), threading.Lock()
         self._wake.acquire()
         self._back.acquire()
 
     def resume(self) -> None:
-        """Runs until it pauses or is over; raises what it raised."""
+        """Lets the function run until it pauses or is over; raises what it raised."""
         outside = self._states()
         self._set_states(self._random)
         try:
@@ -70,11 +70,11 @@ class Fiber:
             raise error
 
     def keep_random_states(self) -> None:
-        """Random numbers go on outside as they would in it."""
+        """Sets the calling thread's random states to this fiber's, so that random numbers go on as in the fiber."""
         self._set_states(self._random)
 
     def pause(self) -> None:
-        """Called within it: whoever resumed it goes on, until it is resumed again."""
+        """Called within the fiber: the thread that resumed it goes on. Returns when the fiber is resumed again."""
         self._ended = self._taken
         self._back.release()
         while self._taken == self._given:
@@ -84,7 +84,7 @@ class Fiber:
             raise _Abandoned
 
     def abandon(self) -> None:
-        """It is unwound: what it has begun ends. To be called when it does not run."""
+        """Unwinds the function, so that what it has begun ends. To be called while the fiber does not run."""
         self._abandoned = True
         while self._given and not self.is_over:  # user code may call the model once more while it unwinds
             self._run()
@@ -101,8 +101,8 @@ class Fiber:
                 elif self._wake.locked():
                     self._wake.release()
                 self._back.acquire()
-            except BaseException as error:  # Ctrl-C, while it computes: it is let come to where it may stop
-                if interrupt is not None:  # ... unless it waits for something that does not come
+            except BaseException as error:  # Ctrl-C while the fiber computes: it goes on to where it may stop
+                if interrupt is not None:  # a second one: it may be waiting for what never comes
                     self.is_over = True
                     raise
                 interrupt = error
@@ -111,7 +111,7 @@ class Fiber:
 
     def _perform(self) -> None:
         if not self._only.acquire(blocking=False):
-            return  # Ctrl-C had the thread started twice
+            return  # because of Ctrl-C, the thread was started twice
         _fibers.of = self._of
         self._taken = self._given
         try:
@@ -121,7 +121,7 @@ class Fiber:
         except BaseException as error:
             self._error = error
         finally:
-            del self._function  # and what it computes with
+            del self._function  # and the memory that it refers to
             self.is_over = True
             self._ended = self._taken
             self._back.release()
@@ -150,7 +150,7 @@ class Fiber:
 
 
 def _state_of_thread(device: torch.device, accelerator: torch.device | None) -> Callable[[Callable[[], Any]], Any]:
-    """What PyTorch keeps for this thread: a call that runs a function with it, on another thread."""
+    """Captures what PyTorch keeps for this thread. Returns a call that runs a function with that on another thread."""
     gradients, modes = torch.is_grad_enabled(), function_modes()
     kinds = dict.fromkeys(("cpu", device.type))
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]

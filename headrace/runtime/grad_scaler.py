@@ -1,10 +1,9 @@
 """What does PyTorch's GradScaler leave out? It does not wait for a copy of its scale, and its writes leave no trace.
 
 `torch.amp.GradScaler` keeps its scale on the loss's device and unscales gradients where they are. For gradients on the
-CPU, as those of homes, it copies the scale with `non_blocking=True` and computes with it at once: on an accelerator
-that is what the memory held before. The copy is waited for here. And it unscales gradients in place without a new
-`_version`; here they get one. The rest is PyTorch's own, and
-all of it when nobody needs these two any more.
+CPU, such as those of homes, it copies the scale from an accelerator with `non_blocking=True` and uses it at once, when
+the memory may still hold something else. Here, the copy is waited for. It also unscales gradients in place without a
+new `_version`; here, they get one. Both changes to PyTorch's class are undone when no user of them is left.
 """
 
 from collections.abc import Callable
@@ -20,15 +19,15 @@ __all__ = ["make_grad_scaler_leave_traces", "make_grad_scaler_wait"]
 
 
 def make_grad_scaler_wait(user: object) -> Callable[[], None]:
-    """Scales that a GradScaler copies to the CPU have arrived when it reads them.
+    """Makes every GradScaler wait for the scale that it copies to the CPU before it reads it.
 
-    Until what this returns is called; at the latest until `user` is gone.
+    This holds until the returned call is made, or until `user` is gone.
     """
     return _waiting.use(user)
 
 
 def make_grad_scaler_leave_traces(user: object) -> Callable[[], None]:
-    """Gradients that a GradScaler unscales get a new `_version`; so long as above."""
+    """Gives gradients that a GradScaler unscales a new `_version`, until the returned call or until `user` is gone."""
     return _traces.use(user)
 
 
@@ -45,7 +44,7 @@ def _arrived(get: Method) -> Method:
 
 
 def _with_traces(unscale: Method) -> Method:
-    """Relies on this being what writes gradients in place, given the optimizer first."""
+    """Relies on `unscale` being the method that writes gradients in place, with the optimizer as first argument."""
 
     def unscale_with_traces(self: Any, optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
         found = unscale(self, optimizer, *arguments)

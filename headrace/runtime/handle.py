@@ -1,4 +1,4 @@
-"""What do handles have in common? They are context managers, and belong to one model."""
+"""What do handles have in common? Each is a context manager, and belongs to one model."""
 
 from typing import Any, Self
 
@@ -9,7 +9,7 @@ class Handle:
     """What `offload()` and `offload_activations()` return. As a context manager it calls `remove()` at the end."""
 
     def remove(self) -> None:
-        """Lets go of the model."""
+        """Ends the offloading: the model is a plain one again."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

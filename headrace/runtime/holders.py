@@ -1,8 +1,8 @@
-"""Does anybody else hold a gradient? Then it may be written, or looked at, when its owner believes it is unused.
+"""Does anybody but its parameter hold a gradient? Then its memory may be read or written while it seems to be unused.
 
 A gradient can be kept as the tensor itself, as a view of it, as a NumPy array, through DLPack, as the `grad` of another
-tensor, in autograd's graph, or as its storage object. Each of these raises one of four counts: of the tensor's users in
-C++ and in Python, and of its storage's. Only an address (`data_ptr()`) leaves no trace.
+tensor, in autograd's graph, or as its storage object. Each of these raises one of four counts: the references to the
+tensor, or to its storage, in C++ or in Python. Only an address (`data_ptr()`) leaves no trace.
 """
 
 import sys
@@ -17,13 +17,13 @@ __all__ = ["gradient_is_shared"]
 
 
 def gradient_is_shared(parameter: torch.Tensor) -> bool:
-    """Whether anybody but the parameter itself refers to its `grad`, which is not None, or to the memory of it."""
+    """Whether anybody but the parameter refers to its `grad`, which must not be None, or to that gradient's memory."""
     with without_overrides():  # an optimizer may be updating the parameter
         return _references_to_gradient(parameter) > _ALONE
 
 
 def _references_to_gradient(parameter: Any) -> int:
-    # Never through a variable, which would be one more reference, or none, depending on the version of Python.
+    # Without variables: each would be one more reference, or none, depending on the version of Python.
     of_tensor = tensor_use_count(parameter.grad) + sys.getrefcount(parameter.grad)
     of_storage = storage_use_count(address_of(parameter.grad.untyped_storage()))
     return int(of_tensor + of_storage + sys.getrefcount(parameter.grad.untyped_storage()))

@@ -1,4 +1,4 @@
-"""How much RAM may this process use? What the machine and every cgroup above the process leave, whichever is less."""
+"""How much RAM may this process use? The least of what the machine and each cgroup of the process have left."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +24,12 @@ def total_host_bytes() -> int:
 
 
 def container_limit_bytes(root: Path = _ROOT) -> int | None:
-    """The least that a cgroup of this process, or one above, lets it take; None without a limit."""
+    """The lowest limit of this process's cgroup and of those above it; None if none has a limit."""
     return min((limit for limit, _used in _limits(root)), default=None)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Each limit that applies, of this process's group and the groups above, version 2 and 1; and what is used."""
+    """Each limit of this process's cgroup and those above it (versions 2 and 1), with the bytes that count to it."""
     groups = root / _CGROUPS
     for group in _own_groups(root, "", groups):
         yield from _limit(group / "memory.max", group / "memory.current", "inactive_file")
@@ -39,7 +39,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _own_groups(root: Path, controller: str, mounted: Path) -> list[Path]:
-    """The directories of this process's group and of those above, for a version 1 controller; "" is version 2."""
+    """The directories of this process's cgroup and of those above it, for a version 1 controller ("": version 2)."""
     for line in _text(root / _OWN_CGROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
@@ -49,7 +49,7 @@ def _own_groups(root: Path, controller: str, mounted: Path) -> list[Path]:
 
 
 def _limit(limit_file: Path, used_file: Path, cached: str) -> Iterator[tuple[int, int]]:
-    """A limit and what counts to it. Files in the page cache that nobody uses make room when asked."""
+    """A limit and the bytes that count to it, without inactive files in the page cache: these make room when asked."""
     limit, used = _number(limit_file), _number(used_file)
     if limit is None or used is None or limit >= _NO_LIMIT_BYTES:
         return

@@ -1,9 +1,9 @@
 """On which lanes do bytes move, and how is order across lanes kept? By events alone; see docs/design/ordering.md.
 
-Lanes of one device: compute (the stream that is current when headrace is called), onload (host to device), offload
-(device to host), host (one worker thread for additions and casts in host memory), one on which packed weights are
-unpacked where they arrived, and two on which devices send each other what they hold. Two implementations with one
-interface: streams and events on an accelerator, worker threads where the compute device is the CPU itself.
+The lanes of one device: compute (the stream that is current when headrace is called), onload (host to device), offload
+(device to host), host (one worker thread for additions and casts in host memory), one that unpacks packed weights on
+the device, and two for collectives between devices. There are two implementations with one interface: streams and
+events on an accelerator, and worker threads where the CPU itself computes.
 """
 
 import itertools
@@ -37,8 +37,8 @@ __all__ = [
     "open_lanes",
 ]
 
-_AT_ONCE_BYTES = 256 * 2**10  # that a thread copies about as quickly as it wakes another one
-_LONG_SECONDS = 0.1  # to wait for a transfer to be submitted, which takes other ranks
+_AT_ONCE_BYTES = 256 * 2**10  # a thread copies these about as quickly as it wakes another one
+_LONG_SECONDS = 0.1  # waiting for a transfer to be submitted, which may depend on other ranks
 _T = TypeVar("_T")
 Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
 Tick = Any  # a moment on the compute lane: an event on an accelerator, seconds on the CPU
@@ -54,15 +54,15 @@ class Lane(StrEnum):
 class CollectiveLane(StrEnum):
     """A lane on which the devices of several ranks send each other what they hold."""
 
-    GATHER = "gather"  # each its range, and all get all
-    REDUCE = "reduce"  # each all, and all get a range of the sum
+    GATHER = "gather"  # each device sends its range, and gets all ranges
+    REDUCE = "reduce"  # each device sends all ranges, and gets the sum of its own range
 
 
 class Event(Protocol):
     """A moment that has been or will be reached on some lane."""
 
     def synchronize(self) -> None:
-        """The host waits for it; raises what failed before it."""
+        """Blocks until it is reached; raises the error of the work before it."""
 
     def query(self) -> bool:
         """Whether it has been reached."""
@@ -70,7 +70,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """Copies in flight: what holds their memory alive until the owner lets go, and the event of their end."""
+    """Copies in flight: it keeps their memory alive until the owner lets go of it, and has the event of their end."""
 
     lane: Lane | CollectiveLane
     copies: tuple[Copy, ...]
@@ -79,15 +79,15 @@ class Transfer:
     done: Any  # an Event; on an accelerator a timing event, so that it is a Tick too
 
     def done_while(self, doing: Callable[[], None]) -> Any:
-        """As LateTransfer's; it is there already."""
+        """`done`, at once: as `LateTransfer.done_while`, for copies that are submitted already."""
         return self.done
 
 
 class LateTransfer:
-    """Copies that another thread submits in time. Stands where a Transfer does: asking for its begin or end waits until
-    there is one, and raises what kept it from being submitted. As an Event it is their end, whenever that comes."""
+    """Copies that another thread will submit, used like a Transfer. `begun` and `done` block until they are submitted,
+    and raise what kept them from that. It is also an Event itself: the end of the copies."""
 
-    copies: tuple[Copy, ...] = ()  # it keeps none itself
+    copies: tuple[Copy, ...] = ()  # it keeps no memory alive itself
 
     def __init__(self, lane: Lane | CollectiveLane, nbytes: int, submitted: "Future[Transfer]") -> None:
         self.lane = lane
@@ -109,7 +109,7 @@ class LateTransfer:
         return self._submitted.done() and bool(self._submitted.result().done.query())
 
     def done_while(self, doing: Callable[[], None]) -> Any:
-        """As `done`; where there is none for long, `doing` is called, again and again."""
+        """As `done`; while that takes long, calls `doing` again and again."""
         while True:
             with suppress(TimeoutError):
                 self._submitted.exception(_LONG_SECONDS)
@@ -127,7 +127,7 @@ class Lanes(ABC):
 
     @abstractmethod
     def mark(self) -> Event:
-        """The moment at which the compute lane has done all that it was given until now."""
+        """The moment when the compute lane has done all that it has been given until now."""
 
     @abstractmethod
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
@@ -135,28 +135,28 @@ class Lanes(ABC):
 
     @abstractmethod
     def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
-        """Submits a collective over `nbytes`, which `job` calls, that starts when `after` is reached.
+        """Submits a collective over `nbytes`, which `job` calls; it starts when `after` is reached.
 
-        For a thread of ours, one for each lane: it may block.
+        Called on a thread of headrace's, one for each lane, since it may block.
         """
 
     @abstractmethod
     def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
-        """Submits kernels, which `job` launches, that make weights of what was copied, on a lane of their own: they
-        start when all of `after` are reached. Their end.
+        """Submits the kernels that `job` launches, which make weights of what was copied, on a lane of their own. They
+        start when all of `after` are reached. Returns the tick of their end.
         """
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """What the compute lane is given from now on starts after `event`."""
+        """Makes all that the compute lane is given from now on start after `event`."""
 
     @abstractmethod
     def compute_stream(self) -> Any:
-        """What the compute lane is for this thread now: a stream, or None on the CPU."""
+        """The stream that is the compute lane on this thread now; None on the CPU."""
 
     @abstractmethod
     def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside of it the compute lane is that stream, which `compute_stream()` gave."""
+        """Within this context, the compute lane of this thread is `stream`, which `compute_stream()` gave."""
 
     @abstractmethod
     def tick(self) -> Tick:
@@ -164,7 +164,7 @@ class Lanes(ABC):
 
     @abstractmethod
     def intervals(self, ticks: Sequence[Tick]) -> list[float]:
-        """Seconds from each tick to the next. Waits until all are reached: not for the hot path."""
+        """Seconds from each tick to the next. Blocks until all are reached, so it is not for the hot path."""
 
     def seconds(self, begin: Tick, end: Tick) -> float:
         """Seconds between two ticks. Waits until both are reached."""
@@ -172,10 +172,10 @@ class Lanes(ABC):
 
     @abstractmethod
     def seconds_to_host(self, begin: Tick, moment: float) -> float:
-        """Seconds from a tick to `moment`, which is the host's `time.perf_counter`. Waits for the compute lane."""
+        """Seconds from a tick to `moment`, a time of the host's `time.perf_counter`. Waits for the compute lane."""
 
     def run(self, job: Callable[[], _T], after: Event) -> "Future[_T]":
-        """Submits `job` to the host lane: a thread of its own, which first waits for `after`."""
+        """Submits `job` to the host lane's thread, which waits for `after` first."""
 
         def ordered() -> _T:
             after.synchronize()
@@ -184,7 +184,7 @@ class Lanes(ABC):
         return self._host.submit(ordered)
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the threads of the lanes, when their work is done. `wait`: until then; see `OneThread.shutdown`."""
+        """Ends the threads of the lanes when their work is done; `wait` blocks until then. See `OneThread`."""
         self._host.shutdown(wait=wait)
 
 
@@ -221,7 +221,7 @@ class StreamLanes(Lanes):
         return self._launch("unpack", job, after)[1]
 
     def _launch(self, lane: str, job: Callable[[], None], after: Sequence[Event]) -> tuple[Tick, Tick]:
-        """Calls `job` on the lane's stream, made when it is first needed. Begin and end of what that launches."""
+        """Calls `job` on the lane's stream, which is made at first use. Returns the begin and end of its kernels."""
         if lane not in self._streams:
             self._streams[lane] = torch.Stream(device=self.device)
         stream = self._streams[lane]
@@ -262,10 +262,10 @@ class StreamLanes(Lanes):
 
 
 def _entered(stream: torch.Stream) -> AbstractContextManager[Any]:
-    """To be entered in a `with` statement, on any thread: an object of its own for each.
+    """A new Python object for the stream, for one `with` statement on any thread.
 
-    A stream keeps on its Python object what was current before. Two threads that entered one object at the same time
-    would go on with each other's stream and device.
+    A stream's Python object remembers which stream was current before. Two threads that entered the same object at the
+    same time would go on with each other's stream and device.
     """
     fresh: Any = torch.Stream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
@@ -274,7 +274,7 @@ def _entered(stream: torch.Stream) -> AbstractContextManager[Any]:
 
 
 class _Reached:
-    """The event of a moment that has passed: the CPU computes on the thread that asks."""
+    """The event of a moment that has passed: where the CPU computes, it does so on the thread that asks."""
 
     def synchronize(self) -> None:
         pass
@@ -287,27 +287,27 @@ _REACHED = _Reached()
 
 
 class _Passed(_Reached):
-    """... of one of which it is known when it was."""
+    """The event of a moment that has passed at a known time."""
 
     def __init__(self, moment: float) -> None:
         self._moment = moment
 
     def reached_at(self) -> float:
-        """Seconds of `time.perf_counter`."""
+        """When it passed, in seconds of `time.perf_counter`."""
         return self._moment
 
 
 class ThreadLanes(Lanes):
-    """Lanes where the CPU computes: a worker thread for each direction; a copy releases the interpreter lock.
+    """Lanes where the CPU computes: a worker thread for each direction. Copies release the interpreter lock.
 
-    A small copy into an idle lane is made at once, by the thread that submits it: to wake another takes longer.
+    The submitting thread makes a small copy at once if the lane is idle, since it takes longer to wake another thread.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._threads = {lane: OneThread(f"headrace-{lane.value}") for lane in Lane}
         self._copying = {lane: threading.Lock() for lane in Lane}
-        # The last job of each thread, weakly: one that failed keeps the memory that it was about to copy.
+        # The last job of each thread, by a weak reference: a job that failed keeps the memory that it was to copy.
         self._last: dict[Lane, weakref.ref[Future[float]]] = {}
 
     def mark(self) -> Event:
@@ -335,7 +335,7 @@ class ThreadLanes(Lanes):
             with self._copying[lane], torch.inference_mode():  # no autograd bookkeeping on this thread
                 for _ in range(len(pending)):
                     pending[0][0].copy_(pending[0][1])
-                    del pending[0]  # this thread may outlive the job by a moment, and then holds no memory
+                    del pending[0]  # so that this thread holds no memory when it outlives the job by a moment
             return time.perf_counter()
 
         submitted = self._threads[lane].submit(job)

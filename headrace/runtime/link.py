@@ -1,4 +1,4 @@
-"""How fast is the link to the device, and what was sent over it? As far as loads of weights and activations tell."""
+"""How fast is the link to the device, and what was sent over it? Loads of weights and activations tell."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -8,9 +8,9 @@ __all__ = ["LaneUse", "LinkSpeed"]
 
 @dataclass
 class LaneUse:
-    """Bytes that were ever submitted to the onload lane of one model, by what they are.
+    """Bytes that have ever been submitted to the onload lane of one model, by kind.
 
-    `experts_bytes`: of `weights_bytes`, those of experts that came one by one, within visits.
+    `experts_bytes` is the part of `weights_bytes` for experts that were loaded one by one, within visits.
     """
 
     weights_bytes: int = 0
@@ -19,12 +19,12 @@ class LaneUse:
 
     @property
     def unplanned_bytes(self) -> int:
-        """All but those of blocks."""
+        """All bytes but those of blocks that were loaded whole."""
         return self.activations_bytes + self.experts_bytes
 
 
 class LinkSpeed:
-    """Seconds that loads of a given size take, by those that were measured."""
+    """Seconds that a load of a given size takes, estimated from measured loads (bytes, seconds)."""
 
     def __init__(self, loads: list[tuple[int, float]]) -> None:
         by_size: dict[int, list[float]] = {}
@@ -35,10 +35,10 @@ class LinkSpeed:
         self._seconds_per_byte = sum(seconds for _, seconds in loads) / moved if moved else 0.0
 
     def load_seconds(self, nbytes: int) -> float:
-        """The median of loads of that size; by the mean speed where there were none."""
+        """The median of the measured loads of that size; if there are none, by the mean speed."""
         measured = self._of_size.get(nbytes)
         return self.seconds(nbytes) if measured is None else measured
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds for that many bytes in loads of any size, by the mean speed."""
+        """Seconds for that many bytes, by the mean speed of all measured loads."""
         return nbytes * self._seconds_per_byte

@@ -1,9 +1,9 @@
 """How does headrace take part in what a module does? By attributes of the instance; its class stays the user's own.
 
-`nn.Module.__call__` goes to the instance's `_compiled_call_impl` where there is one: that is the way to a module's
-calls (and that of `module.compile()`, which is kept inside of ours). Unlike forward hooks it encloses the call, so an
-exception cannot skip the end, checkpointing that wraps `forward` stays inside, and PyTorch's fast paths, which refuse
-modules with hooks, stay on. Unlike a subclass it leaves `type(module)` alone.
+`nn.Module.__call__` calls the instance's `_compiled_call_impl` if it has one, so headrace sets that attribute. (So does
+`module.compile()`, whose value is kept inside of ours.) Unlike forward hooks it encloses the call: an exception cannot
+skip the end, checkpointing that wraps `forward` stays inside, and PyTorch's fast paths, which refuse modules with
+hooks, stay on. Unlike a subclass it leaves `type(module)` alone.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ from torch import nn
 __all__ = ["Method", "Participant", "compile_calls", "computing_methods", "participant_of", "take_part", "withdraw"]
 
 _CALLS = "_compiled_call_impl"
-Method = Callable[..., Any]  # of (module, the method as it would be without us, and its arguments)
+Method = Callable[..., Any]  # takes the module, its method as it would be without us, and that method's arguments
 _P = TypeVar("_P")
 
 
 class Participant(Protocol):
-    """Who takes part in a module's calls."""
+    """Takes part in a module's calls."""
 
-    outer: bool  # around those who are not
+    outer: bool  # whether its `call` encloses that of a participant that is not
 
     @property
     def methods(self) -> Mapping[str, Method]:
-        """What takes the place of methods of the instance."""
+        """Replacements for methods of the instance, by name."""
         return {}
 
     def leaves_out(self) -> bool:
@@ -44,33 +44,33 @@ class Participant(Protocol):
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The module is called: `forward(*args, **kwargs)` does what it would without us."""
+        """Called when the module is called. `forward(*args, **kwargs)` does what the call would do without us."""
 
     def compiling(self, module: nn.Module) -> bool:
-        """PyTorch's compiler goes through a call, and leaves us out of it. Whether it must not, but stops there."""
+        """Called while PyTorch's compiler traces a call. Whether it must stop there, not trace the call without us."""
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
-        """Calls of the module are to be compiled. Whether something was compiled in their place."""
+        """Called when the module's calls are to be compiled. Whether this compiled something else in their place."""
         return False
 
     def stopped(self, module: nn.Module) -> None:
-        """The compiler stopped at a call of the module, which is made without it."""
+        """Called before a call of the module at which the compiler stopped, and which runs uncompiled."""
         return
 
     def plain(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the module's attributes are what they would be without us, to be copied or pickled."""
+        """Within this context, the module's attributes are as they would be without us, to be copied or pickled."""
         return contextlib.nullcontext()
 
 
 class _Calls:
-    """The participants of one module, and what they keep from it."""
+    """The `_compiled_call_impl` of one module: its participants, and the attributes that theirs replace."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.compiled = module.__dict__.get(_CALLS)  # by module.compile()
+        self.compiled = module.__dict__.get(_CALLS)  # made by module.compile()
         self.participants: tuple[Participant, ...] = ()  # outermost first; two at most
-        self.kept: dict[str, Any] = {}  # attributes of the instance, of the same names as ours
+        self.kept: dict[str, Any] = {}  # the instance's own attributes that ours replace
         self._module = weakref.ref(module)  # no cycle: the model goes with its last reference
-        # Where `forward` is ours, too: the threads in a call that has not come to it yet.
+        # Where `forward` is replaced, too: the threads in a call that has not reached `forward` yet.
         self.entered: set[int] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,26 +87,26 @@ class _Calls:
         return self.around(module, self._inside, args, kwargs)
 
     def _stops_compiler(self, module: nn.Module) -> bool:
-        """The inner participant is asked first: weights stop the compiler, activations alone refuse it."""
+        """Asks the inner participant first: where weights stop the compiler, activations need not refuse it."""
         for participant in self.participants[::-1]:  # noqa: SIM110  # the compiler follows this more easily
             if participant.compiling(module):
                 return True
         return False
 
     def stopped(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A call of which the compiler knows nothing."""
+        """Makes a call that the compiler does not trace."""
         for participant in self.participants:
             participant.stopped(module)
         return self(*args, **kwargs)
 
     def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Every participant's `call`, around `forward`."""
+        """Calls `forward` within every participant's `call`."""
         for participant in self.participants[:0:-1]:
             forward = _around(participant, module, forward)
         return self.participants[0].call(module, forward, args, kwargs)
 
     def forward(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """The module's `forward`: within a call that came here, or a call of its own."""
+        """The module's `forward`. If user code calls it directly, the participants take part in it as in a call."""
         if torch.compiler.is_compiling():
             if self._stops_compiler(module):
                 return _outside_of_compiler()(self, module, *args, **kwargs)
@@ -134,20 +134,20 @@ _outside: Callable[..., Any] | None = None
 
 
 def _outside_of_compiler() -> Callable[..., Any]:
-    """`_Calls.stopped`, which the compiler leaves alone. Made where it is needed: that loads the compiler."""
-    global _outside  # the compiler follows no cache of functools
+    """`_Calls.stopped`, hidden from the compiler. It is made at first use, because that loads the compiler."""
+    global _outside  # the compiler cannot trace a cache of functools
     if _outside is None:
         _outside = torch.compiler.disable(_Calls.stopped, reason="headrace moves weights or activations in this call")
     return _outside
 
 
 def _around(participant: Participant, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A participant's call, as what the one around it calls."""
+    """A participant's `call` as the `forward` of the participant around it."""
     return lambda *args, **kwargs: participant.call(module, forward, args, kwargs)
 
 
 class _Bound:
-    """An attribute of the instance in the place of a method."""
+    """An attribute of the instance that takes the place of a method."""
 
     def __init__(self, module: nn.Module, name: str, method: Method) -> None:
         self._module = weakref.ref(module)
@@ -157,7 +157,7 @@ class _Bound:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         calls = module.__dict__.get(_CALLS)
-        if not isinstance(calls, _Calls):  # somebody kept it, and nobody takes part any more
+        if not isinstance(calls, _Calls):  # user code kept this, and no participant is left
             return getattr(module, self._name)(*args, **kwargs)
         own = calls.kept.get(self._name)
         if own is None and hasattr(type(module), self._name):
@@ -165,7 +165,7 @@ class _Bound:
         return self._method(module, own, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Its name, its signature, what was set on the function: those of the method."""
+        """The method's own attributes: its name, its signature, and what was set on the function."""
         return getattr(self._plain(), name)
 
     @property
@@ -193,7 +193,7 @@ _computing: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKey
 def computing_methods(kind: type[nn.Module]) -> tuple[str, ...]:
     """The methods of a class that may compute as `forward` does: `encode`, `forward_features`, `get_image_features`.
 
-    Public ones that nn.Module does not have, and that take something.
+    These are its public methods that nn.Module does not have, and that take an argument.
     """
     if kind not in _computing:
         names = [name for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name)]
@@ -213,13 +213,13 @@ _COMPUTE_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_
 
 
 def take_part(module: nn.Module, participant: Participant) -> None:
-    """From now on `participant` takes part in what the module does."""
+    """Makes `participant` take part in what the module does from now on."""
     calls = module.__dict__.get(_CALLS)
     if not isinstance(calls, _Calls):
         calls = _Calls(module)
         module.__dict__[_CALLS] = calls
         _put(module, calls, _METHODS)
-        if type(module).__call__ is not nn.Module.__call__:  # and may never come to ours
+        if type(module).__call__ is not nn.Module.__call__:  # so a call may bypass ours
             _put(module, calls, {"forward": _forward})
             calls.entered = set()
     calls.participants = tuple(sorted((*calls.participants, participant), key=lambda one: not one.outer))
@@ -239,7 +239,7 @@ def withdraw(module: nn.Module, participant: Participant) -> None:
 
 
 def compile_calls(module: nn.Module, compiler: Callable[[Any], Any]) -> None:
-    """`compiler` compiles the module's calls, inside of ours, or what a participant chooses in their place."""
+    """Compiles the module's calls, inside of ours, with `compiler`; or what a participant chooses in their place."""
     calls = _calls_of(module)
     for participant in calls.participants:
         if participant.compile(module, compiler):
@@ -279,7 +279,7 @@ def _take_off(module: nn.Module, calls: _Calls, names: Iterable[str]) -> None:
 # copies and pickles: those of a plain module --------------------------------------------------------------------------
 @contextlib.contextmanager
 def _plain(module: nn.Module) -> Iterator[None]:
-    """Inside, the module has no attribute of ours."""
+    """Within this context, the module has none of our attributes."""
     calls = _calls_of(module)
     ours = {name: held for name, held in module.__dict__.items() if isinstance(held, _Bound | _Calls)}
     with contextlib.ExitStack() as stack:
@@ -298,7 +298,7 @@ def _deepcopy(module: nn.Module, _own: Any, memo: dict[int, Any]) -> Any:
     with _plain(module):
         if hasattr(type(module), "__deepcopy__"):
             return copy.deepcopy(module, memo)
-        module.__dict__["__deepcopy__"] = None  # or a wrapper's `__getattr__` gives that of the module inside
+        module.__dict__["__deepcopy__"] = None  # else a wrapper's `__getattr__` would find the inner module's
         try:
             copied = copy.deepcopy(module, memo)
         finally:
@@ -323,7 +323,7 @@ def _compile(module: nn.Module, _own: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _call_impl(_module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
-    """Only there: the compiler takes a short cut past `_compiled_call_impl` where it finds the method alone."""
+    """Changes nothing. It is here so that the compiler does not bypass `_compiled_call_impl`, as it would otherwise."""
     return own(*args, **kwargs)
 
 

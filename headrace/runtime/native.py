@@ -10,13 +10,13 @@ __all__ = ["load_native"]
 def load_native(beside: str, version_function: str, expected: int) -> ctypes.CDLL | None:
     """The library `_kernel` in the directory of the file `beside`; None if it was not built.
 
-    Raises ImportError unless its `version_function` gives `expected`: one of another version was left there.
+    Raises ImportError unless its `version_function` returns `expected`: an older build may have been left there.
     """
     places = [Path(beside).with_name(f"_kernel{suffix}") for suffix in EXTENSION_SUFFIXES]
     built = [path for path in places if path.exists()]
     if not built:
         return None
-    # An editable install leaves what was built before under another name: it is older.
+    # An editable install leaves earlier builds there under other names; the latest is the current one.
     path = max(built, key=lambda path: path.stat().st_mtime)
     library = ctypes.CDLL(str(path))
     if getattr(library, version_function)() != expected:

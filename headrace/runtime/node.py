@@ -1,7 +1,7 @@
 """How do the ranks of one node meet? In memory that they share: each posts how far it has come, and waits for others.
 
-What they share are files without a name, which the others open by the first rank's descriptors: nothing is left behind,
-however a rank ends. Ranks of other nodes are reached by process groups.
+The shared memory is in files without a name. The first rank makes them, and the other ranks open its descriptors, so
+nothing is left behind, however a rank ends. Ranks of other nodes are reached through process groups.
 """
 
 import errno
@@ -26,26 +26,27 @@ from headrace.runtime.ranks import Ranks, new_group, timeout_seconds
 
 __all__ = ["BorrowedGroup", "Node"]
 
-_PASS = 0  # counters that every node has: the pass that a rank has begun,
-_MET = 1  # how often it has been at a meeting,
-_BROKEN = 2  # the last pass whose backward it has broken off;
-_SAID = 3  # what it has said to questions, in two that take turns;
-_HANDED = 5  # how many descriptors, or words that something was done, the first rank has given and others have taken,
-_GIVEN = 6  # the number that came with the last of them, negative for an error's,
-_DESCRIPTOR = 7  # and the first rank's descriptor, or -1
+# The counters that every node has, for each rank:
+_PASS = 0  # the pass that the rank has begun
+_MET = 1  # how many meetings it has been at
+_BROKEN = 2  # the last pass whose backward it has broken off
+_SAID = 3  # its answers in `all_agree`: two counters, used in turn
+_HANDED = 5  # how many calls of `hand_out` it has finished: the first rank has given, the others have taken
+_GIVEN = 6  # of the first rank: the `number` of its last `hand_out`, or the negative errno of an error
+_DESCRIPTOR = 7  # of the first rank: the descriptor that it hands out, or -1
 _COUNTERS = 8
-_NOTE_BYTES = 2048  # what a rank says of its last error
-_ENDS_SECONDS = 1.0  # a connection is closed before the process counts as ended
-_SAYS_SECONDS = 5.0  # a backward is broken off before the process tells of its error
+_NOTE_BYTES = 2048  # for each rank's note about its last error
+_ENDS_SECONDS = 1.0  # a process closes its connections up to this long before it counts as ended
+_SAYS_SECONDS = 5.0  # a rank breaks off a backward up to this long before it notes its error
 
 
 @dataclass(eq=False)
 class BorrowedGroup:
-    """A process group that one user after the other has."""
+    """A process group that is lent to one user at a time."""
 
     group: Any
     user: "weakref.ref[object] | None"
-    intact: bool = True  # otherwise a collective has failed
+    intact: bool = True  # False once a collective has failed
 
     @property
     def is_free(self) -> bool:
@@ -59,18 +60,18 @@ _borrowed: "weakref.WeakKeyDictionary[Any, _Borrowed]" = weakref.WeakKeyDictiona
 class Node:
     """The ranks of a mesh that share the memory of one node, as one of them sees it.
 
-    `rank` of `size` on this node; `number` of `nodes`; `world`: all ranks of the mesh. Process groups: `group` of the
-    ranks of this node; `across` of those that have the same number on all nodes, None where there is one node.
+    This is rank `rank` of `size` on node `number` of `nodes`; the mesh has `world` ranks in all. The process group
+    `group` has the ranks of this node; `across` has the ranks with the same `rank` on all nodes (None: one node only).
     """
 
     def __init__(self, mesh: Any) -> None:
-        """A collective of all ranks of the mesh. Raises StateError for a mesh or nodes that cannot be."""
+        """A collective of all ranks of the mesh. Raises StateError for a mesh or nodes that are not supported."""
         group = _group_of(mesh)
         self._mesh = Ranks(group, mesh.device_type)
         self.world = self._mesh.count
         self._timeout_seconds = timeout_seconds(group)
         _allow_descriptors()
-        made = _memory((8 * _COUNTERS + _NOTE_BYTES) * self.world)  # that of a node's first rank is used
+        made = _memory((8 * _COUNTERS + _NOTE_BYTES) * self.world)  # a node uses its first rank's
         own = (distributed.get_rank(), _node_name(), os.getpid(), _status(os.getpid())[1], made)
         facts = self._mesh.objects(own)
         names = list(dict.fromkeys(fact[1] for fact in facts))
@@ -82,7 +83,7 @@ class Node:
         self.ranks: tuple[int, ...] = tuple(facts[number][0] for number in here)
         self._processes = [(facts[number][2], facts[number][3]) for number in here]
         self._mesh_group, self.group, self.across = group, group, None
-        if self.nodes > 1 or "cpu" not in self._mesh.backends:  # NCCL's has no way to the host
+        if self.nodes > 1 or "cpu" not in self._mesh.backends:  # NCCL cannot send host memory
             self.group = new_group(group, self.ranks, "gloo")
         if self.nodes > 1:
             self.across = new_group(group, [facts[on_node[self.rank]][0] for on_node in on_nodes], "gloo")
@@ -100,18 +101,18 @@ class Node:
         _nodes.add(self)
 
     def backend_of(self, device: torch.device) -> str:
-        """What the mesh's process group sends such a device's memory with; "gloo", from host memory, where nothing."""
+        """The backend by which the mesh's process group sends this device's memory; "gloo", by host memory, if none."""
         return self._mesh.backends.get(device.type, "gloo")
 
     def borrow_group(self, device: torch.device, user: object) -> "BorrowedGroup":
-        """A process group of the ranks of this node, which nobody else has while `user` is there.
+        """A process group of the ranks of this node, which nobody else gets while `user` lives.
 
-        A collective of the mesh. One that nobody uses any more is taken again: which one it is that is free, and whole,
-        on all ranks, they agree on, as each lets go of it at its own time.
+        A collective of the mesh. A group that nobody uses any more is reused. Each rank lets go of a group at its own
+        time, so the ranks agree on one that is free and intact on all of them.
         """
         backend = self.backend_of(device)
         known = _borrowed.setdefault(self._mesh_group, {}).setdefault(backend, [])
-        free = self.least([group.is_free for group in known]) if known else []  # on all ranks as many
+        free = self.least([group.is_free for group in known]) if known else []  # equally many on all ranks
         if 1 in free:
             found = known[free.index(1)]
             found.user = weakref.ref(user)
@@ -121,12 +122,12 @@ class Node:
         return found
 
     def together(self, what: str, *, across: bool = False) -> AbstractContextManager[None]:
-        """A collective of the node, or `across` nodes. Raises RankError where it fails because a rank has ended."""
+        """Encloses a collective of the node, or `across` nodes. Raises RankError if it fails as a rank has ended."""
         return (self._across if across else self._here).together(what)
 
     def reduce_across(self, tensor: torch.Tensor, what: str, *, largest: bool = False) -> None:
-        """The sum of what all nodes have in it, or the `largest`, is in it. A collective of ranks of the same number;
-        nothing where there is one node. Raises RankError.
+        """Puts the sum of all nodes' values, or the `largest`, into `tensor`. A collective of the ranks with the same
+        number on all nodes; it does nothing where there is one node. Raises RankError.
         """
         if self.across is not None:
             with self.together(f"{what} of all nodes", across=True):
@@ -135,37 +136,37 @@ class Node:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the node's first rank, which does what has to be done once for each node."""
+        """Whether this is the node's first rank, which does what is to be done once on each node."""
         return self.rank == 0
 
     def part(self, count: int, rank: int | None = None) -> slice:
-        """Which of `count` elements are this rank's, or another one's: of about the same number each, in order."""
+        """The part of `count` elements that is this rank's, or `rank`'s: about equal parts, in the order of ranks."""
         rank = self.rank if rank is None else rank
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
     def share(self, nbytes: int) -> int:
-        """The descriptor of so many zeros that all ranks of the node have. A collective; to be closed when mapped.
+        """A descriptor of `nbytes` of zeros that all ranks of the node share. A collective. Close it when it is mapped.
 
         Raises OSError when the system has no memory for them.
         """
         return self.hand_out(nbytes, f"{nbytes:,} bytes of the node's memory", partial(_memory, nbytes))
 
     def grow(self, descriptor: int, offset: int, nbytes: int) -> None:
-        """So many zeros more, from `offset` on, of what `share` gave. A collective; raises OSError as that does."""
+        """Adds `nbytes` of zeros at `offset` to memory that `share` gave. A collective. Raises OSError as `share`."""
         self.hand_out(nbytes, f"{nbytes:,} bytes of the node's memory", partial(_take, descriptor, offset, nbytes))
 
     def hand_out(self, number: int, what: str, make: Callable[[], int | None]) -> int:
-        """`make` is called on the first rank. If it returns a descriptor, each rank gets one of its own; -1 otherwise.
+        """Calls `make` on the first rank. If it returns a descriptor, each rank gets its own for that file; else -1.
 
-        A collective. Raises what `make` raises on the first rank, OSError on the others then; StateError where
-        `number` is not what the first rank gives; RankError.
+        A collective. When `make` raises, the first rank raises its error and the others raise OSError. Raises
+        StateError where a rank's `number` is not the first rank's; RankError.
         """
         self._handed += 1
         return self._receive(number, what) if self.rank else self._give(number, what, make)
 
     def _give(self, number: int, what: str, make: Callable[[], int | None]) -> int:
-        """On the first rank: all others have opened what `make` returned when this returns."""
-        self._meetings.wait(_HANDED, self._handed - 1, what, in_pass=False)  # of one that failed nobody has waited
+        """The first rank's side of `hand_out`. When it returns, all others have opened what `make` returned."""
+        self._meetings.wait(_HANDED, self._handed - 1, what, in_pass=False)  # no one waited after one that failed
         made = None
         try:
             made = make()
@@ -198,15 +199,15 @@ class Node:
         return own
 
     def _opened(self, descriptor: int) -> int:
-        """A descriptor of our own of what the first rank has under that number."""
+        """Opens the file that the first rank has under that descriptor. Returns a descriptor of this process."""
         return os.open(f"/proc/{self._processes[0][0]}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """The least of each value on all ranks of the mesh. A collective of these."""
+        """The least of each value over all ranks of the mesh. A collective of the mesh."""
         return [min(each) for each in zip(*self._mesh.numbers(values), strict=True)]
 
     def check_alike(self, settings: Mapping[str, object]) -> None:
-        """Raises StateError on all ranks of the mesh where some have other settings. A collective of these."""
+        """Raises StateError on all ranks of the mesh if their settings differ. A collective of the mesh."""
         found = self._mesh.objects({name: str(value) for name, value in settings.items()})
         for name in {name: None for one in found for name in one}:
             ranks: dict[str, list[int]] = {}
@@ -218,7 +219,7 @@ class Node:
 
     @torch.no_grad()
     def give_first(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What the first rank of the mesh has in these, in host memory, all ranks have. A collective of the mesh."""
+        """Gives all ranks the values that the mesh's first rank has in these host tensors. A collective of the mesh."""
         for tensor in tensors:
             whole = tensor.detach().reshape(-1).contiguous()
             for group in (self.across, self.group):
@@ -229,51 +230,51 @@ class Node:
                 tensor.copy_(whole.view(tensor.shape))
 
     def spread_memory(self, device: torch.device, *, by_ranks: bool) -> None:
-        """Memory that is shared from now on lies on the NUMA nodes of all ranks, in turn; `by_ranks`: what each alone
-        copies to its device there. A collective.
+        """Memory that is shared from now on is spread over the NUMA nodes of all ranks. With `by_ranks`, the part that
+        only one rank copies to its device lies at that device. A collective.
         """
         found = self._here.objects((nodes_of_process(), node_of(device)))
         nodes = {node for those, _ in found for node in those}
         self.spread = Spread(tuple(sorted(nodes)), tuple(node for _, node in found) if by_ranks else ())
 
     def all_agree(self, yes: bool, what: str) -> bool:
-        """Whether all ranks of the node say yes. A collective of these."""
+        """Whether all ranks of the node say yes. A collective of the node."""
         self._asked += 1
-        self._meetings.post(_SAID + self._asked % 2, 2 * self._asked + yes)  # two: others may still read the last one
+        self._meetings.post(_SAID + self._asked % 2, 2 * self._asked + yes)  # others may still read the last
         self.meet(what)
         return all(self._meetings.of(rank, _SAID + self._asked % 2) & 1 for rank in range(self.size))
 
     def from_first(self, value: Any, what: str) -> Any:
-        """What the node's first rank has, on all of them. A collective."""
+        """The `value` of the node's first rank, on all of its ranks. A collective."""
         told = [value]
         with self.together(what):
             distributed.broadcast_object_list(told, group=self.group, group_src=0)
         return told[0]
 
     def meet(self, what: str) -> None:
-        """Waits until every rank of the node is here, with all that it wrote before. Raises RankError."""
+        """Waits until every rank of the node has called this; what they wrote before is visible. Raises RankError."""
         value = self._meetings.of(self.rank, _MET) + 1
         self._meetings.post(_MET, value)
         self._meetings.wait(_MET, value, what)
 
     def begin_pass(self, number: int) -> None:
-        """This rank begins a pass with gradients, of that number. Waits until all do. Raises RankError."""
+        """Called when this rank begins a pass with gradients, of that number. Waits until all do. Raises RankError."""
         self._meetings.post(_PASS, number)
         self._meetings.wait(_PASS, number, f"forward {number}")
 
     def break_off(self) -> None:
-        """This rank's backward has raised: who waits for gradients of it waits in vain."""
+        """Called when this rank's backward has raised: its gradients will not come, and no one need wait for them."""
         self._meetings.post(_BROKEN, self._meetings.of(self.rank, _PASS))
 
     def note(self, error: BaseException) -> None:
-        """This rank has raised that: others, which wait for it in vain, can tell why."""
+        """Notes an error that this rank has raised, so that others that wait for it in vain can say why."""
         text = f"{type(error).__name__}: {error}".encode()[: _NOTE_BYTES - 4]
         self._notes[_NOTE_BYTES * self.rank : _NOTE_BYTES * self.rank + 4 + len(text)] = (
             struct.pack("i", len(text)) + text
         )
 
     def look(self, what: str = "its part of a step") -> None:
-        """Raises RankError when another rank has ended, or does within a second."""
+        """Raises RankError when a rank of the node has ended, or ends within a second."""
         for _ in range(20):
             for rank in range(self.size):
                 self.check(rank, what, 0.0, lambda: True)
@@ -282,7 +283,7 @@ class Node:
     def check(
         self, rank: int, what: str, waited_seconds: float, still: Callable[[], bool], *, in_pass: bool = True
     ) -> None:
-        """Raises RankError when waiting for a rank is in vain, if it is `still` waited for; `in_pass`: see Counters."""
+        """Raises RankError when it is in vain to wait for `rank`, if `still()`. `in_pass`: see `Counters.wait`."""
         reason, own = None, self._meetings.of(self.rank, _PASS)
         broken = in_pass and rank != self.rank and self._meetings.of(rank, _BROKEN) >= own > 0
         if broken:
@@ -301,17 +302,17 @@ class Node:
                 f"{self._said(rank)} Ranks have to make the same calls in the same order; end this run, and go on"
                 " from its last checkpoint"
             )
-            self.note(error)  # whoever finds this rank gone then learns of the one that was first
+            self.note(error)  # so whoever finds this rank gone learns which was first
             raise error
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether the rank's process is there no more: another one may have got its number."""
+        """Whether the rank's process has ended. Another process may have its number by now."""
         process, began = self._processes[rank]
         state, found = _status(process)
         return state in "ZX" or found != began
 
     def _let_say(self, rank: int) -> None:
-        """A rank whose backward is broken off gets time to end, with a word of its error, or to go on regardless."""
+        """Waits a while for a rank that has broken off its backward: it may note its error and end, or begin a pass."""
         began, own = time.monotonic(), self._meetings.of(self.rank, _PASS)
         while time.monotonic() - began < _SAYS_SECONDS:
             if self._has_ended(rank) or self._meetings.of(rank, _PASS) > own:
@@ -329,7 +330,7 @@ _nodes: "weakref.WeakSet[Node]" = weakref.WeakSet()
 
 
 def _watch_uncaught() -> None:
-    """From now on the last error of this process is told to others before it ends."""
+    """From now on, an uncaught error of this process is noted for the other ranks before the process ends."""
     report = sys.excepthook
     if getattr(report, "tells_ranks", False):
         return
@@ -337,14 +338,14 @@ def _watch_uncaught() -> None:
     def note_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         for node in list(_nodes):
             node.note(error)
-        report(kind, error, trace)  # which may come to an earlier one of these: others wrap the hook, too
+        report(kind, error, trace)  # which may call an earlier one of these: others wrap the hook, too
 
     note_uncaught.tells_ranks = True  # type: ignore[attr-defined]
     sys.excepthook = note_uncaught
 
 
 def _group_of(mesh: Any) -> Any:
-    """The process group of all ranks of the mesh. Raises TypeError, StateError for what cannot be."""
+    """The process group of all ranks of the mesh. Raises TypeError or StateError for a mesh that is not supported."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh):
@@ -367,8 +368,8 @@ def _group_of(mesh: Any) -> Any:
 
 
 def _node_name() -> str:
-    """Of the machine as it runs now, of its networks, and of torchrun's agent: two of these on one machine count as
-    two nodes.
+    """Names this node: by the machine's boot, its network and process namespaces, and torchrun's agent. Two agents on
+    one machine count as two nodes.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid")]
@@ -382,7 +383,7 @@ def _check_even(names: Sequence[str], on_nodes: Sequence[Sequence[int]], facts: 
 
 
 def _allow_descriptors() -> None:
-    """Each block takes some: as many as the system lets a process have."""
+    """Raises the limit of open descriptors as far as the system allows: each block takes some."""
     import resource  # of Unix alone
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -391,7 +392,7 @@ def _allow_descriptors() -> None:
 
 
 def _status(process: int) -> tuple[str, str]:
-    """State and start of a process; that it is dead, where there is none."""
+    """The state and start time of a process, as in /proc; ("X", "") if it does not exist."""
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

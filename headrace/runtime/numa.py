@@ -1,9 +1,9 @@
 """On which NUMA nodes should host memory lie? In turn on all whose cores this process may use.
 
-An update of weights takes its chunks in any order on any core, so memory that lies on one node alone would have that
-node's bandwidth and leave the others'. A process that is bound to the cores of one node gets that node's memory from
-the kernel anyway: nothing is to be done there, nor on machines with one node or without libnuma. Of memory that ranks
-share, each one's range lies at its device, where no other device reads it.
+An update of weights takes its chunks in any order on any core. If all memory lay on one node, only its bandwidth would
+be used. A process that is bound to the cores of one node gets that node's memory from the kernel anyway, so nothing is
+done there, nor on machines with one node or without libnuma. Where each rank copies only its own range of shared
+memory, the range lies at that rank's device.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def interleave(address: int, nbytes: int, nodes: tuple[int, ...]) -> bool:
-    """Has the pages of memory that nobody has touched yet come from `nodes` in turn. False: libnuma is not there."""
+    """Makes the pages of memory that is not touched yet come from `nodes` in turn. False: there is no libnuma."""
     library = libnuma()
     if library is None:
         return False
@@ -40,7 +40,7 @@ def interleave(address: int, nbytes: int, nodes: tuple[int, ...]) -> bool:
 
 
 def bind(address: int, nbytes: int, node: int) -> bool:
-    """As `interleave`, from one node."""
+    """Makes the pages of memory that is not touched yet come from one node. False: there is no libnuma."""
     library = libnuma()
     if library is not None:
         library.numa_tonode_memory(address, nbytes, node)
@@ -48,7 +48,7 @@ def bind(address: int, nbytes: int, node: int) -> bool:
 
 
 def node_of(device: torch.device, pci_devices: Path = _PCI_DEVICES) -> int | None:
-    """The node that a device is at: of the CPU, that of this process's cores. None: not known, or several."""
+    """The node that a device is at; for the CPU, the node of this process's cores. None: unknown, or several."""
     if device.type == "cpu":
         nodes = nodes_of_process()
         return nodes[0] if len(nodes) == 1 else None
@@ -62,15 +62,15 @@ def node_of(device: torch.device, pci_devices: Path = _PCI_DEVICES) -> int | Non
 
 @dataclass(frozen=True)
 class Spread:
-    """Where memory lies that ranks share: in turn on `nodes`; or of each rank an equal part at its own of `of_ranks`,
-    as far as that is known.
+    """Where memory that ranks share is to lie: on `nodes` in turn; or each rank's equal part on its node in `of_ranks`,
+    as far as that is known (None: unknown).
     """
 
     nodes: tuple[int, ...] = ()
     of_ranks: tuple[int | None, ...] = ()
 
     def place(self, address: int, nbytes: int, *, by_ranks: bool) -> None:
-        """Says so of whole pages that nobody has touched yet."""
+        """Places memory of whole pages that is not touched yet; with `by_ranks`, each rank's part on its node."""
         if len({*self.nodes, *self.of_ranks} - {None}) < 2:
             return
         if len(self.nodes) > 1:
@@ -83,13 +83,13 @@ class Spread:
 
 
 def _page(offset: int) -> int:
-    """Where the page begins that most of what follows is in."""
+    """The page boundary that is nearest to `offset`."""
     return (offset + mmap.PAGESIZE // 2) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 @functools.cache
 def libnuma() -> Any:
-    """The library, None where it or what it needs of the kernel is missing."""
+    """The library; None if it is missing, or if the kernel lacks what it needs."""
     try:
         library = ctypes.CDLL("libnuma.so.1")
     except OSError:
@@ -105,9 +105,9 @@ def libnuma() -> Any:
 
 @functools.cache
 def nodes_of_process() -> tuple[int, ...]:
-    """The nodes whose cores this process may use, as libnuma has it. Asked once: memory that is there does not move."""
+    """The nodes whose cores this process may use, by libnuma. Asked once, since memory in place does not move."""
     library = libnuma() if hasattr(os, "sched_getaffinity") else None
     if library is None:
         return ()
     nodes = {library.numa_node_of_cpu(core) for core in os.sched_getaffinity(0)}
-    return tuple(sorted(nodes - {-1}))  # of a core that is not known
+    return tuple(sorted(nodes - {-1}))  # -1 is for an unknown core

@@ -1,9 +1,9 @@
 """How many bytes per second does a lane carry at most? As many as it is told, averaged over a window.
 
-Copies that are held back wait on a thread, so that whoever submits them goes on. Each goes in pieces of a sixteenth of
-what the window allows. A piece begins when it and all that ended or began within the window before it are no more than
-that, and the thread waits for its end: over any window the lane carries no more, whatever it had to wait for. A tensor
-with gaps between its elements goes in one piece, after a window in which nothing went.
+Copies that are held back wait on a thread, so that the submitting thread goes on. Each copy is cut into pieces of a
+sixteenth of the bytes that a window allows. A piece begins when it fits into these bytes together with all pieces of
+the window before it, and the thread waits for its end. So no window carries more, whatever the lane had to wait for. A
+tensor with gaps between its elements is one piece; if it is too large, it follows a window without copies.
 """
 
 import threading
@@ -19,22 +19,22 @@ from headrace.runtime.threads import OneThread
 __all__ = ["Pace"]
 
 _PIECES = 16  # in a window
-_LEAST_SECONDS = 1e-6  # to sleep: rounding would make it none
+_LEAST_SECONDS = 1e-6  # of sleep, which rounding could make zero
 
 
 class Pace:
-    """The limit of one model's copies to its device. Without one, they go to the lane at once."""
+    """Limits the speed of one model's copies to its device. Without a limit, they go to the lane at once."""
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
-        self._limit: tuple[int, float] | None = None  # bytes in any window of so many seconds
+        self._limit: tuple[int, float] | None = None  # the most bytes in any window, and its seconds
         self.is_limited = False
         self._thread: OneThread | None = None
         self._one_at_a_time = threading.Lock()
         self._ended: deque[tuple[float, int]] = deque()  # when pieces ended, and their bytes
 
     def limit(self, bytes_per_second: float | None, window_seconds: float) -> None:
-        """From now on; None: no limit. Nothing may be under way."""
+        """Sets the limit from now on; None: no limit. To be called when no copy is under way."""
         self.is_limited = bytes_per_second is not None
         if bytes_per_second is None:
             self._limit = None
@@ -44,7 +44,7 @@ class Pace:
             self._thread = OneThread("headrace-pace", self.lanes.device)
 
     def submit(self, lane: Lane, copies: Sequence[Copy], after: Event) -> tuple[Transfer | LateTransfer, Event]:
-        """Submits copies, within the limit, and never blocks. Also returns their end."""
+        """Submits copies, within the limit. Never blocks. Also returns the event of their end."""
         if self._limit is None or self._thread is None:
             transfer = self.lanes.copy(lane, copies, after)
             return transfer, transfer.done
@@ -53,7 +53,7 @@ class Pace:
         return late, late
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
-        """As `Lanes.copy`, for a thread of ours: with a limit it returns when they have arrived. Empties `copies`."""
+        """As `Lanes.copy`, on a thread of headrace's. With a limit, empties `copies`, and returns when they arrived."""
         limit = self._limit
         if limit is None:
             return self.lanes.copy(lane, copies, after)
@@ -61,7 +61,7 @@ class Pace:
         with torch.no_grad():
             pieces = deque(piece for copy in copies for piece in _pieces(*copy, max(1, limit[0] // _PIECES)))
         if isinstance(copies, list):
-            copies.clear()  # who waits for the result finds that nobody refers to the memory any more
+            copies.clear()  # so that nothing refers to the memory any more when the result is there
         nbytes = 0
         with self._one_at_a_time, torch.no_grad():
             first = last = self.lanes.copy(lane, (), after)
@@ -86,18 +86,18 @@ class Pace:
             time.sleep(max(self._ended[0][0] + seconds - now, _LEAST_SECONDS))
 
     def wait(self) -> None:
-        """The caller waits until all that was submitted has arrived, or failed."""
+        """Blocks until all copies that were submitted have arrived or failed."""
         if self._thread is not None:
             self._thread.submit(int).result()
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the thread when its work is done."""
+        """Ends the thread when its work is done; `wait` blocks until then."""
         if self._thread is not None:
             self._thread.shutdown(wait=wait)
 
 
 def _pieces(destination: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator[Copy]:
-    """One copy as several, of so many bytes at most."""
+    """Cuts one copy into copies of at most `nbytes` each."""
     elements = max(1, nbytes // source.itemsize)
     if not (destination.is_contiguous() and source.is_contiguous()) or source.numel() <= elements:
         yield destination, source

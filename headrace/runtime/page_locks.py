@@ -1,8 +1,8 @@
-"""How much host memory does the system page-lock, what limits it, and what does memory cost that is not locked?
+"""How much host memory does the system page-lock, and what limits it?
 
 CUDA's driver locks pages by itself: `ulimit -l` (RLIMIT_MEMLOCK) bounds mlock(2) and drivers that ask the system, not
-`cudaHostRegister`. Windows bounds what WSL and its containers may lock, and tells nobody how much: refusals at 0.5 GB
-(microsoft/WSL#14078), at 1 GB of 62.8 (FlashML-org/FreeToken#233) and at half of the RAM were reported.
+`cudaHostRegister`. Windows limits what WSL and its containers may lock, but the limit cannot be queried: refusals at
+0.5 GB (microsoft/WSL#14078), at 1 GB of 62.8 (FlashML-org/FreeToken#233) and at half of the RAM have been reported.
 """
 
 import mmap
@@ -29,23 +29,23 @@ __all__ = [
     "memlock_matters",
 ]
 
-LockedTensor = tuple[torch.Tensor, Callable[[], Any]]  # and what is called when it is not used any more
+LockedTensor = tuple[torch.Tensor, Callable[[], Any]]  # the tensor, and the call that unlocks it
 
 
 def is_wsl(kernel_release: str | None = None) -> bool:
-    """Whether this is Linux within Windows (WSL), or a container on it: its kernel's release says so."""
+    """Whether this is Linux within Windows (WSL), or a container on it, by the release of the kernel."""
     return "microsoft" in (platform.release() if kernel_release is None else kernel_release).lower()
 
 
 def memlock_matters(device: torch.device) -> bool:
-    """Whether the device's driver may ask the system to lock pages. CUDA's does not; others are not known."""
+    """Whether the device's driver may ask the system to lock pages. CUDA's does not; of others it is unknown."""
     return is_accelerator(device) and (device.type != "cuda" or torch.version.hip is not None)
 
 
 def memlock_bytes() -> int | None:
-    """What `ulimit -l` lets this process lock; None where there is no limit, or no such thing."""
+    """Bytes that `ulimit -l` lets this process lock; None if there is no limit, or no `ulimit` on this system."""
     try:
-        import resource  # of Unix alone
+        import resource  # on Unix only
     except ModuleNotFoundError:
         return None
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -53,7 +53,7 @@ def memlock_bytes() -> int | None:
 
 
 def limit_text(device: torch.device, kernel_release: str | None = None) -> str:
-    """What is known of the limit, and what to do, as sentences for a user."""
+    """Tells a user, in sentences, what is known of the limit and what to do."""
     if is_wsl(kernel_release or None):
         return (
             "This is WSL: Windows bounds page-locked memory, at half of the RAM at most"
@@ -70,19 +70,19 @@ def limit_text(device: torch.device, kernel_release: str | None = None) -> str:
 
 
 def locked_tensor(device: torch.device, nbytes: int) -> LockedTensor | None:
-    """Page-locked uint8 memory of whole pages, in the way of arenas, for measuring; None where that is refused."""
+    """Page-locked uint8 memory of whole pages for measurements, made as arenas make theirs; None if it is refused."""
     if not can_register_host_memory(device):
         tensor = allocate_locked_memory(nbytes)
         return None if tensor is None else (tensor, lambda: None)
     pages = mmap.mmap(-1, nbytes)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
-    tensor.zero_()  # they are there from now on
+    tensor.zero_()  # the pages are in memory from now on
     unregister = register_host_memory(device, tensor.data_ptr(), nbytes)
     return None if unregister is None else (tensor, unregister)
 
 
 def lockable_bytes(device: torch.device, most_bytes: int, piece_bytes: int = 256 * 2**20) -> int:
-    """How much of `most_bytes` the system locks, in pieces, before it refuses. All of it is given back."""
+    """How many of `most_bytes` the system locks, in pieces, before it refuses. All of it is unlocked again."""
     held: list[LockedTensor] = []
     try:
         while (len(held) + 1) * piece_bytes <= most_bytes:
@@ -92,5 +92,5 @@ def lockable_bytes(device: torch.device, most_bytes: int, piece_bytes: int = 256
             held.append(made)
         return len(held) * piece_bytes
     finally:
-        for _tensor, unlock in held:  # while its memory lives
+        for _tensor, unlock in held:  # the tensor keeps its memory alive until then
             unlock()

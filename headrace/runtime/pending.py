@@ -1,8 +1,8 @@
 """How is memory read that an update, under way elsewhere, is still to write? Whoever needs it waits for its `Pending`.
 
-An optimizer that updates parameters beside the next pass, and the model that the parameters belong to, know each other
-by this page alone: a parameter that travels with others names its `Unit`; the optimizer leaves a `Pending` there; and
-the unit's owner waits for it before the parameters are copied, handed out or written.
+An optimizer that updates parameters during the next pass, and the model that the parameters belong to, know each other
+through this file alone. A parameter that travels with others names its `Unit`. The optimizer leaves a `Pending` there,
+and the unit's owner waits for it before the parameters are copied, handed out or written.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,29 +16,29 @@ from headrace.errors import StateError
 
 __all__ = ["OWNER", "LostUpdate", "OtherRanks", "Pending", "Unit", "Watcher", "name_of", "unit_of", "watch"]
 
-OWNER = "_headrace_owner"  # attribute of a managed parameter: its owner has a `name` for it, and the `unit` it is in
+OWNER = "_headrace_owner"  # attribute of a managed parameter: its owner, which has its `name` and its `unit`
 
 
 class OtherRanks(Protocol):
     """The other ranks of a node, which perform parts of the same update."""
 
     def post(self) -> None:
-        """This rank has performed its part."""
+        """Called when this rank has performed its part."""
 
     def have_come(self) -> bool:
-        """Whether all ranks have performed theirs."""
+        """Whether all ranks have performed their parts."""
 
     def wait(self) -> None:
-        """Until they have. Raises RankError."""
+        """Waits until all ranks have performed their parts. Raises RankError."""
 
 
 class Pending:
-    """An update that was submitted. What failed in it is raised once, by whoever waits first.
+    """An update of `parameters` that was submitted as `job`. If it fails, the first to wait for it gets the error.
 
-    `others`: perform parts of it; `job` posts when it has performed its own. It writes `parameters`.
+    `others` are the ranks that perform parts of the update; `job` posts to them when it has performed its own part.
     """
 
-    _written: Collection[int] = ()  # by id: nothing here keeps a model
+    _written: Collection[int] = ()  # ids of the parameters, so that this keeps no model alive
 
     def __init__(
         self,
@@ -54,25 +54,25 @@ class Pending:
         self._told = False
 
     def done(self) -> bool:
-        """Whether waiting would neither take any time nor raise."""
+        """Whether `wait` would return at once."""
         over = self._job.done() and (self._told or self._job.exception() is None)
         return over and (self._told or self._others is None or self._others.have_come())
 
     def settle(self) -> None:
-        """The host waits until it has ended; what failed in it is for whoever waits."""
+        """Blocks until the update has ended. Does not raise its error: `wait` does."""
         self._job.exception()
 
     def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether it is an update of any of these."""
+        """Whether the update writes any of these parameters."""
         return not set(map(id, parameters)).isdisjoint(self._written)
 
     def settle_on_all_ranks(self) -> None:
-        """As `settle`; an update that has not failed here has ended on the other ranks, too. Raises RankError."""
+        """As `settle`, and blocks until the other ranks have ended it, too, unless it failed here. Raises RankError."""
         if self._job.exception() is None and self._others is not None:
             self._others.wait()
 
     def wait(self) -> None:
-        """The host waits for the update."""
+        """Blocks until the update has ended on all ranks. Raises its error to the first caller; RankError."""
         error = self._job.exception()
         if error is not None and not self._told:
             self._told = True
@@ -83,17 +83,17 @@ class Pending:
 
 
 class LostUpdate(Pending):
-    """An update that was under way when this process was forked: it ends in the other one, and never here."""
+    """An update that was under way when this process was forked: it ends in the parent, and never here."""
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     def done(self) -> bool:
-        """Never."""
+        """False: it never ends here."""
         return False
 
     def settle(self) -> None:
-        """Nothing: there is no end to wait for."""
+        """Does nothing: there is no end to wait for."""
 
     def wait(self) -> None:
         """Raises StateError."""
@@ -104,25 +104,25 @@ class LostUpdate(Pending):
 
 
 class Watcher(Protocol):
-    """Who is told of gradients on their way home."""
+    """Is notified of gradients that arrive in host memory during a backward."""
 
     def complete(
         self, unit: "Unit", gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]
     ) -> Sequence[Any]:
-        """No more gradients of `unit` come in this backward. Never blocks.
+        """Called when no more gradients of `unit` come in this backward. Never blocks.
 
-        `gradients`: for each parameter, what its `grad` will be; complete in host memory when `arrived` returns.
-        Returns the parameters whose update the watcher has begun, without waiting for a step.
+        `gradients` has for each parameter what its `grad` will be; they are complete in host memory when `arrived`
+        returns. Returns the parameters whose update the watcher has begun already, without waiting for a step.
         """
 
     def delivered(self, parameters: Mapping[Any, bool]) -> None:
-        """Backward is over, the gradients that it brought are the `grad` of these parameters, and their hooks have run.
+        """Called when a backward is over: its gradients are the `grad` of these parameters, and their hooks have run.
 
-        True for a parameter that `complete` was told of in this backward.
+        `parameters` has True for each that was passed to `complete` in this backward.
         """
 
     def abandoned(self) -> None:
-        """A backward raised after `complete` was called: its gradients are gone."""
+        """Called when a backward has raised after `complete` was called: its gradients are gone."""
 
 
 class Unit(Protocol):
@@ -130,32 +130,32 @@ class Unit(Protocol):
 
     updates: list[Pending]
     watchers: "WeakSet[Watcher]"
-    order: int  # the smaller, the earlier a pass needs the parameters
+    order: int  # a pass needs the parameters of units with smaller numbers earlier
     manager: object  # the same for all units of one offloaded model
-    common: Any  # the homes of that model on all ranks of a node (weights/movement/common.py); None: of this process
+    common: Any  # the homes that a node's ranks share (weights/movement/common.py); None: they are this process's own
 
     def wait_for_updates(self) -> None:
-        """The host waits until no optimizer writes the parameters any more."""
+        """Blocks until no optimizer writes the parameters any more."""
 
     def wait_for_reads(self) -> None:
-        """The host waits until no copy reads the parameters."""
+        """Blocks until no copy reads the parameters any more."""
 
     def may_be_updated_in_files(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether whoever updates all of these at once may write the files that they rest in, past their memory."""
+        """Whether an update of all of these at once may write to the files that they rest in, not to their memory."""
 
     def updated_in_files(self) -> None:
-        """That was done: the files have what the parameters hold."""
+        """Called when an update has written the parameters' new values to the files that they rest in."""
 
 
 def watch(watcher: Watcher, parameters: Iterable[torch.Tensor]) -> None:
-    """`watcher` is told of the gradients of these parameters, as far as somebody manages them."""
+    """From now on, notifies `watcher` of the gradients of these parameters, as far as they are managed."""
     units = {id(unit): unit for parameter in parameters if (unit := unit_of(parameter)) is not None}
     for unit in units.values():
         unit.watchers.add(watcher)
 
 
 def unit_of(parameter: torch.Tensor) -> Unit | None:
-    """What a parameter travels with; None for one that nobody manages."""
+    """The unit that a parameter travels in; None for one that is not managed."""
     owner = parameter.__dict__.get(OWNER)
     return None if owner is None else owner.unit
 

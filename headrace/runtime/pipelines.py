@@ -1,7 +1,7 @@
 """Which schedules of torch.distributed.pipelining cannot run offloaded stages? Those that split backward in two.
 
-For zero bubbles they compute gradients of a stage's inputs first, and later those of the parameters that they find in
-autograd's graph: not homes, whose gradients would silently stay None. PyTorch's module is not imported here.
+For zero bubbles, these compute the gradients of a stage's inputs first, and later those of the parameters in autograd's
+graph. Homes are not in the graph: their gradients would silently stay None. PyTorch's module is not imported here.
 """
 
 import sys
@@ -20,20 +20,20 @@ _STAGE = "torch.distributed.pipelining.stage"
 
 
 def pipelines_are_imported() -> bool:
-    """Whether anybody can have stages."""
+    """Whether PyTorch's module for stages is imported: without it, there can be no stages."""
     return _STAGE in sys.modules
 
 
 def refuse_split_backward(user: object) -> Callable[[], None]:
-    """A split backward of an offloaded stage raises StateError.
+    """Makes a split backward of an offloaded stage raise StateError.
 
-    Until what this returns is called; at the latest until `user` is gone.
+    This holds until the returned call is made, or until `user` is gone.
     """
     return _refused.use(user)
 
 
 def _refusing(own: Method) -> Method:
-    """Relies on stages calling this function by its name in their module, with their parameters last."""
+    """Relies on stages looking this function up by its name in their module, and passing their parameters last."""
 
     def stage_backward_input(*arguments: Any) -> Any:
         *others, weights = arguments

@@ -1,4 +1,4 @@
-"""How fast is this machine? Copies, products, the update and memory, each measured alone, the median of some rounds."""
+"""How fast is this machine? Copies, products, the update and memory are each measured alone, by a median of rounds."""
 
 import time
 from collections.abc import Callable
@@ -15,16 +15,17 @@ __all__ = ["LinkRates", "dram_rate", "link_rates", "matmul_rates", "update_rate"
 
 _COPY_BYTES = 256 * 2**20
 _ROUNDS = 5
-_UPDATE_BYTES = 28  # of DRAM traffic per parameter: gradient, weight and two moments in float32, three of them written
+# DRAM traffic per parameter: gradient, weight and two moments in float32 are read, and the last three are written.
+_UPDATE_BYTES = 28
 _UPDATE_PARAMETERS = 16 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRates:
-    """Bytes per second between host and device; `pageable_...` from memory that is not page-locked.
+    """Bytes per second between host and device; `pageable_onload` is from memory that is not page-locked.
 
-    `locked`: memory could be page-locked; without, all rates are those of pageable memory. `both_share`: what is left
-    of each direction when both run at once. `notes`: what looks wrong.
+    `locked`: whether memory could be page-locked; if not, all rates are those of pageable memory. `both_share`: the
+    share of its rate that each direction keeps when both run at once. `notes`: what looks wrong.
     """
 
     onload: float
@@ -36,7 +37,7 @@ class LinkRates:
 
 
 def link_rates(device: torch.device, *, copy_bytes: int = _COPY_BYTES) -> LinkRates:
-    """The rates of copies of `copy_bytes`. On the CPU, where nothing is copied over a link, those of host memory."""
+    """The rates of copies of `copy_bytes`. On the CPU, which has no link, they are those of host memory."""
     made = [locked_tensor(device, copy_bytes) for _ in range(2)] if is_accelerator(device) else []
     held = [each for each in made if each is not None]
     try:
@@ -111,19 +112,19 @@ def matmul_rates(device: torch.device, *, size: int | None = None) -> dict[str, 
 
 
 class _Watch:
-    """Seconds of work on a device: by its own events, or by the clock where the CPU is the device."""
+    """Measures the seconds of work on a device: by the device's own events, or by the clock on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.events = is_accelerator(device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The median of some rounds, after one that does not count."""
+        """The median seconds over some rounds, after one that does not count."""
         work()
         return median(self._once(work) for _ in range(_ROUNDS))
 
     def seconds_of_both(self, one: Callable[[], object], other: Callable[[], object]) -> float:
-        """The median seconds until both are done, each on a stream of its own."""
+        """The median seconds until both pieces of work are done, each on a stream of its own."""
         streams = [torch.Stream(device=self.device) for _ in range(2)]
 
         def both() -> None:

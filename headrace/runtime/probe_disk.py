@@ -1,4 +1,4 @@
-"""How fast is the disk under a directory, past the page cache? Large blocks, written and read directly where it can."""
+"""How fast is the disk under a directory? Large blocks are written and read, past the page cache where it allows it."""
 
 import mmap
 import os
@@ -19,7 +19,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 @dataclass(frozen=True, kw_only=True)
 class DiskRates:
-    """Bytes per second; `direct`: whether the page cache was passed by; `notes`: what looks wrong."""
+    """Bytes per second of a disk. `direct`: whether the page cache was bypassed; `notes`: what looks wrong."""
 
     read: float
     write: float
@@ -37,8 +37,8 @@ def disk_rates(directory: Path, *, file_bytes: int = _FILE_BYTES) -> DiskRates:
     file_bytes = min(file_bytes, free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
     if file_bytes == 0:
         raise OSError(f"{directory} has {free:,} bytes left, too few to measure it; make room or name another")
-    block = mmap.mmap(-1, _BLOCK_BYTES)  # whole pages, as direct access asks for
-    block.write(os.urandom(_BLOCK_BYTES))  # a drive that compresses must not look fast
+    block = mmap.mmap(-1, _BLOCK_BYTES)  # whole pages, which direct access requires
+    block.write(os.urandom(_BLOCK_BYTES))  # so that a drive that compresses does not look fast
     handle, name = tempfile.mkstemp(prefix="headrace-probe-", dir=directory)
     os.close(handle)
     try:

@@ -1,4 +1,4 @@
-"""What changes for the whole process while headrace is used? Each such change has users, and goes with the last."""
+"""What changes for the whole process while headrace is used? Each change has users, and is undone with the last one."""
 
 import functools
 import threading
@@ -12,10 +12,10 @@ Method = Callable[..., Any]
 
 
 class ProcessWide:
-    """One change of something that belongs to PyTorch: hooks that it calls for everybody, a method of a class.
+    """One change to PyTorch itself: global hooks, or a method of a class.
 
-    `begin` makes it, and returns what undoes it. `anywhere`: it may be undone while anything else goes on. Otherwise
-    users that are dropped, which the garbage collector may do amid whatever iterates over the hooks, are looked for
+    `begin` makes the change, and returns the call that undoes it. `anywhere`: it may be undone at any moment. If not,
+    the garbage collector could drop the last user while PyTorch iterates over the hooks; then the change is undone only
     when the next user ends.
     """
 
@@ -24,7 +24,7 @@ class ProcessWide:
         self._anywhere = anywhere
         self._undo: Callable[[], None] | None = None
         self._users: set[object] = set()  # one token for each
-        self._lock = threading.RLock()  # the garbage collector may strike where it is held
+        self._lock = threading.RLock()  # the garbage collector may run `_leave` on a thread that holds it
 
     @property
     def is_there(self) -> bool:
@@ -32,7 +32,7 @@ class ProcessWide:
         return self._undo is not None
 
     def use(self, user: object) -> Callable[[], None]:
-        """The change is there until what this returns is called; at the latest until `user` is gone."""
+        """Puts the change in force until the returned call is made, or until `user` is gone."""
         token = object()
         with self._lock:
             self._users.add(token)
@@ -51,7 +51,7 @@ class ProcessWide:
 
 
 def patched(owner: Callable[[], Any], name: str, around: Callable[[Method], Method]) -> ProcessWide:
-    """`around(own)` takes the place of a function `own` of that name: of the class or module that `owner` gives."""
+    """Replaces the function `name` of the class or module that `owner()` returns by `around` of that function."""
 
     def begin() -> Callable[[], None]:
         place = owner()
@@ -60,7 +60,7 @@ def patched(owner: Callable[[], Any], name: str, around: Callable[[Method], Meth
         setattr(place, name, ours)
 
         def undo() -> None:
-            if getattr(place, name) is ours:  # nobody has put another one around it
+            if getattr(place, name) is ours:  # otherwise, somebody has wrapped it
                 setattr(place, name, own)
 
         return undo

@@ -1,6 +1,6 @@
 """What do the ranks of a mesh tell each other? Numbers, objects and tensors, in collectives that all of them call.
 
-Nothing here decides whether to call one. PyTorch's module is not imported before a mesh is given.
+All of them are called by other files. PyTorch's module is not imported before a mesh is given.
 """
 
 import contextlib
@@ -14,17 +14,17 @@ from headrace.errors import RankError
 
 __all__ = ["Ranks", "new_group", "timeout_seconds"]
 
-_BUCKET_BYTES = 32 << 20  # of small tensors that travel as one
-_ALONE_BYTES = 4 << 20  # a tensor of so much travels by itself, where it lies
-_IN_FLIGHT = 4  # buckets at once: host or device memory that they take
-_ALIGNED = 16  # bytes, of each tensor in a bucket
+_BUCKET_BYTES = 32 << 20  # of small tensors that travel together
+_ALONE_BYTES = 4 << 20  # a tensor of this size or more travels alone, without a copy
+_IN_FLIGHT = 4  # buckets at once, to limit the memory that they take
+_ALIGNED = 16  # bytes: the alignment of each tensor in a bucket
 
 
 class Ranks:
     """The ranks of a process group, such as that of one dimension of a `DeviceMesh`, by their numbers in it."""
 
     def __init__(self, group: Any, device_type: str, look: Callable[[str], None] = lambda what: None) -> None:
-        """`look`: called when a collective fails, with what it is; raises RankError if it can tell who is missing."""
+        """`look` is called with the name of a collective that failed; it raises RankError if it knows who is gone."""
         self._group = group
         self._look = look
         self.count: int = torch.distributed.get_world_size(self._group)
@@ -34,16 +34,16 @@ class Ranks:
         self._device = torch.device("cpu" if "cpu" in self.backends else device_type)
 
     def reaches(self, device: torch.device) -> bool:
-        """Whether tensors there can be sent."""
+        """Whether the process group can send tensors that are on this device."""
         return device.type in self.backends
 
     def named(self, rank: int) -> str:
-        """How a rank is called in errors: as torchrun numbers it."""
+        """The name of a rank in errors: its number as torchrun counts."""
         return f"rank {torch.distributed.get_global_rank(self._group, rank)}"
 
     @contextlib.contextmanager
     def together(self, what: str = "its part of a step") -> Iterator[None]:
-        """A collective of these ranks. Raises RankError where it fails because not all of them take part."""
+        """Encloses a collective of these ranks. Raises RankError if it fails because not all of them take part."""
         try:
             yield
         except RuntimeError as error:
@@ -55,7 +55,7 @@ class Ranks:
             ) from error
 
     def numbers(self, values: Sequence[int]) -> list[list[int]]:
-        """These of every rank, which all give equally many. Raises RankError where one does not call this in time."""
+        """The `values` of every rank; all give equally many. Raises RankError if one does not call this in time."""
         own = torch.tensor(values, dtype=torch.int64, device=self._device)
         every = [torch.empty_like(own) for _ in range(self.count)]
         with self.together():
@@ -64,21 +64,21 @@ class Ranks:
         return found
 
     def objects(self, value: Any) -> list[Any]:
-        """What every rank has, pickled on its way."""
+        """The `value` of every rank, pickled on its way."""
         found: list[Any] = [None] * self.count
         with self.together():
             torch.distributed.all_gather_object(found, value, group=self._group)
         return found
 
     def added(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, on the CPU."""
+        """The sum of all ranks' `values`, on the CPU."""
         total = values.to(self._device, copy=True)
         with self.together():
             torch.distributed.all_reduce(total, group=self._group)
         return total.cpu()
 
     def spread(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Tensors, each with the rank whose values all get. Small ones of one rank travel together."""
+        """Gives each tensor, on all ranks, the values that its rank has. Small tensors of one rank travel together."""
         under_way: list[_Bucket] = []
         with self.together():
             for owner, batch in _batches(tensors):
@@ -89,9 +89,9 @@ class Ranks:
                 bucket.wait()
 
     def exchange(self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]) -> None:
-        """For each rank what it gets from here, and where that lies which comes from it. Shapes and dtypes agree.
+        """Sends each rank its tensors in `outgoing`, and receives those from each rank into its tensors in `incoming`.
 
-        All tensors are on one device.
+        Shapes and dtypes agree on both sides. All tensors are on one device.
         """
         device = next(tensor.device for tensors in (*outgoing, *incoming) for tensor in tensors)
         sent = torch.empty(sum(map(_room, outgoing)), dtype=torch.uint8, device=device)
@@ -107,29 +107,29 @@ class Ranks:
             tensor.copy_(place)
 
     def apart(self) -> "Ranks":
-        """The same ranks, with a process group whose collectives have an order of their own. A collective."""
+        """The same ranks with another process group, whose collectives have an order of their own. A collective."""
         ranks = torch.distributed.get_process_group_ranks(self._group)
         group = new_group(self._group, ranks, str(torch.distributed.get_backend_config(self._group)))
         return Ranks(group, self._device.type, self._look)
 
     def reduce(self, tensor: torch.Tensor, to: int) -> Any:
-        """Begins to add up every rank's into that of one rank; what the others' hold then is nobody's. For `wait`."""
+        """Begins to sum all ranks' tensors into that of rank `to`; the others' become undefined. Returns for `wait`."""
         with self.together():
             return torch.distributed.reduce(tensor, group=self._group, group_dst=to, async_op=True)
 
     def wait(self, work: Any) -> None:
-        """What was begun has come, as far as the device's stream is concerned."""
+        """Makes the device's current stream (the host, on the CPU) wait for `work`, which `reduce` returned."""
         with self.together():
             work.wait()
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """A tensor to one rank, which calls `receive`."""
+        """Sends a tensor to one rank, which calls `receive`."""
         flat = tensor.to(self._device).contiguous().view(-1).view(torch.uint8)
         with self.together():
             torch.distributed.send(flat, group=self._group, group_dst=to)
 
     def receive(self, into: torch.Tensor, source: int) -> None:
-        """What that rank sends: a tensor of the shape and dtype of `into`."""
+        """Receives what rank `source` sends, a tensor of the same shape and dtype, into `into`."""
         flat = torch.empty(into.nbytes, dtype=torch.uint8, device=self._device)
         with self.together():
             torch.distributed.recv(flat, group=self._group, group_src=source)
@@ -137,13 +137,13 @@ class Ranks:
 
 
 def new_group(like: Any, ranks: Sequence[int], backend: str) -> Any:
-    """A process group of these ranks, by their global numbers, whose collectives wait as long as those of another."""
+    """A process group of these ranks (global numbers), with the timeout of the process group `like`."""
     timeout = datetime.timedelta(seconds=timeout_seconds(like))
     return torch.distributed.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
 
 
 def timeout_seconds(group: Any) -> float:
-    """How long collectives of a process group wait at most; half an hour, as PyTorch has it, where it does not tell."""
+    """The timeout of a process group's collectives; if it does not tell, half an hour, which is PyTorch's default."""
     device = torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
     timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     return 1800.0 if timeout is None else float(timeout.total_seconds())
@@ -167,7 +167,7 @@ class _Bucket:
         self._work = torch.distributed.broadcast(flat, group=group, group_src=owner, async_op=True)
 
     def wait(self) -> None:
-        """The tensors have their values, as far as their device's stream is concerned."""
+        """Makes the device's current stream (the host, on the CPU) wait until the tensors have their values."""
         if self._work is not None:
             self._work.wait()
         for place, tensor in self._arriving:
@@ -175,7 +175,7 @@ class _Bucket:
 
 
 def _batches(tensors: Iterable[tuple[int, torch.Tensor]]) -> Iterable[tuple[int, list[torch.Tensor]]]:
-    """What travels together: tensors of one rank on one device."""
+    """Groups tensors of one rank on one device, which travel together."""
     gathering: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
     gathered_bytes: dict[tuple[int, torch.device], int] = {}
     for owner, tensor in tensors:

@@ -1,6 +1,6 @@
-"""What of a DTensor (FSDP2, tensor parallel) lies on this rank? Its local shard, a plain tensor, which is all we touch.
+"""Which part of a DTensor (FSDP2, tensor parallel) is on this rank? Its local shard, the plain tensor that we handle.
 
-PyTorch's module is not imported here: who has DTensors has imported it.
+PyTorch's module is not imported at first: whoever has DTensors has imported it.
 """
 
 import sys
@@ -26,22 +26,22 @@ _MODULE = "torch.distributed.tensor"
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor."""
+    """Whether `tensor` is a DTensor."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_shard(tensor: Any) -> torch.Tensor:
-    """The tensor that a DTensor has on this rank; anything else as it is. Each of the two counts its own writes.
+    """A DTensor's plain tensor on this rank; any other tensor itself. DTensor and shard have separate `_version`s.
 
-    `to_local()` of a parameter would make another object each time.
+    `to_local()` of a parameter would return a new object each time.
     """
     shard: torch.Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
     return shard
 
 
 def gradient_of_shard(parameter: Any) -> torch.Tensor | None:
-    """The local shard of a DTensor's gradient, laid out as the parameter is. A collective where it is not yet."""
+    """The local shard of a DTensor's gradient, placed as the parameter is. A collective if it is placed otherwise."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -52,14 +52,14 @@ def gradient_of_shard(parameter: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the ranks along one dimension of a mesh have cut a tensor: as torch.chunk does, along one of its own."""
+    """How a tensor is cut among the ranks along one dimension of a mesh: along one of its own, as by torch.chunk."""
 
     mesh: Any
     mesh_dimension: int
     dimension: int
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """What of the whole tensor that rank has; a view."""
+        """The part of the whole tensor that `rank` has, as a view."""
         size = whole.shape[self.dimension]
         count = self.mesh.size(self.mesh_dimension)
         begin = min(size, rank * -(-size // count))
@@ -67,7 +67,7 @@ class Cut:
 
 
 def cut_of(parameter: Any) -> Cut | None:
-    """How it is cut; None for one that each rank has whole. Raises ValueError where that is along two dimensions."""
+    """How a parameter is cut; None if each rank has it whole. Raises ValueError if it is cut in any other way."""
     if not is_sharded(parameter) or all(placement.is_replicate() for placement in parameter.placements):
         return None
     from torch.distributed.tensor import Shard
@@ -87,7 +87,7 @@ def cut_of(parameter: Any) -> Cut | None:
 
 
 def lies_as(tensor: Any, parameter: Any) -> bool:
-    """Whether the ranks have the same parts of both."""
+    """Whether each rank has the same part of `tensor` as of `parameter`."""
     return is_sharded(tensor) and (
         (tensor.shape, tensor.placements, tensor.device_mesh)
         == (parameter.shape, parameter.placements, parameter.device_mesh)
@@ -95,14 +95,14 @@ def lies_as(tensor: Any, parameter: Any) -> bool:
 
 
 def described(tensor: Any) -> str:
-    """How a tensor lies, for errors."""
+    """Describes a tensor's shape and placement, for errors."""
     if not is_sharded(tensor):
         return f"a plain tensor of shape {tuple(tensor.shape)}"
     return f"one of shape {tuple(tensor.shape)} and {tensor.placements} over {tensor.device_mesh}"
 
 
 def largest_of_ranks(value: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """The largest of the ranks' values, one number each; what is not finite counts as infinite. A collective."""
+    """The largest of the ranks' numbers, of which each gives one; NaN and -inf count as inf. A collective."""
     value = torch.where(value.isfinite(), value, torch.inf)
     for group in mesh.get_all_groups():
         torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group=group)
@@ -110,15 +110,15 @@ def largest_of_ranks(value: torch.Tensor, mesh: Any) -> torch.Tensor:
 
 
 def whole_of(tensor: Any) -> torch.Tensor:
-    """The values of a DTensor from all ranks. A collective."""
+    """A DTensor's whole values, gathered from all ranks. A collective."""
     whole: torch.Tensor = tensor.full_tensor()
     return whole
 
 
 def sharded_like(shard: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """`shard` as the local shard of a DTensor that lies as `parameter` does; on any device, nothing is copied.
+    """A DTensor placed as `parameter` is, with `shard`, on any device, as its local shard. Nothing is copied.
 
-    `DTensor.from_local` would move it to the device of the mesh.
+    `DTensor.from_local` would move the shard to the mesh's device.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

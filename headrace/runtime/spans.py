@@ -1,4 +1,4 @@
-"""What happened when on which lane? Copies and waits by their ticks, and the spans of time that follow from them."""
+"""What happened when, and on which lane? Copies and waits by their ticks, and the spans of time made from them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Moved", "Sample", "Span", "Wait", "Waited", "cut_by", "spans_of"]
 
 
 class Span(NamedTuple):
-    """Something that took `seconds` on a lane; `what` was copied, or waited.
+    """Something that took `seconds` on a lane. `what` was copied; for a stall, `what` is the stretch that waited.
 
-    `waited_lane`, `waited_for`: the copy that a stall waited for, where that is known and need not be found by its end.
+    `waited_lane`, `waited_for`: the copy that a stall waited for; if empty, the copy is to be found by its end.
     """
 
     lane: str
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Bytes held by tier at one moment of the step; `unix_nanoseconds`: when the host was there."""
+    """Bytes held in each tier at one moment of a step. `unix_nanoseconds`: when the host reached it."""
 
     seconds: float
     device_bytes: int
@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Compute waited for the copy of `what` on a lane."""
+    """Compute waited for the copy of `what` on a lane: times in seconds."""
 
     begin_seconds: float
     seconds: float
@@ -46,7 +46,7 @@ class Wait(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Copies that were submitted together."""
+    """Copies that were submitted together: times as ticks."""
 
     lane: Lane | CollectiveLane
     what: str
@@ -56,7 +56,7 @@ class Moved(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """Compute waited between two ticks, for a copy."""
+    """Compute waited for the copy of `what` on a lane: from tick `asked` to tick `began`."""
 
     lane: Lane
     what: str
@@ -64,12 +64,12 @@ class Waited(NamedTuple):
     began: Tick
 
     def since(self, first: Tick, lanes: Lanes) -> Wait:
-        """In seconds from a tick on; waits until they are known."""
+        """This wait in seconds, counted from the tick `first`. Blocks until the ticks are reached."""
         return Wait(lanes.seconds(first, self.asked), lanes.seconds(self.asked, self.began), self.lane.value, self.what)
 
 
 def spans_of(copies: Iterable[Moved], first: Tick, lanes: Lanes) -> list[Span]:
-    """Those copies that began after a tick, counted from there; waits for them."""
+    """The spans of those copies that began after the tick `first`, counted from it. Blocks until they are over."""
     begins = [(lanes.seconds(first, copy.begun), copy) for copy in copies]
     return [
         Span(lane.value, lane.value, begin, lanes.seconds(begun, done), nbytes, what)
@@ -79,7 +79,7 @@ def spans_of(copies: Iterable[Moved], first: Tick, lanes: Lanes) -> list[Span]:
 
 
 def cut_by(waits: Iterable[Wait], name: str, begin_seconds: float, end_seconds: float) -> list[Span]:
-    """The stretch `name` of compute as spans, with a stall for each wait that begins in it. In the order of time."""
+    """The spans of the stretch `name` of compute, cut by a stall for each wait that begins in it; in order of time."""
     spans = []
     reached = begin_seconds
     for wait in sorted(waits):

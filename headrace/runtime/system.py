@@ -1,7 +1,7 @@
-"""What does this operating system lack of what Linux has, and what stands in for it? So that macOS and Windows import.
+"""What does this operating system lack that Linux has, and what stands in for it? So macOS and Windows can import this.
 
-Linux is where everything is: direct I/O, files without names, page maps. macOS has files as memory, and no direct I/O;
-Windows has neither, so there is no disk tier there.
+Linux has all that is needed: direct I/O, files without names, page maps. macOS can map files as memory, but has no
+direct I/O. Windows has neither, so there is no disk tier there.
 """
 
 import contextlib
@@ -39,18 +39,18 @@ __all__ = [
     "write_at",
 ]
 
-# Flags of os.open. O_BINARY is of Windows, where files are text otherwise.
+# Flags of os.open. O_BINARY is for Windows, which opens files as text otherwise.
 CLOSED_IN_CHILDREN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
 NOT_A_LINK = getattr(os, "O_NOFOLLOW", 0)
-NO_NAME = getattr(os, "O_TMPFILE", 0)  # 0: files get a name, and lose it at once
+NO_NAME = getattr(os, "O_TMPFILE", 0)  # 0: files get a name, which is removed at once
 
 NO_FILE_MEMORY = (
     f"files cannot be read as memory on {sys.platform}, so nothing can rest on disk here: leave disk= and checkpoint="
     " out, or use Linux (on Windows: WSL)"
 )
 
-_AT_ONCE_BYTES = 8 << 20  # copied, where memory cannot be handed to the system
-_seeking = threading.Lock()  # where a file has one position for all threads
+_AT_ONCE_BYTES = 8 << 20  # read or written by one call, where the bytes pass through a Python object
+_seeking = threading.Lock()  # for systems whose calls use a file's one position
 
 
 def available_cores() -> int:
@@ -59,13 +59,13 @@ def available_cores() -> int:
 
 
 def after_fork(in_child: Callable[[], Any]) -> None:
-    """`in_child` is called in each process that is forked from this one; where there is no fork, never."""
+    """Has `in_child` called in each process that is forked from this one. Does nothing on systems without fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=in_child)
 
 
 def libc() -> Any:
-    """The C library of this process; None where it is none that can be looked into."""
+    """The C library of this process; None on Windows, where its functions cannot be looked up."""
     try:
         return ctypes.CDLL(None, use_errno=True)
     except TypeError:  # Windows
@@ -73,7 +73,7 @@ def libc() -> Any:
 
 
 def read_some(descriptor: int, nbytes: int, offset: int) -> bytes:
-    """`os.pread`."""
+    """Reads as `os.pread` does."""
     if hasattr(os, "pread"):
         return os.pread(descriptor, nbytes, offset)
     with _at(descriptor, offset):
@@ -81,7 +81,7 @@ def read_some(descriptor: int, nbytes: int, offset: int) -> bytes:
 
 
 def read_at(descriptor: int, buffers: list[Any], offset: int) -> int:
-    """`os.preadv` into one buffer."""
+    """Reads as `os.preadv` does, into one buffer on systems that lack it."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, buffers, offset)
     memory = memoryview(buffers[0]).cast("B")
@@ -91,7 +91,7 @@ def read_at(descriptor: int, buffers: list[Any], offset: int) -> int:
 
 
 def write_at(descriptor: int, buffers: list[Any], offset: int) -> int:
-    """`os.pwritev` of one buffer."""
+    """Writes as `os.pwritev` does, from one buffer on systems that lack it."""
     if hasattr(os, "pwritev"):
         return os.pwritev(descriptor, buffers, offset)
     with _at(descriptor, offset):
@@ -100,14 +100,14 @@ def write_at(descriptor: int, buffers: list[Any], offset: int) -> int:
 
 @contextlib.contextmanager
 def _at(descriptor: int, offset: int) -> Iterator[None]:
-    """The file's position is there, for the length of a with block."""
+    """Within this context, the file's position is `offset`, and no other thread moves it."""
     with _seeking:
         os.lseek(descriptor, offset, os.SEEK_SET)
         yield
 
 
 def reserve(descriptor: int, offset: int, nbytes: int) -> None:
-    """The file has room for these bytes from now on; where that cannot be asked for, it is made that long. OSError."""
+    """Reserves room on the drive for these bytes of a file; where that is impossible, extends it. Raises OSError."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, offset, nbytes)
     elif os.fstat(descriptor).st_size < offset + nbytes:
@@ -115,7 +115,7 @@ def reserve(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def free_bytes(place: int | Path) -> int:
-    """Bytes that this user can still write on the drive of a directory, or of an open file where that can be asked."""
+    """Bytes that this user can still write on the drive of a directory, or of an open file (not on Windows)."""
     if hasattr(os, "statvfs"):
         status = os.statvfs(place)
         return status.f_bavail * status.f_frsize
@@ -123,23 +123,23 @@ def free_bytes(place: int | Path) -> int:
 
 
 def host_name() -> str:
-    """What tells this host from others with which it shares a filesystem."""
+    """The name that tells this host from others that share a filesystem with it."""
     return socket.gethostname()
 
 
 def lock_file(descriptor: int) -> None:
-    """Locks an open file for this process alone. Raises OSError (EACCES, EAGAIN) when another has it.
+    """Locks an open file for this process alone. Raises OSError (EACCES, EAGAIN) when another process has locked it.
 
-    Where there are no such locks, it does nothing.
+    Does nothing on systems without such locks.
     """
     if fcntl is not None:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def lock_directory(directory: Path) -> int | None:
-    """A descriptor that keeps others from locking the directory while it is open; None where there are no such locks.
+    """Locks a directory. Returns the descriptor that holds the lock while it is open; None on systems without locks.
 
-    Raises BlockingIOError when another process has it.
+    Raises BlockingIOError when another process has locked it.
     """
     if fcntl is None:
         return None
@@ -153,7 +153,7 @@ def lock_directory(directory: Path) -> int | None:
 
 
 def flush_directory(directory: Path) -> None:
-    """What was renamed in it is safe from a loss of power; on Windows, which opens no directories, sooner or later."""
+    """Makes renames in the directory safe from a loss of power. Does nothing on Windows, which cannot open one."""
     if sys.platform == "win32":
         return
     descriptor = os.open(directory, os.O_RDONLY)

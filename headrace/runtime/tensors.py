@@ -1,4 +1,4 @@
-"""Which tensors are inside what a module takes or returns (containers, dataclasses, ModelOutputs), or an optimizer?"""
+"""Which tensors are inside a module's arguments or results (containers, dataclasses, ModelOutputs) or an optimizer?"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -31,7 +31,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def containers_in(value: Any) -> Iterator[Any]:
-    """Every list, dict and dataclass inside `value` that can be written to."""
+    """Every list, dict and dataclass inside `value`: the containers that can be written to."""
     if isinstance(value, list | tuple):
         if isinstance(value, list):
             yield value
@@ -48,10 +48,10 @@ def containers_in(value: Any) -> Iterator[Any]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with each tensor changed; the very same object where nothing changes."""
+    """`value` with each tensor replaced by `change` of it; `value` itself if no tensor changes."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, PackedSequence):  # whose batch sizes stay on the host
+    if isinstance(value, PackedSequence):  # its batch sizes stay on the host
         indices = (value.sorted_indices, value.unsorted_indices)
         moved = [None if tensor is None else change(tensor) for tensor in indices]
         data = change(value.data)

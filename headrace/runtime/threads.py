@@ -1,8 +1,8 @@
 """How does one thread give work to another, and wait for it, so that Ctrl-C does no harm?
 
-Ctrl-C may strike the main thread at any instruction of Python. Events and conditions of the standard library can be
-left locked by that, and then whoever is to wake it waits itself; and an executor whose thread was just being started
-starts another one for the next job.
+Ctrl-C may strike the main thread at any instruction of Python. That can leave events and conditions of the standard
+library locked, so that the thread that is to wake the main thread blocks, too. It can also strike an executor that is
+just starting its thread; the executor then starts another one for the next job.
 """
 
 import threading
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Gate:
-    """Closed at first, then open for good: any number of threads wait for that."""
+    """Closed at first, then open for good. Any number of threads can wait until it is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,56 +28,56 @@ class Gate:
         self.is_open = False
 
     def open(self) -> None:
-        """Lets all pass. To be called once."""
+        """Opens it, so that all waiting threads go on. To be called once."""
         self.is_open = True
         self._lock.release()
 
     def wait(self) -> None:
-        """The caller waits until it is open."""
+        """Blocks until it is open."""
         with self._lock:
             pass
 
 
 class _Condition(threading.Condition):
-    """Its lock is taken by C code alone: in the standard one Ctrl-C may strike between that and the `with` block."""
+    """A condition that takes its lock in C. In the standard one, Ctrl-C may strike between that and the `with` body."""
 
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
 
 
 class Job(Future[T]):
-    """A Future that may be waited for on the main thread. Also the event of its end (runtime/lanes.py)."""
+    """A Future that the main thread may wait for. It is also the Event of its end (runtime/lanes.py)."""
 
     def __init__(self) -> None:
         super().__init__()
         self._condition = _Condition()
 
     def cancel(self) -> bool:
-        """No: what was handed over is done."""
+        """False: a job that was submitted is always done."""
         return False
 
     def synchronize(self) -> None:
-        """The caller waits for it; raises what it raised."""
+        """Blocks until the job is done; raises what it raised."""
         self.result()
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """Whether the job is done."""
         return self.done()
 
     def reached_at(self) -> T:
-        """When it was done, for one that gives that; waits for it."""
+        """The job's result, which for a copy is the time of its end. Blocks until it is done."""
         return self.result()
 
 
 class OneThread(ThreadPoolExecutor):
-    """Runs jobs in the order of their submission, on one thread, which runs already: no job can start a second one.
+    """Runs jobs in the order of their submission on one thread, which is started at once: no job can start a second.
 
-    `device`: what the jobs' streams and events are of, if they have any. It is the thread's current one, which is the
-    first otherwise: on CUDA whoever touches an event of another device then makes a context of half a gigabyte on the
-    first.
+    `device`: the device of the jobs' streams and events, if any. It becomes the thread's current device. Otherwise that
+    would be the first device, and on CUDA a thread that touches an event of another one makes a context of half a
+    gigabyte on its current one.
 
-    A destructor ends it by `shutdown(wait=False)`: the garbage collector may come while another thread begins or ends,
-    which holds a lock of `threading` that waiting for a thread takes too. At exit it is waited for in any case.
+    A destructor ends it by `shutdown(wait=False)`: the garbage collector may run while another thread begins or ends
+    and holds a lock of `threading` that waiting for a thread takes, too. At exit, the thread is waited for in any case.
     """
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
@@ -85,13 +85,13 @@ class OneThread(ThreadPoolExecutor):
         super().submit(_nothing)
 
     def submit(self, job: Callable[..., T], /, *args: Any, **kwargs: Any) -> Job[T]:
-        """Calls `job` on the thread. Never blocks. The result is what it returns or raises."""
+        """Has `job` called on the thread. Never blocks. The returned Job gets what it returns or raises."""
         told: Job[T] = Job()
         super().submit(_perform, told, [(job, args, kwargs)])
         return told
 
     def _adjust_thread_count(self) -> None:
-        """Called by `submit`. Past the first time it would take a semaphore, which Ctrl-C can leave locked."""
+        """Called by `submit`. After the first call, it would take a semaphore, which Ctrl-C can leave locked."""
         if not self._threads:
             super()._adjust_thread_count()
 
@@ -100,25 +100,25 @@ _threads = threading.local()
 
 
 def this_is_own_thread(device: torch.device | None = None) -> None:
-    """From now on the calling thread is one of headrace's, for which others wait; `device` is its current one."""
+    """Marks the calling thread as one of headrace's, which others wait for. `device` becomes its current device."""
     _threads.is_own = True
     if device is not None and is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
 
 
 def on_own_thread() -> bool:
-    """Whether the calling thread is such a one: a destructor that the garbage collector runs there waits for nobody."""
+    """Whether the calling thread is headrace's own: a destructor that runs there must not wait for other threads."""
     return getattr(_threads, "is_own", False)
 
 
 def _perform(told: Job[T], work: list[tuple[Callable[..., T], tuple[Any, ...], dict[str, Any]]]) -> None:
-    """`work` has one job, and lets go of it before anyone is told: who waited finds memory free that it was given."""
+    """Performs the one job in `work`, and lets go of it before `told` is set, so that its memory is free by then."""
     job, args, kwargs = work.pop()
     try:
         result = job(*args, **kwargs)
     except BaseException as error:
         told.set_exception(error)
-        del told  # which holds the error, and that this frame
+        del told  # it holds the error, whose traceback holds this frame
     else:
         del job, args, kwargs
         told.set_result(result)

@@ -1,4 +1,4 @@
-"""What do PyTorch's optimizers compute with? Its functions behind them that have an underscore, under names of ours.
+"""What do PyTorch's optimizers compute with? Private functions of PyTorch, which have names of our own here.
 
 As in runtime/autograd.py, each says what it relies on, and tests/units/test_autograd_internals.py tests that.
 """
@@ -20,17 +20,17 @@ __all__ = [
 ]
 
 # One step of Adam, AdamW and SGD in place, on lists of tensors. They rely on being what `torch.optim` calls with
-# `fused=True`, on the CPU as on accelerators, with `state_steps` counted already.
+# `fused=True`, both on the CPU and on accelerators, after it has counted up `state_steps`.
 fused_adam = torch._fused_adam_
 fused_adamw = torch._fused_adamw_
 fused_sgd = torch._fused_sgd_
 
-# `adafactor` and `muon`, which are handed on as they are, rely on being the functional form of the optimizers of the
-# same name: one step in place on lists of tensors, which counts `state_steps` itself where there are any.
+# `adafactor` and `muon` are passed on unchanged. They rely on being the functional forms of the optimizers of the same
+# name: one step in place on lists of tensors, which counts up `state_steps` itself, if it has any.
 
-# Adds a number to each tensor in place. Relies on it being what `torch.optim` counts steps with.
+# Adds a number to each tensor in place. Relies on `torch.optim` counting steps with it.
 foreach_add = torch._foreach_add_
-# The norm of each tensor. Relies on it being what `torch.nn.utils.get_total_norm` takes the norms with.
+# The norm of each tensor. Relies on `torch.nn.utils.get_total_norm` computing norms with it.
 foreach_norm = torch._foreach_norm
-# Tensors by device and dtype. Relies on `torch.nn.utils.get_total_norm` taking the norms in that order.
+# Groups tensors by device and dtype. Relies on `torch.nn.utils.get_total_norm` taking the norms in that order.
 group_tensors = _group_tensors_by_device_and_dtype

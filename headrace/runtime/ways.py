@@ -1,4 +1,4 @@
-"""Which way do blocks come to the devices of a node? Each over its own link, or by ranges that devices exchange."""
+"""Which way do blocks come to a node's devices? Whole, over each device's link, or in ranges that devices exchange."""
 
 import time
 from collections.abc import Callable
@@ -20,22 +20,22 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Way:
-    """The way of one model, on all ranks the same, and why."""
+    """The way of one model, which is the same on all ranks, and the reason for it."""
 
     gathers: bool
     reason: str
 
     @property
     def row(self) -> tuple[str, str]:
-        """For a report."""
+        """The name and value of this way, for a report."""
         way = "gathered by all devices" if self.gathers else "over each link alone"
         return "weights and gradients", f"{way}: {self.reason}"
 
 
 def way_of(asked: str, node: Node, device: torch.device) -> Way:
-    """What the user asked for; for "auto" what the first rank finds quicker, when all try at once. A collective.
+    """The way that the user asked for; for "auto", the quicker one by the first rank's clock. A collective.
 
-    Memory that the ranks share from now on lies where that way reads it.
+    All ranks try both ways at the same time. Memory that they share from now on is placed where the way reads it.
     """
     way = _chosen(asked, node, device)
     node.spread_memory(device, by_ranks=way.gathers)
@@ -63,7 +63,7 @@ def _seconds_of_both(node: Node, device: torch.device) -> tuple[float, float]:
 
     def seconds(load: Callable[[], object]) -> float:
         found = []
-        for _ in range(_ROUNDS + 1):  # the first one sets things up
+        for _ in range(_ROUNDS + 1):  # the first round sets things up, and does not count
             node.meet("a load that is tried")
             began = time.perf_counter()
             load()

@@ -12,7 +12,7 @@ __all__ = ["TensorAtRest"]
 class TensorAtRest:
     """A tensor like `like` (on meta). `read(begin, memory)` fills uint8 memory with its bytes from `begin` on.
 
-    Its bytes are those of the elements in the order in which `like` has them in memory.
+    The bytes are in the order of memory: as the strides of `like` say.
     """
 
     like: torch.Tensor
@@ -23,7 +23,7 @@ class TensorAtRest:
         return self.like.numel() * self.like.itemsize
 
     def load(self) -> torch.Tensor:
-        """In memory."""
+        """Reads the whole tensor into memory."""
         flat = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         if self.nbytes:
             self.read(0, flat)

@@ -1,6 +1,6 @@
-"""How are some bytes of something on disk read so that they are checked? With all those that a checksum is of.
+"""How are a few bytes on disk read and verified? With all of their grain, the bytes that have a checksum together.
 
-Such a grain is kept, within `neighbours_follow`, for whoever reads its next bytes.
+Within `neighbours_follow`, the grain that was read last is kept for the reads of its next bytes.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.pages = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.keeps = False
-        self.held: tuple[Origin, int] | None = None  # what `pages` holds, and the first byte of that
+        self.held: tuple[Origin, int] | None = None  # the grain in `pages`: its origin and first byte
 
 
 _own = _OfThread()
@@ -29,7 +29,7 @@ _own = _OfThread()
 
 @contextlib.contextmanager
 def neighbours_follow() -> Iterator[None]:
-    """Within, on this thread, nothing that is read changes before all of its neighbours have been read."""
+    """Within this context, this thread keeps the last grain: its bytes must not change until all have been read."""
     _own.keeps, _own.held = True, None
     try:
         yield
@@ -39,7 +39,7 @@ def neighbours_follow() -> Iterator[None]:
 
 
 def read_bytes(origin: Origin, offset: int, memory: torch.Tensor) -> bool:
-    """Fills uint8 `memory` with the bytes from `offset` on; False where that has to be done through the mapping."""
+    """Fills uint8 `memory` with the bytes from `offset` on. False: they have to be read through the mapping."""
     at = 0
     while at < memory.nbytes:
         first, last = origin.grain(offset + at)
@@ -59,9 +59,9 @@ def read_bytes(origin: Origin, offset: int, memory: torch.Tensor) -> bool:
 
 
 def write_bytes(origin: Origin, offset: int, memory: torch.Tensor) -> bool:
-    """The inverse of `read_bytes`."""
+    """Writes uint8 `memory` to the bytes from `offset` on. False: that has to be done through the mapping."""
     _own.held = None
-    within = offset % DISK_ALIGNMENT_BYTES  # pages of memory onto pages of the disk
+    within = offset % DISK_ALIGNMENT_BYTES  # so that pages of memory go to pages of the disk
     if _own.pages.nbytes < within + memory.nbytes:
         _own.pages = new_pages(disk_pages(within + memory.nbytes))
     source = _own.pages[within : within + memory.nbytes]

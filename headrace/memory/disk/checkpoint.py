@@ -1,4 +1,4 @@
-"""How are weights read from a checkpoint as it is? By name, in the background, or as memory; in place."""
+"""How are weights read from a checkpoint in place, without a conversion? By name, in the background, or as memory."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ from headrace.memory.ledger import Ledger
 __all__ = ["LEAST_READING_BYTES", "Checkpoint", "Part"]
 
 _THREADS = 4
-LEAST_READING_BYTES = _THREADS * DISK_ALIGNMENT_BYTES  # a page for each
+LEAST_READING_BYTES = _THREADS * DISK_ALIGNMENT_BYTES  # a page for each thread
 _MEMORY_BYTES = 32 << 20
 
 
@@ -43,12 +43,12 @@ class Part:
 class Checkpoint:
     """The tensors of safetensors files, or of torch.save's: one file, an index with its shards, or a directory.
 
-    They are never written to.
+    The files are never written to.
 
-    `records` says of each tensor its file, offset, dtype, shape and bytes. Every header is checked in full: sizes,
-    ranges without overlap or hole, dtypes, names, and files that lead out of the directory.
+    `records` has each tensor's file, offset, dtype, shape and bytes. Every header is checked in full: sizes, ranges
+    without overlaps or holes, dtypes, names, and that no file leads out of the directory.
 
-    Raises CheckpointError when something of that is wrong.
+    Raises CheckpointError if any of that is wrong.
     """
 
     def __init__(self, path: str | os.PathLike[str], ledger: Ledger) -> None:
@@ -57,8 +57,8 @@ class Checkpoint:
         self._addresses: dict[int, str] = {}
         self.records = tensors_in(Path(path), self._open)
         self._ledger = ledger
-        self.log = DiskLog()  # of ranges that are read as they lie there
-        self._memory: list[torch.Tensor] = []  # that `read` passes through
+        self.log = DiskLog()  # of the reads by `read_range`
+        self._memory: list[torch.Tensor] = []  # the memory that `read` reads through
         self._requests = Requests(_THREADS)
         if not self.direct:
             warnings.warn(
@@ -78,7 +78,7 @@ class Checkpoint:
         return self._files[path].nbytes
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor `name` as memory, read page by page as it is touched. Writes to it stay with this process."""
+        """The tensor `name` as memory that is read page by page when touched. Writes to it stay with this process."""
         record, mapped = self._mapped(name)
         if mapped is None:
             file = record.file
@@ -89,7 +89,7 @@ class Checkpoint:
         return memory.view(record.dtype).view(record.shape)
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """The name under which `tensor()` gave out this memory, as a whole; None for any other."""
+        """The name of the tensor that `tensor()` returned, if this is that whole tensor; None for any other."""
         name = self._addresses.get(tensor.data_ptr())
         if name is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
@@ -97,9 +97,9 @@ class Checkpoint:
         return name if (tensor.dtype, tensor.nbytes) == (record.dtype, record.nbytes) else None
 
     def written(self, name: str) -> bool | None:
-        """Whether memory that `tensor` gave out for `name`, or of its neighbours in the same page, was written to.
+        """Whether a page of the memory that `tensor` returned for `name` was written to; neighbours may share pages.
 
-        None where the system does not say.
+        None if the system does not tell.
         """
         record, mapped = self._mapped(name)
         return False if mapped is None else mapped.written(record.offset, record.nbytes)
@@ -108,8 +108,8 @@ class Checkpoint:
         """Reads each named tensor into its destination.
 
         A destination is contiguous memory of the CPU, of any dtype and shape with as many bytes as the tensor. Raises
-        DiskError (I/O fault, file too short, file changed since it was opened), and BudgetError when the ledger has no
-        room for the memory that threads read into (32 MiB at most), but within `reading`.
+        DiskError (I/O fault, file too short, file changed since it was opened). Outside of `reading`, it also raises
+        BudgetError if the ledger has no room for the memory that threads read into (32 MiB at most).
         """
         places: dict[SavedFile, list[Place]] = defaultdict(list)
         for name, destination in destinations.items():
@@ -124,7 +124,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def reading(self, memory_bytes: int, ledger: Ledger) -> Iterator[None]:
-        """Within, threads of `read` have so much memory in all, rounded down to pages for each; afterwards none."""
+        """Within this context, `read` uses this much memory in all: an equal share of whole pages for each thread."""
         biggest = max((file.nbytes for file in self._files.values()), default=0)
         share = max(1, memory_bytes // _THREADS // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
         nbytes = min(PIECE_BYTES, share, disk_pages(biggest))
@@ -137,11 +137,11 @@ class Checkpoint:
             self._memory = []
 
     def read_range(self, path: str, offset: int, memory: Sequence[Part], *, what: str) -> Request:
-        """Submits reading the bytes from `offset` of the file `path`, as they lie there: `what`. Never blocks.
+        """Submits reading the bytes `what`, at `offset` of the file `path`, as they are there. Never blocks.
 
-        They go into several parts of memory one after the other, in one request where all are pages: fastest when
-        `offset` is a multiple of DISK_ALIGNMENT_BYTES and each part begins at a page and has whole ones. DiskError
-        comes from the request.
+        They go into the parts of memory one after the other. That is fastest, and one request to the drive, if `offset`
+        is a multiple of DISK_ALIGNMENT_BYTES, and each part has whole pages and begins at one. The request raises
+        DiskError.
         """
         file = self._files[path]
         extent = Extent(file.path.name, 0, file.nbytes)
@@ -150,18 +150,18 @@ class Checkpoint:
         return self._requests.submit(Request(extent, Access.READ, [job], Kind.TRANSFER, (0, 0)), None)
 
     def forget_writes(self, name: str) -> None:
-        """Memory that `tensor` gave out for `name` has what the file has, but for pages that neighbours share."""
+        """Makes memory that `tensor` returned for `name` show the file again, but for pages that neighbours share."""
         record, mapped = self._mapped(name)
         if mapped is not None:
             mapped.forget_pages(record.offset, record.nbytes)
 
     def forget_pages(self) -> None:
-        """What was read through memory from `tensor` counts no more as this process's. Undoes writes to it."""
+        """Lets go of the pages of all memory from `tensor`: they no longer count as this process's. Undoes writes."""
         for mapped in self._mappings.values():
             mapped.forget()
 
     def close(self) -> None:
-        """Waits for what was submitted and closes the files. Memory from `tensor` stays."""
+        """Blocks until all requests have ended, and closes the files. Memory from `tensor` stays valid."""
         self._requests.close()
         self._mappings.clear()
         for file in self._files.values():
@@ -172,7 +172,7 @@ class Checkpoint:
         return self._files[path]
 
     def _mapped(self, name: str) -> tuple[TensorInFile, mapping.Mapping | None]:
-        """A tensor, and the memory that shows its file, if somebody has asked for that."""
+        """The record of a tensor, and the mapping of its file, if `tensor` has made one."""
         if name not in self.records:
             raise CheckpointError(f"the checkpoint has no tensor {name!r} among its {len(self.records)}")
         record = self.records[name]
@@ -189,7 +189,7 @@ def _copy(destination: torch.Tensor, begin: int, memory: torch.Tensor) -> None:
 
 
 class _Bytes(mapping.Origin):
-    """What a private mapping shows: one of the files, where nothing was written to it."""
+    """The bytes of a file that a private mapping shows. They are read only where the mapping was not written to."""
 
     grain_bytes = PIECE_BYTES
 

@@ -19,15 +19,15 @@ _WEIGHTS = ("*.safetensors", "pytorch_model.bin")
 
 
 def tensors_in(path: Path, opened: Callable[[str], SavedFile]) -> dict[str, TensorInFile]:
-    """The tensors of the weights in `path`, by name: of safetensors, or else of torch.save.
+    """The tensors of the weights in `path`, by name: from safetensors files, or else from files of torch.save.
 
-    A file, an index, or a directory with one index or with files, which `opened` opens. Every header is checked in
-    full. Raises CheckpointError when something is wrong or missing, or leads out of the directory.
+    `path` is a file, an index, or a directory with one index or with files; `opened` opens them. Every header is
+    checked in full. Raises CheckpointError if something is wrong or missing, or leads out of the directory.
     """
     tensors: dict[str, TensorInFile] = {}
     for path_there, names in _find_files(path).items():
         file = opened(str(path_there))
-        if file.peek(0, len(_ZIP)) == _ZIP or file.path.suffix == ".bin":  # as files of torch.save are
+        if file.peek(0, len(_ZIP)) == _ZIP or file.path.suffix == ".bin":  # a file of torch.save
             here = open_torch_file(file).places()
         else:
             here = {tensor.name: tensor for tensor in read_header(file)}
@@ -83,7 +83,7 @@ def _indexed(index: Path) -> _Files:
 
 
 def leads_out(directory: Path, file: Path) -> bool:
-    """Whether a file, wherever links lead, lies elsewhere. The hub's cache keeps files beside its snapshots."""
+    """Whether a file, after all links, is outside of the directory. The hub's cache has files beside its snapshots."""
     home = directory.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":
@@ -92,7 +92,7 @@ def leads_out(directory: Path, file: Path) -> bool:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """The real path of a file of the directory."""
+    """The real path of a file in the directory. Raises CheckpointError if it leads out, or is missing."""
     path = (directory / name).resolve()
     if Path(name).name != name or leads_out(directory, path):
         raise CheckpointError(f"{name!r} of the checkpoint in {directory} leads out of it, to {path}; it is not read")

@@ -1,6 +1,6 @@
-"""Did the disk give back what it was given? A checksum for each grain, made at writing and asked at reading.
+"""Did the disk give back what it was given? Each grain has a checksum, made at writing and compared at reading.
 
-xxh3 is five times as fast as zlib's CRC-32 (15 and 3 GB/s on one core), so asking costs a tenth of reading at most.
+xxh3 is five times as fast as zlib's CRC-32 (15 and 3 GB/s on one core), so comparing costs a tenth of reading at most.
 """
 
 import ctypes
@@ -22,20 +22,21 @@ def checksum(address: int, nbytes: int) -> int:
 
 
 class Checksums:
-    """What was written last to each grain of each extent, where one write had all of it.
+    """The checksum of what was written last to each grain of each extent, if one write wrote the whole grain.
 
-    Whole grains alone are noted and verified, so whoever does that at the same time has other bytes, or only reads.
+    Only whole grains are noted and verified. So threads that do this at the same time have different grains, or only
+    verify.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Extent, list[int | None]] = {}  # of each grain; None: not known
+        self._known: dict[Extent, list[int | None]] = {}  # for each grain; None: unknown
 
     def begin(self, extent: Extent) -> None:
-        """What reads bring is known of grains that are written from now on, until `forget`."""
+        """From now until `forget`, grains of the extent that are written get checksums."""
         self._known.setdefault(extent, self._unknown(extent))
 
     def note(self, extent: Extent, begin: int, end: int, address: int) -> None:
-        """Memory at `address` goes to these bytes of an extent that was begun, if it was."""
+        """Called when memory at `address` is written to these bytes. Does nothing unless the extent was begun."""
         sums = self._known.get(extent)
         if sums is None:
             return
@@ -44,13 +45,13 @@ class Checksums:
             sums[grain] = checksum(address + first - begin, last - first) if whole else None
 
     def note_all(self, extent: Extent, address: int, within: Sequence[Range] | None = None) -> None:
-        """The extent's bytes are those at `address`, until `forget`; all grains are known, or those `within` a span."""
+        """Notes that the extent's bytes are those at `address`, until `forget`: all grains, or those `within` spans."""
         self._known[extent] = self._unknown(extent)
         for begin, end in [(0, extent.nbytes)] if within is None else within:
             self.note(extent, begin, end, address + begin)
 
     def verify(self, extent: Extent, begin: int, end: int, address: int, file: str) -> None:
-        """Memory at `address` came from these bytes. Raises DiskError (EBADMSG) when it is not what was written."""
+        """Called when memory at `address` was read from these bytes. Raises DiskError (EBADMSG) if they changed."""
         sums = self._known.get(extent)
         if sums is None:
             return
@@ -69,14 +70,14 @@ class Checksums:
                 )
 
     def forget(self, extent: Extent) -> None:
-        """The extent, and parts of it, may change without notice from now on."""
+        """Forgets the checksums of the extent and of its parts, which may change without notice from now on."""
         begin, end = extent.offset, extent.offset + extent.capacity_bytes
         for known in list(self._known):  # at once: threads of the disk note other extents meanwhile
             if begin <= known.offset < end:
                 self._known.pop(known, None)
 
     def drop(self, extent: Extent) -> None:
-        """The same of an extent without parts, in a time that does not depend on how many others there are."""
+        """As `forget`, for an extent without parts: its time does not depend on the number of other extents."""
         self._known.pop(extent, None)
 
     def _unknown(self, extent: Extent) -> list[int | None]:
@@ -84,7 +85,7 @@ class Checksums:
 
 
 def _grains(extent: Extent, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Those that have any of these bytes: which, its first byte and the one behind its last."""
+    """The grains with any of these bytes: each one's number, its first byte, and the byte behind its last."""
     size = extent.grain_bytes
     for first, _ in pieces(begin, min(end, extent.nbytes) - begin, size):
         grain = first // size

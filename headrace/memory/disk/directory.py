@@ -1,7 +1,7 @@
-"""Whose is the directory of a disk store, and what is in it? One store's at a time; files without names.
+"""Who uses the directory of a disk store, and what is in it? One store at a time uses it; its files have no names.
 
 A spill file loses its name as soon as it is open, or never gets one (O_TMPFILE). The kernel frees its bytes when the
-process ends, however it ends; so there is nothing to clean up at exit and no signal to catch.
+process ends, however it ends. So there is nothing to clean up at exit, and no signal to catch.
 """
 
 import errno
@@ -43,9 +43,9 @@ _numbers = itertools.count()
 
 
 def own_directory(parent: str | os.PathLike[str], kind: str) -> Path:
-    """The path of a directory inside of `parent` that nobody else has.
+    """The path of a directory inside of `parent` that nobody else uses.
 
-    Those of `kind` that this host's killed processes left there go: they hold a lock's file, and no bytes.
+    Removes directories of `kind` that killed processes of this host have left there: these hold only a lock file.
     """
     parent = Path(parent).expanduser()
     for path in parent.glob(f"{kind}-*-*@{host_name()}"):
@@ -56,12 +56,12 @@ def own_directory(parent: str | os.PathLike[str], kind: str) -> Path:
 
 
 class StoreDirectory:
-    """A directory that this store alone uses until `close`; made (for its owner only) when it is missing.
+    """A directory that this store alone uses until `close`. If it is missing, it is made, for its owner only.
 
-    One that is its `own` goes when it is closed, or with the process.
+    With `own`, the directory is removed at `close`, or when the process exits.
 
-    Raises ValueError when `path` is no directory, StateError when another store or process uses it, DiskError when no
-    file can be made in it.
+    Raises ValueError if `path` is no directory, StateError if another store or process uses it, DiskError if no file
+    can be made in it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, own: bool = False) -> None:
@@ -86,7 +86,7 @@ class StoreDirectory:
         self._closer = weakref.finalize(
             self, _release, self._descriptor, self.path / _LOCK_NAME, self._identity, os.getpid(), own
         )
-        for stale in self.path.glob(f"{_FILE_PREFIX}*"):  # of processes that died: the lock is ours
+        for stale in self.path.glob(f"{_FILE_PREFIX}*"):  # left by processes that died, as the lock is ours
             if not stale.is_dir():
                 stale.unlink(missing_ok=True)
 
@@ -97,8 +97,8 @@ class StoreDirectory:
         return next((mounts[p] for p in (self.path, *self.path.parents) if p in mounts), "") in _IN_RAM
 
     def free_bytes(self) -> int:
-        """Bytes that this user can still write there."""
-        return free_bytes(self._descriptor)  # also when the directory has vanished
+        """Bytes that this user can still write in this directory."""
+        return free_bytes(self._descriptor)  # works also if the directory has vanished
 
     def check_free(self, nbytes: int, what: str) -> None:
         """Raises DiskError (ENOSPC) when `nbytes` more do not fit on that disk."""
@@ -127,7 +127,7 @@ class StoreDirectory:
         return descriptor
 
     def close(self) -> None:
-        """Lets others use the directory. Twice is fine."""
+        """Lets others use the directory. May be called twice."""
         self._closer()
 
     def _acquire(self) -> int:
@@ -170,7 +170,7 @@ class StoreDirectory:
 
 
 def _forked() -> None:
-    """A thread that is not in this process may have held the lock."""
+    """Called in a forked child: the lock may be held by a thread that the child does not have."""
     global _lock
     _lock = threading.RLock()
 
@@ -184,9 +184,9 @@ def _identity(path: Path | int) -> tuple[int, int]:
 
 
 def _release(descriptor: int, path: Path, identity: tuple[int, int], owner: int, own: bool) -> None:
-    """Removes the lock file (and the directory, if it is `own`), if it is still ours, and then ends the lock.
+    """Removes the lock file (with `own`, the directory, too), if it is still ours, and then releases the lock.
 
-    A forked child only closes what it has.
+    A forked child only closes its descriptor.
     """
     with _lock:
         try:
@@ -194,7 +194,7 @@ def _release(descriptor: int, path: Path, identity: tuple[int, int], owner: int,
                 path.unlink()
                 if own:
                     path.parent.rmdir()
-        except OSError:  # the directory is gone, or read-only by now: the lock ends all the same
+        except OSError:  # the directory is gone or read-only by now; the lock is released all the same
             pass
         os.close(descriptor)
         _held.discard(identity)

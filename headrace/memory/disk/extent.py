@@ -1,4 +1,4 @@
-"""Which bytes of a file belong together? An extent: what is allocated, fetched and spilled under one name."""
+"""Which bytes of a file belong together? Those of an extent, which is allocated, fetched and spilled under one name."""
 
 import mmap
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from headrace.memory.ranges import Range
 
 __all__ = ["DISK_ALIGNMENT_BYTES", "PIECE_BYTES", "Extent", "check_memory", "disk_pages", "pieces"]
 
-# What direct I/O asks of offsets, lengths and memory, and mmap of offsets.
+# The alignment that direct I/O requires of offsets, lengths and memory, and that mmap requires of offsets.
 DISK_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
 PIECE_BYTES = 8 << 20  # of one request to the drive; measured, see docs/design/disk.md
 
@@ -23,7 +23,7 @@ def disk_pages(nbytes: int) -> int:
 class Extent:
     """`nbytes` at `offset` of the store's file, where `capacity_bytes` (whole pages) are its own.
 
-    A checksum is of `grain_bytes`, whole pages, from its begin on; of what is left at its end.
+    Each grain of `grain_bytes` (whole pages), counted from its begin, has a checksum; the last grain may be shorter.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Extent:
 
 
 def pieces(offset: int, nbytes: int, piece_bytes: int = PIECE_BYTES) -> list[Range]:
-    """The range cut at the multiples of `piece_bytes`, so that no page belongs to two pieces."""
+    """Cuts a range at the multiples of `piece_bytes`, so that no page belongs to two pieces."""
     begins = [offset, *range(offset // piece_bytes * piece_bytes + piece_bytes, offset + nbytes, piece_bytes)]
     return list(zip(begins, [*begins[1:], offset + nbytes], strict=True)) if nbytes > 0 else []
 
 
 def check_memory(extent: Extent, memory: torch.Tensor, offset: int, nbytes: int) -> None:
-    """Raises when so many bytes of `memory` cannot go to or come from `offset` of `extent`."""
+    """Raises TypeError for `memory` that the disk cannot use; ValueError if the bytes are not within `extent`."""
     if memory.dtype != torch.uint8 or memory.device.type != "cpu" or not memory.is_contiguous():
         raise TypeError(
             f"{extent.name!r}: the disk reads and writes contiguous uint8 memory of the CPU, not"

@@ -15,16 +15,16 @@ from headrace.runtime.system import CLOSED_IN_CHILDREN, read_at, write_at
 __all__ = ["HAS_DIRECT", "DirectFile"]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-HAS_DIRECT = bool(_O_DIRECT)  # whether the operating system knows such a thing
-# What filesystems answer that do not do direct I/O: at opening, or only at the first transfer.
-_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}  # the last one: there is no /proc
+HAS_DIRECT = bool(_O_DIRECT)  # whether the operating system has direct I/O
+# The errors of filesystems without direct I/O, at opening or only at the first transfer.
+_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}  # ENOENT: there is no /proc
 
 
 class DirectFile:
-    """A file that several threads read and write at once; `name` is what errors call it.
+    """A file that several threads may read and write at once. Errors call it `name`. Takes over `descriptor`.
 
     `direct` says whether whole aligned pages bypass the page cache. Other ranges (the last, partial page of a tensor,
-    memory that is not aligned) go through the page cache; the kernel keeps both in step. Takes over `descriptor`.
+    memory that is not aligned) go through the page cache; the kernel keeps the two consistent.
     """
 
     def __init__(self, descriptor: int, name: str, *, writable: bool) -> None:
@@ -40,15 +40,15 @@ class DirectFile:
         return self._direct_descriptor is not None
 
     def size(self) -> int:
-        """Bytes of the file now."""
+        """The present size of the file in bytes."""
         return os.fstat(self.descriptor).st_size
 
     def read(self, address: int, nbytes: int, offset: int, what: str) -> None:
-        """Fills memory at `address` with `nbytes` from `offset`. Raises DiskError, also when the file ends before."""
+        """Fills memory at `address` with `nbytes` from `offset`. Raises DiskError, also if the file ends before."""
         self._transfer(read_at, "read", address, nbytes, offset, what)
 
     def read_scattered(self, memory: Sequence[tuple[int, int]], offset: int, what: str) -> None:
-        """As `read`, into several (address, bytes) one after the other: in one request where all have whole pages."""
+        """As `read`, into several (address, bytes) one after the other: in one request if all are whole pages."""
         unaligned = any(address % DISK_ALIGNMENT_BYTES or nbytes % DISK_ALIGNMENT_BYTES for address, nbytes in memory)
         if self._direct_descriptor is not None and not unaligned and offset % DISK_ALIGNMENT_BYTES == 0:
             self._move(read_at, "read", self._direct_descriptor, memory, offset, what)
@@ -87,7 +87,7 @@ class DirectFile:
         what: str,
     ) -> None:
         while memory:
-            # Views by address: reading through PyTorch or NumPy would need the tensor's Python object here.
+            # Views are made by address: PyTorch or NumPy would need the tensor's Python object here.
             views = [(ctypes.c_char * nbytes).from_address(address) for address, nbytes in memory]
             nbytes = sum(nbytes for _, nbytes in memory)
             try:
@@ -108,7 +108,7 @@ class DirectFile:
             memory = _behind(memory, moved)
 
     def _routes(self, address: int, nbytes: int, offset: int) -> list[tuple[int, int, int]]:
-        """(begin, end, descriptor) of the parts to go: the whole aligned pages directly, the rest buffered."""
+        """(begin, end, descriptor) of each part of a transfer: whole aligned pages go directly, the rest buffered."""
         direct = self._direct_descriptor
         if direct is None or (address - offset) % DISK_ALIGNMENT_BYTES:
             return [(0, nbytes, self.descriptor)] if nbytes else []
@@ -119,7 +119,7 @@ class DirectFile:
 
 
 def _open_direct(descriptor: int, writable: bool) -> int | None:
-    """A second descriptor of the same file for direct I/O; None where the filesystem refuses that."""
+    """A second descriptor of the same file for direct I/O; None if the filesystem refuses that."""
     if not _O_DIRECT:
         return None
     try:
@@ -140,7 +140,7 @@ def _open_direct(descriptor: int, writable: bool) -> int | None:
 
 
 def _behind(memory: Sequence[tuple[int, int]], moved: int) -> list[tuple[int, int]]:
-    """What is left of it when so many bytes are done."""
+    """What is left of `memory`, as (address, bytes), after `moved` bytes."""
     left = []
     for address, nbytes in memory:
         done = min(moved, nbytes)

@@ -22,15 +22,15 @@ class Moved(NamedTuple):
 
 
 class DiskLog:
-    """What one model's drive was asked for. Threads that move bytes append to it."""
+    """The reads and writes of one model. Threads that move bytes append to it."""
 
     def __init__(self) -> None:
         self._moves: deque[Moved] = deque(maxlen=_REMEMBERED)
 
     def note(self, access: Access, what: str, nbytes: int, begun_at: float) -> None:
-        """It is over now."""
+        """Called when a read or write that began at `begun_at` is over."""
         self._moves.append(Moved(access, what, nbytes, begun_at, time.perf_counter()))
 
     def since(self, moment: float) -> list[Moved]:
-        """What began after `moment`, in the order of its ends."""
+        """The reads and writes that began at or after `moment`, in the order of their ends."""
         return [move for move in list(self._moves) if move.begun_at >= moment]

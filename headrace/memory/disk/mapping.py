@@ -22,10 +22,10 @@ from headrace.runtime.system import NO_FILE_MEMORY, libc, read_some
 
 __all__ = ["Mapping", "Origin", "copy_on_disk", "origin_of", "release_pages"]
 
-_WAIT_WRITE_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_: for writes under way, all that is dirty, for its end
+_WAIT_WRITE_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_: waits for writes under way, writes dirty pages, waits for these
 _READ_AND_WRITE = 1 | 2  # PROT_; these are the same numbers on Linux, macOS and BSD
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 1, 2, 16
-_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(bit) for bit in (63, 62, 61))  # of an entry in a page map
+_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(bit) for bit in (63, 62, 61))  # bits of an entry in a page map
 _COPIED_BYTES = 4 << 20
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -35,9 +35,9 @@ _address, _size, _int, _offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
 
 @functools.cache
 def _call(name: str, restype: Any, *argtypes: Any) -> Any:
-    """A function of libc, called without the interpreter lock; None where there is none of that name.
+    """A function of libc, which is called without the interpreter lock; None if libc has none of that name.
 
-    (Python's mmap keeps a descriptor for each mapping.)
+    (Python's own mmap is not used, as it keeps a descriptor for each mapping.)
     """
     function = getattr(libc(), name, None)
     if function is not None:
@@ -61,29 +61,29 @@ def _madvise(address: int, nbytes: int, advice: int) -> int:
 
 
 class Origin(ABC):
-    """`nbytes` of a file, past the page cache, `grain_bytes` of which have a checksum together.
+    """The `nbytes` of a file that a mapping shows, to be read past the page cache. Each `grain_bytes` have a checksum.
 
-    Offsets count from the first that a mapping shows.
+    Offsets count from the first byte that the mapping shows.
     """
 
     nbytes: int
     grain_bytes: int
 
     def grain(self, offset: int) -> Range:
-        """What to read for the byte at `offset`."""
+        """The grain with the byte at `offset`, to be read as a whole."""
         first = offset // self.grain_bytes * self.grain_bytes
         return first, min(first + self.grain_bytes, self.nbytes)
 
     @abstractmethod
     def read(self, destination: torch.Tensor, offset: int) -> Request | None:
-        """Submits reading into uint8 memory of the CPU; None when only the mapping itself shows what is there."""
+        """Submits reading into uint8 memory of the CPU; None if the bytes have to be read through the mapping."""
 
     def write(self, source: torch.Tensor, offset: int) -> Request | None:
-        """Submits writing from uint8 memory of the CPU; None when what is there must be written through the mapping."""
+        """Submits writing from uint8 memory of the CPU; None if the bytes have to be written through the mapping."""
         return None
 
     def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
-        """Whether the bytes at `offset` are those at `offset_there` of the file `path`, unless they are written to."""
+        """Whether the bytes at `offset` are those at `offset_there` of the file `path`, and were not written to."""
         return False
 
 
@@ -98,12 +98,12 @@ class _Mapped:
 
 
 class _Table:
-    """The mappings of this process, by address. They end on whatever thread collects them, within any line of these."""
+    """The mappings of this process, by address. Any thread may collect one, even amid any line of these methods."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, _Mapped] = {}
-        self._change = object()  # another one after each change
-        self._sorted: tuple[object, list[int]] = (None, [])  # the addresses, as after that change
+        self._change = object()  # a new object after each change
+        self._sorted: tuple[object, list[int]] = (None, [])  # a change, and the sorted addresses after it
 
     def add(self, address: int, mapped: _Mapped) -> None:
         self._mapped[address] = mapped
@@ -115,7 +115,7 @@ class _Table:
         return removed
 
     def at(self, address: int) -> tuple[int, _Mapped] | None:
-        """The mapping that has the byte at this address, and where it begins."""
+        """Where the mapping with the byte at this address begins, and the mapping; None if there is none."""
         change, (sorted_at, addresses) = self._change, self._sorted
         if sorted_at is not change:
             addresses = sorted(self._mapped)
@@ -129,7 +129,7 @@ _table = _Table()
 
 
 def origin_of(tensor: torch.Tensor) -> tuple[Origin, int] | None:
-    """What a tensor of the CPU shows, and the offset of its first byte there; None for memory that is no mapping."""
+    """The origin of a CPU tensor's bytes, and the offset of the first one there; None if it is no mapping's memory."""
     first = tensor.data_ptr()
     found = _table.at(first) if tensor.nbytes else None
     if found is None or found[1].origin is None or first + tensor.nbytes > found[0] + found[1].nbytes:
@@ -138,9 +138,9 @@ def origin_of(tensor: torch.Tensor) -> tuple[Origin, int] | None:
 
 
 def copy_on_disk(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """`destination.copy_(source)`; what of either is a shared mapping does not stay in this process's memory.
+    """`destination.copy_(source)`, in steps; pages of shared mappings do not stay in this process's memory.
 
-    That is so for contiguous tensors: some of them at a time. Others are copied as a whole.
+    This holds for large contiguous tensors. Others are copied at once, and their pages stay.
     """
     if not (destination.is_contiguous() and source.is_contiguous()) or source.nbytes <= _COPIED_BYTES:
         destination.copy_(source)
@@ -154,7 +154,7 @@ def copy_on_disk(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def release_pages(first: int, nbytes: int) -> None:
-    """Whole pages of shared mappings among these bytes count no more as memory; the file has what they hold."""
+    """Lets go of a shared mapping's whole pages among these bytes: they no longer count as memory of this process."""
     found = _table.at(first)
     if found is not None and found[1].is_shared:
         begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -173,8 +173,8 @@ def _unmap(address: int, nbytes: int) -> None:
 class Mapping:
     """`nbytes` at `offset` (a multiple of the page size) of an open file as memory.
 
-    Shared: writes reach the file. Private: writes stay with this process, page by page, and the file is only read.
-    The memory lives as long as any tensor made by `tensor` does, also after the file is closed.
+    Shared: writes reach the file. Private: writes stay with this process, page by page, and the file is only read. The
+    memory lives as long as any tensor made by `tensor` does, even after the file is closed.
     """
 
     def __init__(self, descriptor: int, offset: int, nbytes: int, *, shared: bool) -> None:
@@ -188,11 +188,11 @@ class Mapping:
         weakref.finalize(self.memory, _unmap, self.address, self._nbytes).atexit = False
 
     def show(self, origin: Origin) -> None:
-        """`origin_of` finds `origin` for memory of this mapping from now on."""
+        """From now on, `origin_of` returns `origin` for memory of this mapping."""
         self._mapped.origin = origin
 
     def before_unmap(self, call: Callable[[], Any] | None) -> None:
-        """`call` is called when the memory is about to go."""
+        """Has `call` called before the memory is unmapped."""
         self._mapped.before_unmap = call
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -202,7 +202,7 @@ class Mapping:
         return torch.frombuffer(self.memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
     def make_private(self, descriptor: int) -> None:
-        """From now on writes stay with this process, at the same addresses. Raises OSError when that fails."""
+        """From now on, writes stay with this process; addresses stay the same. Raises OSError if that fails."""
         self._map(self.address, _MAP_PRIVATE | _MAP_FIXED, descriptor)
         self._mapped.origin, self._mapped.is_shared = None, False
 
@@ -210,23 +210,23 @@ class Mapping:
         address: int = _mmap(where, self._nbytes, _READ_AND_WRITE, flags, descriptor, self._offset)
         if address == _FAILED:
             raise _error("mmap")
-        # Whoever reads a tensor reads all of it, in order (an optimizer, saving): see docs/design/disk.md. A wish only.
+        # Readers (an optimizer, saving) read all of a tensor, in order: see docs/design/disk.md. This is only advice.
         _madvise(address, self._nbytes, mmap.MADV_SEQUENTIAL)
         return address
 
     def flush(self, descriptor: int) -> None:
-        """Waits until what was written through the mapping went to the drive. Raises OSError when that fails.
+        """Blocks until what was written through the mapping is on the drive. Raises OSError if that fails.
 
-        Not until it is safe from a loss of power, as msync would: that takes ten times as long.
+        Unlike msync, it does not wait until the bytes are safe from a loss of power: that takes ten times as long.
         """
         sync = _call("sync_file_range", _int, _int, _offset, _offset, ctypes.c_uint)
-        if sync is None:  # it is Linux's own
+        if sync is None:  # only Linux has it
             os.fsync(descriptor)
         elif sync(descriptor, self._offset, self._nbytes, _WAIT_WRITE_WAIT) != 0:
             raise _error("sync_file_range")
 
     def written(self, offset: int = 0, nbytes: int | None = None) -> bool | None:
-        """Whether a page of these bytes of a private mapping was written to; None where the system does not say."""
+        """Whether a page of these bytes of a private mapping was written to; None if the system does not tell."""
         begin = self.address + offset
         end = begin + (self._nbytes - offset if nbytes is None else nbytes)
         first, last = begin // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)
@@ -240,21 +240,21 @@ class Mapping:
         return bool((swapped | ours).any())
 
     def dirty(self) -> None:
-        """Writes to every page what it has: `flush` brings all of them to disk; of a private mapping all stay as they
-        are now, whatever others write.
+        """Makes every page dirty by writing to it what it holds. So `flush` brings all pages to disk; and the pages of
+        a private mapping stay as they are now, whatever others write.
         """
         first_bytes = self.tensor(0, self._nbytes)[:: mmap.PAGESIZE]
         first_bytes.copy_(first_bytes.clone())
 
     def forget(self) -> None:
-        """Lets go of the pages: they count no more as memory of this process, and are read anew at the next touch.
+        """Lets go of the pages: they no longer count as memory of this process, and are read anew at the next touch.
 
-        Of a private mapping, that undoes writes.
+        This undoes writes to a private mapping.
         """
         self.forget_pages(0, self._nbytes)
 
     def forget_pages(self, offset: int, nbytes: int) -> None:
-        """As `forget`, of the whole pages among these bytes; the last page may end with the mapping."""
+        """As `forget`, for the whole pages among these bytes; the mapping's last page may be partial."""
         end = offset + nbytes if offset + nbytes == self._nbytes else (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         if begin < end and _madvise(self.address + begin, end - begin, mmap.MADV_DONTNEED) != 0:

@@ -19,13 +19,13 @@ _COPIES = frozenset((torch.Tensor.contiguous, torch.Tensor.clone, torch.Tensor.t
 
 
 class TensorsOnDisk(TorchFunctionMode):
-    """Within it, `torch.empty` of a large tensor on the CPU gives memory of a file in `path`, which is gone with it.
+    """Within this context, large CPU tensors of `torch.empty` lie in files in `path`; each file goes with its tensor.
 
-    Modules make their parameters so and then draw the values in place, so the values are those that they would have
-    in RAM; the kernel writes pages to the drive when it needs their memory. What is put together of others (a
-    checkpoint's experts, into one tensor) goes there as soon as it is made; `made_one` is called after that.
+    Modules make their parameters by `torch.empty`, and then draw the values in place, so the values are the same as in
+    RAM. The kernel writes pages to the drive when it needs their memory. Tensors that are made of others (experts of a
+    checkpoint, joined into one tensor) go to the drive as soon as they are made; then `made_one` is called.
 
-    Raises DiskError when the drive is full.
+    Raises DiskError if the drive is full.
     """
 
     def __init__(self, path: str | os.PathLike[str], made_one: Callable[[], None] | None = None) -> None:
@@ -42,7 +42,7 @@ class TensorsOnDisk(TorchFunctionMode):
     ) -> Any:
         if func in (torch.stack, torch.cat) and (joined := self._joined(func, *args, **(kwargs or {}))) is not None:
             return joined
-        made = func(*args, **(kwargs or {}))  # RAM that nobody has touched, and so does not take any
+        made = func(*args, **(kwargs or {}))  # of `torch.empty`: memory that is not touched, and takes no RAM
         if func is torch.empty:
             if made.device.type == "cpu" and made.nbytes >= _SMALL_BYTES and not made.is_pinned():
                 return _like(made, self._on_disk(made.nbytes).tensor(0, made.nbytes))
@@ -53,7 +53,7 @@ class TensorsOnDisk(TorchFunctionMode):
     def _joined(
         self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], dim: int = 0, **others: Any
     ) -> torch.Tensor | None:
-        """`torch.stack` or `torch.cat` onto disk, one tensor after the other; None for small ones and other forms."""
+        """`torch.stack` or `torch.cat` onto disk, tensor by tensor; None for a small result or another kind of call."""
         if others or any(tensor.device.type != "cpu" or tensor.dtype != tensors[0].dtype for tensor in tensors):
             return None
         like = func([tensor.to("meta") for tensor in tensors], dim)
@@ -104,7 +104,7 @@ def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 
 def _is_new(made: torch.Tensor, args: Sequence[Any]) -> bool:
-    """Whether its memory is not that of what it was made of."""
+    """Whether the memory of `made` is not that of the tensor in `args` that it was made from."""
     given = args[0] if args else None
     return (
         not isinstance(given, torch.Tensor) or given.untyped_storage().data_ptr() != made.untyped_storage().data_ptr()

@@ -1,11 +1,12 @@
-"""In which order do reads and writes go to the disk? Of the same bytes as submitted; else when a thread is free.
+"""In which order do reads and writes go to the disk? For the same bytes, as submitted; else when a thread is free.
 
-Reads of one extent may overlap; a write waits for the reads and writes of its bytes that were submitted before it, a
-read for the write before it. So nothing is read before its last write has landed, and nothing is overwritten while it
-is read. Bytes whose write failed cannot be read, until a later one has written them.
+Reads of the same bytes may run at once. A write waits for the reads and writes of its bytes that were submitted before
+it, and a read for the writes. So nothing is read before its last write has landed, and nothing is overwritten while it
+is read. Bytes whose write failed cannot be read until a later write has succeeded.
 
-Ctrl-C may strike the submitting thread at any instruction. So it does one thing only, which either happens or does not:
-it puts the request in a queue. (Futures, conditions and executors of the standard library can be left locked.)
+Ctrl-C may strike the submitting thread at any instruction. So that thread does only one thing, which either happens or
+does not: it puts the request in a queue. (Ctrl-C can leave futures, conditions and executors of the standard library
+locked.)
 """
 
 import itertools
@@ -36,23 +37,23 @@ _Job = Callable[[], None]
 class Access(Enum):
     """How a request uses its extent."""
 
-    READ = "read"  # beside other reads
-    WRITE = "write"  # alone
+    READ = "read"  # other reads may run at the same time
+    WRITE = "write"  # no other request may run at the same time
 
 
 class Kind(Enum):
     """What a request does with its bytes."""
 
     TRANSFER = "transfer"  # reads or writes them
-    FLUSH = "flush"  # brings to the file what was written as memory
-    TURN = "turn"  # nothing: it waits for those before
+    FLUSH = "flush"  # brings to the file what was written through a mapping
+    TURN = "turn"  # nothing: it only waits for the requests before it
 
 
 Span = tuple[int, int]  # first byte, one past the last
 
 
 class Request:
-    """One read or write on its way: an Event that carries its exception, and the moments of begin and end."""
+    """One read or write on its way. It is an Event, and has its exception and the moments of its begin and end."""
 
     def __init__(
         self,
@@ -62,12 +63,12 @@ class Request:
         kind: Kind,
         span: Span,
     ) -> None:
-        self.extent = extent  # None: of all
+        self.extent = extent  # None: it concerns all extents
         self.access = access
         self.kind = kind
-        self.span = span  # bytes of the extent that it is about
-        self.jobs: list[_Job | None] = list(jobs)  # None: done
-        self.ended_jobs = itertools.count(1)  # next() of it is atomic
+        self.span = span  # the bytes of the extent that it concerns
+        self.jobs: list[_Job | None] = list(jobs)  # None: this job is done
+        self.ended_jobs = itertools.count(1)  # its next() is atomic
         self.waits_for = 0  # requests and events that must be done before this one begins
         self.followers: list[Request] = []
         self.error: BaseException | None = None
@@ -76,26 +77,26 @@ class Request:
         self._begin, self._end = Gate(), Gate()
 
     def synchronize(self) -> None:
-        """The caller waits for the end; raises what failed."""
+        """Blocks until it has ended; raises its error."""
         self.settle()
-        if self.error is not None:  # a copy: the store remembers it, and what is raised holds all callers' variables
+        if self.error is not None:  # raises a copy, as the store keeps the error, and a raised one holds all variables
             raise copy(self.error).with_traceback(self.error.__traceback__) from self.error.__cause__
 
     def settle(self) -> None:
-        """The caller waits for the end, well or not."""
+        """Blocks until it has ended, with or without an error."""
         self._end.wait()
 
     def query(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return self._ended
 
     def began_at(self) -> float:
-        """When its first byte was asked for, in seconds of `time.perf_counter`; waits for that."""
+        """When its first byte was requested, in seconds of `time.perf_counter`. Blocks until then."""
         self._begin.wait()
         return self._begun_at
 
     def reached_at(self) -> float:
-        """When it ended, in seconds of `time.perf_counter`; waits for that and raises what failed."""
+        """When it ended, in seconds of `time.perf_counter`. Blocks until then; raises its error."""
         self.synchronize()
         return self._ended_at
 
@@ -105,7 +106,7 @@ class Request:
         self._begin.open()
 
     def end(self) -> None:
-        """Notes the end, and wakes those who wait. Nobody here refers to the memory any more."""
+        """Notes the moment of the end, lets go of the memory, and wakes the threads that wait."""
         self.jobs.clear()
         self._ended_at = time.perf_counter()
         self._ended = True
@@ -113,7 +114,7 @@ class Request:
 
 
 class Ended:
-    """The end of a request as an event, whatever came of it: who waits for its memory has nothing to do with that."""
+    """The end of a request as an Event that never raises: for those who only wait for the memory that it uses."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -126,9 +127,10 @@ class Ended:
 
 
 class Requests:
-    """The requests of one store: `threads` that move bytes, and one that decides whose turn it is.
+    """The requests of one store, with `threads` threads that move bytes, and one that decides which requests begin.
 
-    One more thread for reads and one for writes wait for the events that requests begin after, which are of `device`.
+    Two more threads, one for reads and one for writes, wait for the events that requests begin after; the events are of
+    `device`.
     """
 
     def __init__(self, threads: int, device: torch.device | None = None) -> None:
@@ -146,48 +148,48 @@ class Requests:
         return request
 
     def forgive(self, extent: Extent) -> None:
-        """Writes of the extent that failed are nothing to anybody any more."""
+        """Forgets failed writes of the extent: nobody needs the bytes any more."""
         self._turns.post(lambda: self._turns.forgive(extent))
 
     def synchronize(self) -> None:
-        """Waits for all that was submitted; raises the first failure of a write that was not made good."""
+        """Blocks until all requests have ended; raises the first error of a write that no later write has replaced."""
         self.submit(Request(None, Access.WRITE, (), Kind.TURN, (0, 0)), None).synchronize()
 
     def close(self) -> None:
-        """Waits until all requests have ended, well or not, and ends the threads. Twice is fine."""
+        """Blocks until all requests have ended, with or without an error, and ends the threads. May be called twice."""
         self._closer()
 
 
 class _Turns:
-    """Who has to wait for whom: all of that happens on one thread, which takes one message after the other."""
+    """Decides which request waits for which. One thread does all of that, taking one message after the other."""
 
     def __init__(self, threads: int, device: torch.device | None) -> None:
         self._inbox: SimpleQueue[_Job | None] = SimpleQueue()
         self._work: SimpleQueue[_Job | None] = SimpleQueue()
         self._waits: dict[Access, SimpleQueue[_Job | None]] = {access: SimpleQueue() for access in Access}
         self._unfinished: dict[Extent | None, list[Request]] = defaultdict(list)
-        self._failed: dict[Extent, list[Request]] = {}  # writes whose bytes did not land, nor others in their place
+        self._failed: dict[Extent, list[Request]] = {}  # failed writes whose bytes no later write has replaced
         self._stopped = False
         queues = [self._work] * threads + list(self._waits.values())
         self._workers = [_start(_work_off, queue, device) for queue in queues]
         self._thread = _start(self._run, queues, device)
 
     def post(self, message: _Job) -> None:
-        """Has `message` called on the thread of turns; once that has ended, at once (then nothing has a turn)."""
+        """Has `message` called on the thread of turns; once that thread has ended, on this one, at once."""
         self._inbox.put(message)
         if self._stopped:
             self._take_rest()
 
     def stop(self) -> None:
-        """Waits until all requests have ended, and ends the threads."""
+        """Blocks until all requests have ended, and ends the threads."""
         self._inbox.put(None)
-        # A store that nobody closed may go with its last request, on one of these threads.
+        # A store that was not closed may be collected with its last request, on one of these threads.
         if threading.current_thread() not in (self._thread, *self._workers):
-            for thread in (self._thread, *self._workers):  # one that lets go of a tensor at exit ends the process badly
+            for thread in (self._thread, *self._workers):  # the process crashes if one frees a tensor at exit
                 thread.join()
 
     def enter(self, request: Request, after: Event | None) -> None:
-        """`request` takes its turn behind those that it cannot run beside."""
+        """Queues `request` behind the earlier requests that it must not run beside. On the thread of turns."""
         if self._stopped:
             request.error = _closed(request)
             request.begin()
@@ -205,7 +207,7 @@ class _Turns:
             self._waits[request.access].put(partial(self._wait, request, after))
 
     def forgive(self, extent: Extent) -> None:
-        """As Requests."""
+        """As `Requests.forgive`, on the thread of turns."""
         self._failed.pop(extent, None)
 
     def _run(self, queues: list["SimpleQueue[_Job | None]"]) -> None:
@@ -231,7 +233,7 @@ class _Turns:
                 message()
 
     def _wait(self, request: Request, after: Event) -> None:
-        """On a thread that waits."""
+        """Waits for the event that a request begins after, on one of the two threads that wait."""
         try:
             after.synchronize()
         except BaseException as error:  # the request cannot begin: whoever waits for it must know
@@ -239,7 +241,7 @@ class _Turns:
         self.post(partial(self._advance, request))
 
     def _advance(self, *requests: Request) -> None:
-        """One thing less that each of them waits for; begins those for which that was the last."""
+        """Called when one thing that each of `requests` waits for is done; begins those that wait for nothing more."""
         advanced = list(requests)
         while advanced:
             request = advanced.pop()
@@ -261,21 +263,21 @@ class _Turns:
                 self._work.put(partial(self._do, request, number, count))
 
     def _do(self, request: Request, number: int, count: int) -> None:
-        """On a thread that moves bytes."""
+        """Does one job of a request, on a thread that moves bytes."""
         job, request.jobs[number] = request.jobs[number], None
         try:
             if request.error is None and job is not None:
                 job()
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # whose variables have the memory
+            traceback.clear_frames(error.__traceback__)  # its frames' variables refer to the memory
             request.error = error
-        del job  # before the end is told: this thread may outlive that by a moment, and then holds no memory
+        del job  # before the request ends: this thread must hold no memory if it goes on a moment longer
         if next(request.ended_jobs) == count:
             self.post(lambda: self._advance(*self._leave(request)))
             request.end()
 
     def _leave(self, request: Request) -> list[Request]:
-        """`request` has ended, well or not. Returns those that waited for it."""
+        """Called when `request` has ended, with or without an error. Returns the requests that waited for it."""
         turn = self._unfinished[request.extent]
         turn.remove(request)
         if not turn:
@@ -296,14 +298,14 @@ def _meet(one: Span, other: Span) -> bool:
 
 
 def _exclude(one: Request, other: Request) -> bool:
-    """Whether one of them has to wait for the other, being of the same extent, or one of them of all."""
+    """Whether one of the two requests has to wait for the other. They concern one extent, or one concerns all."""
     if one.kind is Kind.TRANSFER is other.kind and not _meet(one.span, other.span):
         return False
     return Access.WRITE in (one.access, other.access)
 
 
 def _mends(request: Request, failed: Request) -> bool:
-    """Whether `request`, if it succeeds, writes all that `failed` was to write, or what came in its place."""
+    """Whether `request`, if it succeeds, writes all the bytes that `failed` was to write."""
     if request.access is Access.READ or request.kind is Kind.TURN:
         return False
     return request.span[0] <= failed.span[0] and failed.span[1] <= request.span[1]
@@ -322,7 +324,7 @@ def _start(target: Callable[..., None], argument: object, device: torch.device |
 def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
     while (job := queue.get()) is not None:
         job()
-        del job  # and with it the request
+        del job  # so that its request is freed, too
 
 
 def _closed(request: Request) -> StateError:

@@ -1,4 +1,4 @@
-"""What does a safetensors file hold, and where? Its own library checks the header; here is read where tensors lie.
+"""What does a safetensors file hold, and where? Its own library checks the header; this file reads where tensors lie.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header, then the
 tensors' bytes without holes.
@@ -43,9 +43,9 @@ DTYPES = {
 
 
 def read_header(file: SavedFile) -> list[TensorInFile]:
-    """The tensors of a file, in the order of their bytes. Raises CheckpointError when it is not sound."""
+    """The tensors of a file, in the order of their bytes. Raises CheckpointError if the file is not sound."""
     try:
-        with safe_open(file.path, "numpy"):  # which looks at sizes, at ranges for overlaps and holes, and at dtypes
+        with safe_open(file.path, "numpy"):  # checks sizes, dtypes, and ranges for overlaps and holes
             pass
         length = int.from_bytes(file.peek(0, _LENGTH_BYTES), "little")
         header = json.loads(file.peek(_LENGTH_BYTES, length))
@@ -59,7 +59,7 @@ def read_header(file: SavedFile) -> list[TensorInFile]:
 
 
 def _tensor(file: SavedFile, data: int, name: str, entry: Mapping[str, Any]) -> TensorInFile:
-    """One entry of the header; `data` is where the tensors' bytes begin. It may say more than the format asks for."""
+    """The tensor of one header entry, which may have more keys than the format's. `data`: where tensor bytes begin."""
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"{name!r} is of {dtype}, and PyTorch has {', '.join(DTYPES)}")

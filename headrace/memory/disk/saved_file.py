@@ -1,7 +1,7 @@
 """What is a tensor in a file, and how do the bytes of files come to where they belong? In pieces, past the page cache.
 
-Tensors lie anywhere in a file, and direct I/O wants whole pages: so threads read pieces into memory of their own,
-compare checksums where a file has them, and lay the tensors out from there.
+Tensors lie anywhere in a file, and direct I/O requires whole pages. So threads read pieces into memory of their own,
+compare checksums if the file has them, and copy the bytes to the tensors from there.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from headrace.runtime.system import CLOSED_IN_CHILDREN, read_some
 
 __all__ = ["GRAIN_BYTES", "Place", "SavedFile", "TensorInFile", "new_pages", "read_all", "reading_memory"]
 
-GRAIN_BYTES = 4 << 20  # that a checksum of a checkpoint's file is of
+GRAIN_BYTES = 4 << 20  # in a checkpoint's file, the bytes that have a checksum together
 _READERS = 8
-_KEPT_GRAINS = 6  # that neighbours of what was read are in
+_KEPT_GRAINS = 6  # grains that are kept for reads of neighbouring bytes
 
 
 class SavedFile:
-    """A file that is read and not written. `checksums`: of each GRAIN_BYTES of it; None: it has none.
+    """A file that is only read. `checksums` has that of each GRAIN_BYTES of it; None: the file has none.
 
-    Raises CheckpointError.
+    Raises CheckpointError if it cannot be read.
     """
 
     def __init__(self, path: Path, checksums: Sequence[int] | None = None) -> None:
@@ -48,14 +48,15 @@ class SavedFile:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         self.nbytes, self.checksums = self._state[0], checksums
-        self.read_otherwise: set[int] = set()  # grains, by their first byte, that `read_all` need not look at
+        self.read_otherwise: set[int] = set()  # grains that `read_all` need not read, by first byte
         self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
     def fill(self, memory: Sequence[tuple[int, int]], begin: int, what: str) -> None:
-        """Reads the bytes from `begin` on into several (address, bytes), as they lie there.
+        """Reads the bytes from `begin` on into several (address, bytes), one after the other, without verifying them.
 
-        In one request where all are whole pages. Raises DiskError, also when the file was written to meanwhile.
+        It is one request if all are whole pages. Raises DiskError, also if a file without checksums has been written to
+        since it was opened.
         """
         if self.checksums is None and self._state_now() != self._state:
             raise DiskError(
@@ -64,7 +65,7 @@ class SavedFile:
         self._file.read_scattered(memory, begin, what)
 
     def fill_checked(self, memory: torch.Tensor, begin: int, end: int, what: str) -> None:
-        """Reads these bytes, which are a grain where the file has checksums. Raises CheckpointError, naming `what`."""
+        """Reads these bytes, a grain if the file has checksums, and verifies them. CheckpointError names `what`."""
         self.fill([(memory.data_ptr(), end - begin)], begin, what)
         if self.checksums is None:
             return
@@ -76,7 +77,7 @@ class SavedFile:
             )
 
     def read(self, begin: int, memory: torch.Tensor, what: str) -> None:
-        """Fills uint8 `memory` with the bytes from `begin` on. Grains are kept for those who read their neighbours."""
+        """Fills uint8 `memory` with the bytes from `begin` on, verified. Keeps grains for reads of nearby bytes."""
         if begin + memory.nbytes > self.nbytes:
             raise CheckpointError(f"{self.path} ends at byte {self.nbytes}, before {what} does; it is not sound")
         for first, last in pieces(begin, memory.nbytes, GRAIN_BYTES):
@@ -91,35 +92,35 @@ class SavedFile:
                 ctypes.memmove(memory.data_ptr() + first - begin, kept.data_ptr() + first - grain, last - first)
 
     def peek(self, begin: int, nbytes: int) -> bytes:
-        """A few bytes, as they lie there, without a look at checksums."""
+        """A few bytes of the file, not verified by checksums."""
         return read_some(self.descriptor, nbytes, begin)
 
     def bytes(self) -> bytes:
-        """All of a small file."""
+        """All bytes of a small file, verified."""
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         self.read(0, memory, self.path.name)
         return memory.numpy().tobytes()
 
     def let_go(self) -> None:
-        """Nobody reads the neighbours of what was read last."""
+        """Frees the grains that `read` has kept."""
         with self._lock:
             self._kept.clear()
 
     def close(self) -> None:
-        """Closes the file. Where that fails nothing is lost: it was only read."""
+        """Closes the file. A failure is ignored: the file was only read, and nothing is lost."""
         self.let_go()
         with contextlib.suppress(OSError):
             self._file.close()
 
     def _state_now(self) -> tuple[int, int]:
-        """Size in bytes, and when it was written to last."""
+        """The file's size in bytes, and the time of its last write."""
         status = os.fstat(self.descriptor)
         return status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True, eq=False)
 class TensorInFile:
-    """A tensor whose elements are in memory as its bytes are: `like` (on meta), from byte `offset` of the file on."""
+    """A tensor like `like` (on meta), whose bytes are in the file from `offset` on, in the order of memory."""
 
     name: str
     file: SavedFile
@@ -144,31 +145,32 @@ class TensorInFile:
 
     @property
     def end(self) -> int:
-        """The byte of the file behind its last."""
+        """The offset in the file just past its last byte."""
         return self.offset + self.nbytes
 
     @property
     def whole_grains(self) -> range:
-        """Those of the file that have no other bytes, by their first byte."""
+        """The grains of the file, by their first byte, that have bytes of this tensor only."""
         return range(-(-self.offset // GRAIN_BYTES) * GRAIN_BYTES, self.end - GRAIN_BYTES + 1, GRAIN_BYTES)
 
     def at_rest(self) -> TensorAtRest:
-        """The same for those who know nothing of files."""
+        """This tensor for users that know nothing of files."""
         return TensorAtRest(
             self.like, lambda begin, memory: self.file.read(self.offset + begin, memory, repr(self.name))
         )
 
 
-# A tensor of a file, and `put(begin, memory)`, which gets its bytes from `begin` on: from several threads, others each.
+# A tensor of a file, and `put(begin, memory)`, which takes its bytes from `begin` on. Several threads call it at once,
+# each with other bytes.
 Place = tuple[TensorInFile, Callable[[int, torch.Tensor], None]]
 
 
 def read_all(work: Iterable[tuple[SavedFile, Sequence[Place]]], memory: Sequence[torch.Tensor]) -> None:
-    """Brings everything to its place: a thread for each of `memory`, which are whole pages, of GRAIN_BYTES at least
-    where a file has checksums. Raises what failed first: CheckpointError, DiskError.
+    """Reads all tensors into their places, with a thread for each piece of `memory`: whole pages, and GRAIN_BYTES at
+    least if a file has checksums. Raises the first error, a CheckpointError or DiskError.
 
-    Files that have checksums are read as a whole, so that what is around the tensors is checked, too; but for grains
-    that are read otherwise.
+    Files with checksums are read as a whole, except for grains in `read_otherwise`, so that the bytes around tensors
+    are verified, too.
     """
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
     for one in memory:
@@ -200,7 +202,7 @@ def read_all(work: Iterable[tuple[SavedFile, Sequence[Place]]], memory: Sequence
 
 
 def _pieces(file: SavedFile, places: Sequence[Place], most_bytes: int) -> Iterator[tuple[int, int, Sequence[Place]]]:
-    """What is read at once, in order: first byte, the one behind the last, and the places that get some of it."""
+    """The pieces that are each read at once, in order: the first byte, the one past the last, and their places."""
     size = most_bytes if file.checksums is None else GRAIN_BYTES
     found: dict[int, list[Place]] = defaultdict(list)
     for place in places:
@@ -208,20 +210,20 @@ def _pieces(file: SavedFile, places: Sequence[Place], most_bytes: int) -> Iterat
             found[begin // size * size].append(place)
     for first, _ in pieces(0, file.nbytes if file.checksums is not None else 0, size):
         if first not in file.read_otherwise:
-            found[first]  # which may have no place
+            found[first]  # adds the grain, even if no place needs it
     for first, among in sorted(found.items(), key=lambda item: item[0]):
         last = min(first + size, file.nbytes)
-        if file.checksums is None:  # the pages that are wanted
+        if file.checksums is None:  # only the pages that are needed
             first = max(first, min(tensor.offset for tensor, _ in among) // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES)
             last = min(last, disk_pages(max(tensor.end for tensor, _ in among)))
         yield first, last, among
 
 
 def reading_memory() -> list[torch.Tensor]:
-    """For `read_all`: what keeps a drive busy, measured, see docs/design/checkpoints.md."""
+    """Memory for `read_all`: as much as keeps a drive busy, measured; see docs/design/checkpoints.md."""
     return [new_pages(GRAIN_BYTES) for _ in range(_READERS)]
 
 
 def new_pages(nbytes: int) -> torch.Tensor:
-    """Memory of whole pages, which nobody has touched."""
+    """Memory of whole pages that are not touched yet."""
     return torch.frombuffer(map_pages(nbytes, touched=False), dtype=torch.uint8)

@@ -19,7 +19,7 @@ _PURPOSE = "staging"
 
 @dataclass(frozen=True)
 class Slot:
-    """One slot in the hands of one user. Whoever fills `memory` does so after `free`; None: at once."""
+    """One slot that one user has acquired. Its `memory` may be filled after the event `free` (None: at once)."""
 
     index: int
     memory: torch.Tensor  # uint8, (slot_bytes,), page-aligned, pinned for the device
@@ -29,7 +29,7 @@ class Slot:
 class StagingRing:
     """`slots` slots of `slot_bytes` (rounded up to pages) of host memory, page-locked for `device`.
 
-    Raises BudgetError, before anything is allocated, when that is over the ledger's host budget.
+    Raises BudgetError, before anything is allocated, if the slots exceed the ledger's host budget.
     """
 
     def __init__(self, slot_bytes: int, slots: int, device: torch.device, ledger: Ledger) -> None:
@@ -50,7 +50,7 @@ class StagingRing:
             return len(self._free)
 
     def acquire(self) -> Slot:
-        """The slot that was released first. Waits until one is; raises StateError when the ring is closed."""
+        """The free slot that was released first. Blocks until there is one; raises StateError if the ring is closed."""
         with self._changed:
             while not self._free and not self._closed:
                 self._changed.wait()
@@ -61,7 +61,7 @@ class StagingRing:
             return Slot(index, self._memory[index], free)
 
     def release(self, slot: Slot, after: Event | None) -> None:
-        """Its bytes are not needed after the event `after` (None: from now on). The next user waits for that."""
+        """Gives a slot back. Its bytes are needed until `after` (None: no more), which its next user waits for."""
         with self._changed:
             if slot.index not in self._taken:
                 raise StateError(f"staging slot {slot.index} was released already")
@@ -70,7 +70,7 @@ class StagingRing:
             self._changed.notify()
 
     def close(self) -> None:
-        """Wakes those who wait, and lets go of the memory; it is given back when no slot is in use."""
+        """Wakes the threads that wait, and lets go of the memory, which is freed when no slot is in use."""
         with self._changed:
             self._closed = True
             self._free.clear()

@@ -1,6 +1,6 @@
 """Where do bytes of the disk tier rest, and how are they reached? In one packed file; directly, or as memory.
 
-When a range is accessed directly and when by mapping, and why, is in docs/design/disk.md.
+docs/design/disk.md says when a range is accessed directly, when by mapping, and why.
 """
 
 import contextlib
@@ -35,22 +35,22 @@ from headrace.runtime.system import reserve
 
 __all__ = ["DiskStore"]
 
-_THREADS = 4  # that move bytes; measured, see docs/design/disk.md
+_THREADS = 4  # threads that move bytes; measured, see docs/design/disk.md
 
 
 class DiskStore:
     """Extents of a spill file in `directory`, read and written in the background. Safe to call from any thread.
 
-    The directory is this store's alone until `close`; it is made, for its owner only, when it is missing. With `own`,
-    a word for what rests there, it is one inside of `directory` that goes with the store. The file has no name and is
-    gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
+    No other store uses the directory until `close`; if it is missing, it is made, for its owner only. With `own`, which
+    says what rests there, the store uses a directory inside of `directory`, which is removed with it. The file has no
+    name, and is gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
 
-    With `node` its ranks share one file, which the first one makes: all of them make this store and its extents, in the
-    same order, and each books its part. What they write is for them to agree on: mappings show it to all at once,
-    `read` what somebody has handed over since. `device`: of the events that requests wait for.
+    With `node`, its ranks share one file, which the first one makes. All of them make this store and its extents in the
+    same order, and each books its part. They have to agree on who writes what: mappings show writes to all ranks at
+    once; `read` shows what has been handed over. `device` is that of the events that requests wait for.
 
-    Reads and writes of the same bytes happen in the order of their submission (reads beside each other). What `write`
-    wrote is checked when `read` reads it; what was written through a mapping, when it was handed over.
+    Reads and writes of the same bytes happen in the order of their submission; reads may run at once. `read` verifies
+    bytes that `write` wrote, and bytes that were written through a mapping if they have been handed over.
 
     Raises ValueError when `directory` is a file, StateError when another store or process uses it, DiskError when no
     file can be made there.
@@ -70,7 +70,7 @@ class DiskStore:
         self._node = node
         self._is_own = own is not None
         self._path = (Path(directory) if own is None else own_directory(directory, own)).expanduser().resolve()
-        self._directory: StoreDirectory | None = None  # of the first rank of a node
+        self._directory: StoreDirectory | None = None  # None on a node's other ranks
         self._ledger = ledger
         self._log = log or DiskLog()
         self._file = DirectFile(self._create_file(), f"the spill file in {self._path}", writable=True)
@@ -79,7 +79,7 @@ class DiskStore:
         self._lock = threading.Lock()
         self._size_bytes = 0
         self._mappings: dict[Extent, Mapping] = {}
-        self._unflushed: set[Extent] = set()  # pages of these did not reach the disk
+        self._unflushed: set[Extent] = set()  # extents with pages that did not reach the disk
         self._booked: Counter[str] = Counter()
         self._unbook = weakref.finalize(self, _unbook, ledger, self._booked)
         self._unbook.atexit = False
@@ -97,19 +97,19 @@ class DiskStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
+        """Bytes that its extents take on disk."""
         return self._size_bytes
 
     def check_free(self, nbytes: int) -> None:
-        """Raises DiskError (ENOSPC) when `nbytes` more do not fit on the disk. To be asked before the first byte."""
+        """Raises DiskError (ENOSPC) if `nbytes` more do not fit on the disk. To be called before the first byte."""
         self._once(nbytes, f"{format_bytes(nbytes)} of disk", partial(self._check_free, nbytes, "the disk tier"))
 
     def allocate(self, name: str, nbytes: int, purpose: str, grain_bytes: int = PIECE_BYTES) -> Extent:
-        """Takes `nbytes` of disk, rounded up to pages, for good; `name` is what errors say. Contents are arbitrary.
+        """Takes `nbytes` of disk, rounded up to pages, for good. Errors call it `name`. Contents are arbitrary.
 
-        Writes of whole grains are checked when whole grains are read.
+        A grain that was written as a whole is verified when it is read as a whole.
 
-        Raises DiskError (ENOSPC), and takes nothing, when the disk has no room.
+        Raises DiskError (ENOSPC), and takes nothing, if the disk has no room.
         """
         with self._lock:
             self._refuse_closed(name)
@@ -122,10 +122,10 @@ class DiskStore:
             return extent
 
     def part(self, extent: Extent, offset: int, nbytes: int) -> Extent:
-        """Bytes from `offset` of `extent` as an extent of their own, with an order of their own.
+        """Bytes from `offset` of `extent` as an extent of their own, whose requests have an order of their own.
 
-        `offset` is a multiple of DISK_ALIGNMENT_BYTES. Whoever uses an extent both as a whole and in parts keeps the
-        order between these.
+        `offset` is a multiple of DISK_ALIGNMENT_BYTES. A caller that uses an extent both as a whole and in parts has to
+        keep the order between the two.
         """
         if offset % DISK_ALIGNMENT_BYTES or not 0 <= offset <= offset + nbytes <= extent.capacity_bytes:
             raise ValueError(f"{extent.name!r}: {nbytes} bytes at offset {offset} are not whole pages within it")
@@ -142,24 +142,24 @@ class DiskStore:
     ) -> Request:
         """Submits reading the bytes from `offset` of `extent` into `destination`, all or `within`. Never blocks.
 
-        `destination` is uint8 on the CPU, contiguous, (nbytes,); it may end in the padding of the extent. Fastest when
-        it begins at a page and has whole pages. It may be touched when the request is done, and is filled not before
-        `after`. DiskError (I/O fault, file too short, wrong checksum) comes from the request.
+        `destination` is uint8 on the CPU, contiguous, (nbytes,); the range may end in the extent's padding. It is
+        fastest with whole pages that begin at a page. The destination is not filled before `after`, and may be touched
+        when the request is done. The request raises DiskError (I/O fault, file too short, wrong checksum).
         """
         return self._submit(Access.READ, extent, destination, within, offset, after)
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0, *, after: Event | None = None) -> Request:
-        """Submits writing `source` to `offset` of `extent`. As `read`; `source` must not change meanwhile.
+        """Submits writing `source` to `offset` of `extent`, as `read`. `source` must not change until it is done.
 
-        After a write that failed, reads of the extent fail too, until a write of all of it has succeeded.
+        After a write that failed, reads of its bytes fail too, until a write of all of them has succeeded.
         """
         return self._submit(Access.WRITE, extent, source, None, offset, after)
 
     def mapping(self, extent: Extent, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        """Bytes of the extent as memory: uint8, (nbytes,), a storage of its own at every call. Writes reach the file.
+        """Bytes of the extent as memory: uint8, (nbytes,), a new storage at every call. Writes reach the file.
 
-        To be touched when the Request of `to_mapping` is done, and until `to_direct` is called. It outlives the store.
-        Reads check its bytes between `to_direct` and `to_mapping` only.
+        It may be touched from when the Request of `to_mapping` is done until `to_direct` is called. It outlives the
+        store. `read` verifies its bytes between `to_direct` and `to_mapping` only.
         """
         with self._lock:
             self._refuse_closed(extent.name)
@@ -172,26 +172,26 @@ class DiskStore:
             return self._mappings[extent].tensor(offset, extent.nbytes - offset if nbytes is None else nbytes)
 
     def own_mapping(self, extent: Extent) -> Mapping:
-        """The extent as memory in which what this process writes stays its own."""
+        """The extent as private memory: what this process writes there stays its own."""
         return Mapping(self._file.descriptor, extent.offset, extent.capacity_bytes, shared=False)
 
     def origin(self, extent: Extent, part_bytes: int | None = None) -> Origin:
-        """The extent for those who know nothing of stores; written in parts of that many bytes, or as a whole."""
+        """The extent as an Origin; `part_bytes`: it is written in parts of that size; None: as a whole."""
         return _Bytes(self, extent, part_bytes)
 
     def to_mapping(self, extent: Extent) -> Request:
-        """Hands the extent over to those who use its mapping: done when all reads and writes before are."""
+        """Hands the extent over to users of its mapping. The request is done when all earlier reads and writes are."""
         self._checksums.forget(extent)
         return self._requests.submit(Request(extent, Access.WRITE, (), Kind.TURN, (0, extent.nbytes)), None)
 
     def to_direct(self, extent: Extent, within: Sequence[Range] | None = None) -> Request:
         """Hands the extent over to `read` and `write`: submits bringing to disk what was written through the mapping.
 
-        Reads and writes that are submitted later wait for that. Until `to_mapping` or a write, reads check what was
-        brought there: all grains that lie in them; or those `within` these spans alone, and the others are not read
-        here. The pages stop counting as memory of this process.
-        Where it fails, pages are kept, and the next `to_direct` tries again: it raises DiskError (EBADMSG) if they were
-        lost meanwhile, or written to.
+        Reads and writes that are submitted later wait for that. Until `to_mapping` or a write, `read` verifies all
+        whole grains; with `within`, only those in these spans, and the others are not read here. The pages stop
+        counting as memory of this process.
+        If it fails, the pages are kept, and the next `to_direct` tries again: it raises DiskError (EBADMSG) if they
+        have been lost or written to meanwhile.
         """
         mapping = self._mappings.get(extent)
         jobs = () if mapping is None else (partial(self._hand_over, extent, mapping, within),)
@@ -199,35 +199,35 @@ class DiskStore:
         return self._requests.submit(Request(extent, Access.WRITE, jobs, kind, (0, extent.capacity_bytes)), None)
 
     def expect(self, extent: Extent) -> None:
-        """As `to_direct`, of an extent that nobody has written: grains that `write` writes as a whole are checked."""
+        """As `to_direct`, for an extent that is not written yet: grains that `write` writes as a whole are verified."""
         self._checksums.begin(extent)
 
     def release(self, extent: Extent) -> None:
-        """What was written to the extent is nothing to anybody, so its bytes may be parts of others of the caller's.
+        """Gives up what the extent holds, so that the caller may use its bytes in other extents.
 
-        No request of it is under way.
+        To be called when no request for it is under way.
         """
         self._checksums.drop(extent)
         self._requests.forgive(extent)
 
     def forget(self, extent: Extent) -> None:
-        """The mapping's pages stop counting as memory of this process. What was written there reaches disk in time."""
+        """Lets go of the mapping's pages: they no longer count as memory of this process. Writes to them reach disk."""
         mapping = self._mappings.get(extent)
         if mapping is not None:
             mapping.forget()
 
     def forked(self) -> None:
-        """In a process that was forked: writes to mappings stay there, page by page; they do not reach the file."""
+        """Called in a forked child: from now on, its writes to mappings stay in the child, not reaching the file."""
         self._lock = threading.Lock()
         for mapping in self._mappings.values():
             mapping.make_private(self._file.descriptor)
 
     def synchronize(self) -> None:
-        """Waits for all that was submitted; raises the first failure of a write."""
+        """Blocks until all requests have ended; raises the first error of a write."""
         self._requests.synchronize()
 
     def close(self) -> None:
-        """Waits for what was submitted, and gives the disk back, as far as no mapping is in use. Twice is fine."""
+        """Blocks until all requests have ended, and frees the disk once no mapping is in use. May be called twice."""
         with self._lock:
             if not self.is_open:
                 return
@@ -257,7 +257,7 @@ class DiskStore:
             return self._node.hand_out(0, f"{self._path} as its disk tier", create)
 
     def _once(self, number: int, what: str, do: Callable[[], None]) -> None:
-        """On the first rank of a node; the others wait for it, and fail where it does."""
+        """Calls `do` on a node's first rank; the others wait for it, and fail if it does."""
         if self._node is None:
             do()
         else:
@@ -310,7 +310,7 @@ class DiskStore:
 
     def _write_piece(self, extent: Extent, begin: int, end: int, memory: torch.Tensor, at: int) -> None:
         begun_at, address = time.perf_counter(), memory.data_ptr() + at
-        if extent not in self._mappings:  # nobody else can write to it
+        if extent not in self._mappings:  # without a mapping, nobody else writes to it
             self._checksums.begin(extent)
         self._checksums.note(extent, begin, end, address)
         self._file.write(address, end - begin, extent.offset + begin, repr(extent.name))
@@ -325,13 +325,13 @@ class DiskStore:
             self._checksums.note_all(extent, mapping.address, within)
         try:
             if again:
-                mapping.dirty()  # the kernel takes pages for written that it tried to write once
+                mapping.dirty()  # pages that the kernel has tried to write count as clean
             mapping.flush(self._file.descriptor)
             mapping.forget()
             self._unflushed.discard(extent)
             self._log.note(Access.WRITE, extent.name, extent.nbytes, begun_at)
         except OSError as error:
-            if not (again or within or within is None):  # nothing is known, and from now on the kernel may drop pages
+            if not (again or within or within is None):  # no checksum is known, and the kernel may drop pages now
                 self._checksums.note_all(extent, mapping.address)
             self._unflushed.add(extent)
             raise DiskError(
@@ -362,7 +362,7 @@ class DiskStore:
 
 
 class _Bytes(Origin):
-    """An extent, as long as its store is open. `part_bytes`: where it is written in parts, the size of those."""
+    """The bytes of an extent, while its store is open. `part_bytes`: the size of the parts in which it is written."""
 
     def __init__(self, store: DiskStore, extent: Extent, part_bytes: int | None) -> None:
         self._store, self._extent, self._parts = weakref.ref(store), extent, part_bytes is not None
@@ -385,7 +385,7 @@ class _Bytes(Origin):
 
 @contextlib.contextmanager
 def _as_disk_error() -> Iterator[None]:
-    """What another rank failed at is the disk's failure here, too."""
+    """Within this context, an OSError, such as another rank's error, becomes a DiskError."""
     try:
         yield
     except DiskError:

@@ -1,4 +1,4 @@
-"""What is in a file that `torch.save` wrote, and where in it do its tensors lie? Nothing of theirs is read for that."""
+"""What is in a file that `torch.save` wrote, and where in it are its tensors? Found without reading their bytes."""
 
 import io
 import struct
@@ -15,26 +15,26 @@ from headrace.memory.disk.saved_file import SavedFile, TensorInFile
 
 __all__ = ["TorchFile", "open_torch_file", "plain_values", "storage_ranges"]
 
-_NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record in a zip archive
+_NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record's header in a zip archive
 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """`tree`: what was saved, or a part of it, its tensors mapped from the file."""
+    """A file of torch.save. `tree` is what was saved, or a part of it; its tensors are mapped from the file."""
 
     tree: Any
     file: SavedFile
-    _first_byte: int  # of the file, that lies at `_address`
+    _first_byte: int  # the offset in the file of the byte that is mapped at `_address`
     _address: int
 
     def place(self, name: str, tensor: torch.Tensor) -> TensorInFile:
-        """Where one of its tensors is, which is dense: each byte there is of one element."""
+        """Where one of the tensors is in the file. The tensor is dense: each of its bytes belongs to one element."""
         first = tensor.data_ptr() - self._address + self._first_byte if tensor.numel() else 0
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return TensorInFile(name, self.file, first, like)
 
     def places(self) -> dict[str, TensorInFile]:
-        """All tensors of a state_dict, by name. Raises CheckpointError when there are none, or they lie otherwise."""
+        """All tensors of a state_dict, by name. Raises CheckpointError if there are none, or one is not contiguous."""
         found = {}
         for name, tensor in self.tree.items() if isinstance(self.tree, Mapping) else ():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
@@ -51,7 +51,7 @@ class TorchFile:
 
 
 def open_torch_file(file: SavedFile) -> TorchFile:
-    """Reads what is around the tensors, and nothing that could run code. Raises CheckpointError."""
+    """Reads a file of torch.save but for its tensors' bytes, and runs no code from it. Raises CheckpointError."""
     path = file.path
     try:
         first_bytes = {first: nbytes for first, nbytes in storage_ranges(path).values() if nbytes}
@@ -72,9 +72,9 @@ def open_torch_file(file: SavedFile) -> TorchFile:
 
 
 def storage_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """The first byte, and how many there are, of each storage in the file, by its key: "0", "1", ...
+    """The first byte and the number of bytes of each storage in the file, by its key: "0", "1", ...
 
-    Such a file is a zip archive whose records lie there as they are.
+    Such a file is a zip archive with uncompressed records.
     """
     ranges = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -90,14 +90,14 @@ def storage_ranges(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def _check_stored(archive: zipfile.ZipFile) -> None:
-    """Records of torch.save are as long as they say: compressed ones could be of any size. Raises BadZipFile."""
+    """Raises BadZipFile for compressed records, which could expand to any size: torch.save compresses none."""
     packed = next((one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
     if packed is not None:
         raise zipfile.BadZipFile(f"its record {packed!r} is compressed")
 
 
 def plain_values(data: bytes, path: Path) -> Any:
-    """What `torch.save` wrote in a small file, of plain values and tensors alone. Raises CheckpointError."""
+    """What `torch.save` wrote to a small file: plain values and tensors only. Raises CheckpointError."""
     try:
         if zipfile.is_zipfile(io.BytesIO(data)):
             with zipfile.ZipFile(io.BytesIO(data)) as archive:

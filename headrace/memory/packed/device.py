@@ -1,6 +1,6 @@
-"""How are packed words unpacked where they are computed with? By a Triton kernel; by PyTorch's operators where none is.
+"""How are packed words unpacked on the device? By a Triton kernel; without Triton, by PyTorch's operators.
 
-What escaped is known to the host, so nothing waits for the device.
+The host knows how many words escaped, so nothing waits for the device.
 """
 
 import functools
@@ -12,13 +12,13 @@ from headrace.memory.packed.format import GROUP_WORDS, Packed
 
 __all__ = ["unpack_on_device", "unpacks_by_kernel"]
 
-_AT_A_TIME = 1 << 13  # groups that PyTorch's operators take at once: so much the memory is that they need beside it
+_AT_A_TIME = 1 << 13  # groups that PyTorch's operators unpack at once, to limit the memory that they take
 
 
 def unpack_on_device(packed: Packed, into: torch.Tensor) -> None:
-    """All words into `into`: contiguous, of as many bytes, on the device where `packed.memory` is. Does not wait.
+    """Unpacks all words into `into`: contiguous, of as many bytes, on the device of `packed.memory`. Does not wait.
 
-    With Triton no memory is needed beside these; PyTorch's operators need up to 30 MiB for a moment.
+    With Triton, no other memory is needed; PyTorch's operators need up to 30 MiB for a moment.
     """
     words = into.view(-1).view(torch.uint8).view(torch.int16)
     if words.numel() != packed.words:
@@ -32,7 +32,7 @@ def unpack_on_device(packed: Packed, into: torch.Tensor) -> None:
 
 
 def unpacks_by_kernel(device: torch.device) -> bool:
-    """Whether it takes no memory beside the words and what they are packed in."""
+    """Whether unpacking on the device is done by Triton, and needs no memory beside the packed and unpacked words."""
     return device.type in ("cuda", "xpu") and _has_triton()
 
 

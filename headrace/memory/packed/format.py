@@ -1,11 +1,11 @@
-"""Of what are packed weights made? A header, groups of a fixed size, and what escaped; any range is unpacked alone.
+"""What are packed weights made of? A header, groups of a fixed size, and escapes. Any range can be unpacked alone.
 
     header   64 bytes: 15 exponents and a zero, then the number of words and that of escapes (uint32, little-endian)
     groups   192 bytes for each 128 words: sign and mantissa in 8 bits, the exponent's place in the header in 4
     escapes  uint32 each, in order of their words: 256 times the word's number, and its exponent
 
-Words are 16-bit patterns of any kind: what does not look like bfloat16 weights escapes, and is not packed when so much
-does that little would be saved.
+Words are 16-bit patterns of any kind. A word whose exponent is not among the 15 escapes; if so many escape that little
+would be saved, nothing is packed.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ HEADER_BYTES = 64
 GROUP_WORDS, GROUP_BYTES = 128, 192
 _PLAIN_GROUP_BYTES = 2 * GROUP_WORDS
 _ESCAPE_BYTES = 4
-_MOST_WORDS = 1 << 24  # that an escape can number
-_WORTH = 0.9  # of the plain bytes: what takes more is left as it is
+_MOST_WORDS = 1 << 24  # an escape cannot number more
+_WORTH = 0.9  # of the plain bytes: words that would take more are not packed
 
 
 @dataclass(frozen=True)
@@ -44,35 +44,35 @@ class Packed:
 
     @staticmethod
     def in_memory(memory: torch.Tensor) -> "Packed":
-        """What `memory` of the CPU begins with."""
+        """The packed words that `memory`, on the CPU, begins with."""
         words, escapes = memory[16:24].view(torch.int32).tolist()
         return Packed(memory[: packed_bytes(words, escapes)], words, escapes)
 
     @property
     def palette(self) -> torch.Tensor:
-        """Exponents, uint8, (16,): of the words whose code is the index, if that is not 15."""
+        """The exponent for each code: uint8, (16,). Code 15 is that of words that escaped."""
         return self.memory[:16]
 
     @property
     def groups(self) -> torch.Tensor:
-        """uint8, (groups, GROUP_BYTES)."""
+        """The groups: uint8, (groups, GROUP_BYTES)."""
         return self.memory[HEADER_BYTES : HEADER_BYTES + _groups(self.words) * GROUP_BYTES].view(-1, GROUP_BYTES)
 
     @property
     def escaped(self) -> torch.Tensor:
-        """int32, (escapes,)."""
+        """The escapes: int32, (escapes,)."""
         return self.memory[HEADER_BYTES + _groups(self.words) * GROUP_BYTES :].view(torch.int32)
 
 
 def packed_bytes(words: int, escapes: int) -> int:
-    """What so many words take, so many of which escape."""
+    """Bytes that `words` words take, of which `escapes` escape."""
     return HEADER_BYTES + _groups(words) * GROUP_BYTES + escapes * _ESCAPE_BYTES
 
 
 def pack(source: torch.Tensor) -> torch.Tensor | None:
-    """`source` packed: uint8, (bytes,). None where that is not worth it: it would take more than 0.9 of the bytes.
+    """Packs `source` into uint8, (bytes,). None if that is not worth it: it would take more than 0.9 of the bytes.
 
-    `source`: contiguous, on the CPU, of any dtype of an even number of bytes. Raises RuntimeError without native code.
+    `source` is contiguous, on the CPU, with an even number of bytes. Raises RuntimeError without native code.
     """
     words = source.reshape(-1).view(torch.uint8).view(torch.int16)
     most = _most_escapes(words.numel())
@@ -84,17 +84,17 @@ def pack(source: torch.Tensor) -> torch.Tensor | None:
 
 
 def pack_in_place(memory: torch.Tensor) -> int:
-    """The bytes of `memory` (uint8, an even number, contiguous) are packed where they are: how many they are then.
+    """Packs the bytes of `memory` (uint8, an even number, contiguous) in place. Returns the number of packed bytes.
 
-    0: that is not worth it, and what `memory` holds is of no use any more.
+    0: it was not worth it, and the contents of `memory` are lost.
     """
     return pack_into(memory, memory)
 
 
 def pack_into(source: torch.Tensor, memory: torch.Tensor) -> int:
-    """`source` (contiguous, on the CPU) packed from the first byte of `memory` (uint8) on: the bytes it takes there.
+    """Packs `source` (contiguous, on the CPU) into `memory` (uint8), from its first byte on. Returns the bytes taken.
 
-    0: it is not worth it, its bytes are not even, or `memory` has no room; what that holds is of no use any more.
+    0: it is not worth it, `source` has an odd number of bytes, or `memory` has no room; its contents may be lost.
     """
     if source.nbytes % 2:
         return 0
@@ -104,20 +104,20 @@ def pack_into(source: torch.Tensor, memory: torch.Tensor) -> int:
 
 
 def unpack(packed: Packed, into: torch.Tensor, first: int = 0) -> None:
-    """Words from `first` on to all of `into`: contiguous, on the CPU."""
+    """Unpacks the words from `first` on into all of `into`: contiguous, on the CPU."""
     words = into.view(-1).view(torch.uint8).view(torch.int16)
     _check(packed, first, words.numel())
     kernel.unpack(packed.groups[first // GROUP_WORDS :], packed.palette, packed.escaped, first, words)
 
 
 def unpack_in_place(memory: torch.Tensor, begin: int) -> None:
-    """What is packed from byte `begin` of `memory` on comes to its first bytes, unpacked. `memory`: on the CPU.
+    """Unpacks the words that are packed from byte `begin` of `memory` on into its first bytes. `memory`: on the CPU.
 
     `begin` is a multiple of 64.
     """
     packed = Packed.in_memory(memory[begin:])
     words = memory[: 2 * packed.words].view(torch.int16)
-    # A group may be written to where groups before it were, not where it is itself, or others are that come later.
+    # A group may be unpacked to where earlier groups were, but not to where it is itself, or later groups are.
     lie = begin + HEADER_BYTES
     safe = max(0, (lie - _PLAIN_GROUP_BYTES) // (_PLAIN_GROUP_BYTES - GROUP_BYTES) + 1)
     safe = min(safe, packed.words // GROUP_WORDS)
@@ -137,14 +137,14 @@ def _groups(words: int) -> int:
 
 
 def _most_escapes(words: int) -> int:
-    """With how many packing is worth it; negative: with none."""
+    """The most escapes with which packing is worth it; negative: it is not, even without any."""
     if words > _MOST_WORDS:
         return -1
     return (int(2 * words * _WORTH) - packed_bytes(words, 0)) // _ESCAPE_BYTES
 
 
 def _pack(words: torch.Tensor, memory: torch.Tensor, most: int) -> int:
-    """Into `memory`, which may be that of `words`. The bytes written; 0: too many escape."""
+    """Packs `words` into `memory`, which may be their own. Returns the bytes written; 0: too many words escape."""
     count = words.numel()
     escapes = torch.empty(most, dtype=torch.int32, device="cpu")
     header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")

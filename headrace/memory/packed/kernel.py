@@ -1,4 +1,4 @@
-"""How does Python reach the native code that packs? Through ctypes, by addresses; others run meanwhile."""
+"""How does Python reach the native code that packs? Through ctypes, by addresses; other threads run meanwhile."""
 
 import ctypes
 import functools
@@ -31,7 +31,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the native code was built with this installation. Without it nothing is packed."""
+    """Whether the native code was built with this installation. Without it, nothing is packed."""
     return _library() is not None
 
 
@@ -41,13 +41,13 @@ def level() -> int:
 
 
 def choose(words: torch.Tensor, palette: torch.Tensor) -> None:
-    """The 15 exponents most often met in `words` (int16, contiguous) go to `palette` (uint8, (16,))."""
+    """Puts the 15 most frequent exponents of `words` (int16, contiguous) into `palette` (uint8, (16,))."""
     _built().headrace_packed_choose(words.data_ptr(), words.numel(), palette.data_ptr())
 
 
 def pack(words: torch.Tensor, palette: torch.Tensor, groups: torch.Tensor, escapes: torch.Tensor) -> int:
-    """Packs `words` into `groups` (uint8, 192 bytes for 128 words). Returns how many go to `escapes` (int32); -1: more
-    than have room there.
+    """Packs `words` into `groups` (uint8, 192 bytes for 128 words), and escapes into `escapes` (int32). Returns the
+    number of escapes; -1: there are more than fit.
     """
     return int(
         _built().headrace_packed_pack(
@@ -63,7 +63,7 @@ def pack(words: torch.Tensor, palette: torch.Tensor, groups: torch.Tensor, escap
 
 
 def unpack(groups: torch.Tensor, palette: torch.Tensor, escapes: torch.Tensor, first: int, out: torch.Tensor) -> None:
-    """Words from `first` on into `out` (int16, contiguous). `groups` begins with the group of word `first`."""
+    """Unpacks words from `first` on into `out` (int16, contiguous). `groups` begins with the group of word `first`."""
     _built().headrace_packed_unpack(
         groups.data_ptr(),
         palette.data_ptr(),

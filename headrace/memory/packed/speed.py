@@ -1,4 +1,4 @@
-"""How fast are packed words unpacked on this machine, by one thread? Measured once, where somebody asks."""
+"""How fast are packed words unpacked on this machine, by one thread? It is measured once, at the first call."""
 
 import functools
 import time
@@ -15,7 +15,7 @@ _ROUNDS = 3
 
 @functools.cache
 def unpacking_speed() -> float:
-    """Bytes that come out in a second: the best of three runs over half a MiB, a millisecond in all."""
+    """Bytes per second that unpacking yields: the best of three runs over half a MiB, a millisecond in all."""
     words = (torch.arange(_WORDS, dtype=torch.int32, device="cpu") % 0x0700 + 0x3800).to(torch.int16)
     memory = pack(words)
     if memory is None:

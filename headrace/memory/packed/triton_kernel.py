@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 
 def unpack_by_triton(packed: Packed, words: torch.Tensor) -> None:
-    """All words into `words` (int16, (packed.words,)), on the current stream."""
+    """Unpacks all words into `words` (int16, (packed.words,)), on the current stream."""
     _unpack[(triton.cdiv(packed.words, _BLOCK),)](packed.groups, packed.palette, words, packed.words, BLOCK=_BLOCK)
     if packed.escapes:
         _escape[(triton.cdiv(packed.escapes, _BLOCK),)](packed.escaped, words, packed.escapes, BLOCK=_BLOCK)

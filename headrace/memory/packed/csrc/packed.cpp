@@ -1,8 +1,8 @@
 // How are 16-bit floats packed into 12 bits and back? Sign and mantissa take 8, one of 15 exponents 4; others escape.
 //
-// A group is 128 words in 192 bytes: 128 bytes of sign and mantissa, then 64 of codes; byte i of those has the code of
-// word i in its low half, and that of word i + 64 in its high one. Groups lie one after the other, so any range of
-// words is one range of bytes, and both ways work in place: see format.py.
+// A group is 128 words in 192 bytes: 128 bytes of sign and mantissa, then 64 bytes of codes. Code byte i has the code
+// of word i in its low half, and that of word i + 64 in its high half. Groups lie one after the other, so any range of
+// words is one range of bytes, and both packing and unpacking work in place: see format.py.
 #include <stdint.h>
 #include <string.h>
 
@@ -32,7 +32,7 @@ static void unpack_plain(const uint8_t *groups, int64_t count, const uint8_t *pa
 }
 
 #ifdef HAS_LEVELS
-// The low byte of a word is the exponent's last bit and the mantissa, the high one the sign and the exponent's rest.
+// A word's low byte has the exponent's last bit and the mantissa; its high byte has the sign and the exponent's rest.
 #define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2")))
 
@@ -92,7 +92,7 @@ INLINE int64_t pack_body(const uint16_t *words, int64_t count, const uint8_t *pa
     const int64_t left = count - at;
     if (left >= WORDS) {
       memcpy(group, words + at, sizeof group);
-    } else {  // as if the last word went on: that escapes no more often
+    } else {  // repeats the last word: that adds no escapes
       for (int i = 0; i < WORDS; ++i) group[i] = words[at + (i < left ? i : left - 1)];
     }
     for (int i = 0; i < WORDS; ++i) {
@@ -144,7 +144,7 @@ static void unpack_groups(const uint8_t *groups, int64_t count, const uint8_t *p
   unpack_plain(groups, count, palette, out);
 }
 
-// What kernel.py was written for.
+// The version that kernel.py checks.
 EXPORT int32_t headrace_packed_version(void) { return 1; }
 
 // The best level that this CPU has: 0 baseline, 1 AVX2, 2 AVX-512.
@@ -159,8 +159,8 @@ EXPORT int32_t headrace_packed_best_level(void) {
   return 0;
 }
 
-// The 15 exponents that are met most often, of every ninth group where there are many: rows are no multiple of that.
-// The last byte of the palette is no exponent.
+// Finds the 15 most frequent exponents; among many groups, it samples every ninth one, as rows are no multiple of that.
+// The last byte of the palette is not an exponent.
 EXPORT void headrace_packed_choose(const uint16_t *words, int64_t count, uint8_t *palette) {
   uint32_t met[4][256] = {};
   const int64_t stride = count > SAMPLED * SAMPLED * WORDS ? SAMPLED * WORDS : (int64_t)WORDS;
@@ -177,8 +177,8 @@ EXPORT void headrace_packed_choose(const uint16_t *words, int64_t count, uint8_t
   palette[ESCAPE] = 0;
 }
 
-// Returns how many words escaped, -1 for more than `most`: then `groups` is of no use. `groups` may begin 64 bytes
-// behind `words`: what is written is never ahead of what was read.
+// Packs words. Returns how many escaped; -1 if more than `most`, and then `groups` is of no use. `groups` may begin 64
+// bytes behind `words`: writes are never ahead of reads.
 EXPORT int64_t headrace_packed_pack(const uint16_t *words, int64_t count, const uint8_t *palette, uint8_t *groups,
                                     uint32_t *escapes, int64_t most, int32_t level) {
 #ifdef HAS_LEVELS
@@ -190,8 +190,8 @@ EXPORT int64_t headrace_packed_pack(const uint16_t *words, int64_t count, const 
   return pack_plain(words, count, palette, groups, escapes, most);
 }
 
-// Words `first` to `first + count` into `out`. `groups` has the group of word `first` first, and may be where `out` is,
-// if each group lies behind the words of those before it and its own.
+// Unpacks words `first` to `first + count` into `out`. `groups` begins with the group of word `first`. It may be in the
+// memory of `out`, if each group lies behind the place of its own words and of all words before them.
 EXPORT void headrace_packed_unpack(const uint8_t *groups, const uint8_t *palette, const uint32_t *escapes,
                                    int64_t escaped, int64_t first, int64_t count, uint16_t *out, int32_t level) {
   int64_t next = 0, end = escaped;
