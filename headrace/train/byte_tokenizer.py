@@ -18,7 +18,7 @@ def encode_bytes(text: str) -> torch.Tensor:
 
 
 def byte_tokenizer(*, longest: int) -> PreTrainedTokenizerBase:
-    """The same encoding as a transformers tokenizer, to save with the model; `longest` is the model's, in tokens."""
+    """The same encoding as a transformers tokenizer, to save with the model, which reads up to `longest` tokens."""
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,6 +1,6 @@
 """How does the learning rate go up and down? As in transformers' schedules of the same names, to the last bit.
 
-Importing theirs would import PEFT, too, and with it bitsandbytes.
+They are written anew because importing those of transformers would import PEFT, too, and with it bitsandbytes.
 """
 
 import math
@@ -20,7 +20,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, *, step
 
 
 def _share(step: int, *, kind: str, warmup: int, steps: int) -> float:
-    """Of the learning rate that was asked for."""
+    """The share of the configured learning rate at a step."""
     if step < warmup:
         return step / warmup
     falls = max(1, steps - warmup)

@@ -217,9 +217,7 @@ def _layer(numbers: _Numbers, index: int, bits: float) -> BlockShape:
         trainable=total,
         weight_bits=bits,
         context_flops=attention.context_flops,
-        saved_elements=4.0 * hidden
-        + attention.saved
-        + mlp_saved,  # both norms' inputs and outputs; from queries to outputs
+        saved_elements=4.0 * hidden + attention.saved + mlp_saved,  # norms' inputs and outputs; from queries to outputs
         input_elements=hidden,
         adapter_sizes=sum(inputs + outputs for inputs, outputs in adapted),
         last_parameters=0 if experts else hidden * wide,
