@@ -12,8 +12,8 @@ from headrace.memory.disk.safetensors_header import DTYPES
 
 __all__ = ["pack_layers_sequentially"]
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "F4"}  # whose shapes are counted otherwise
-_ALIGNMENT_BYTES = 4096  # of the first tensor: the header ends with a page
+_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "F4"}  # F4 counts shapes in another way
+_ALIGNMENT_BYTES = 4096  # the first tensor begins at a page, which the header is padded to
 
 
 def pack_layers_sequentially(model: nn.Module, filepath: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
