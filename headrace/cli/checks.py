@@ -55,7 +55,7 @@ class Machine:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """Everything that is wrong, severe things first."""
+    """All findings about the machine, severe ones first."""
     checks = (_installed, _device, _page_locks, _host_memory, _notebook, _disk, _threads, _numa, _huge_pages, _link)
     found = [finding for check in checks for finding in check(machine)]
     return sorted(found, key=lambda finding: not finding.severe)

@@ -168,7 +168,7 @@ def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: torc
         raise InputError("the prompt has no tokens; give some text to go on from")
     check_vocabulary(model, int(tokens.max()))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    length = tokens.shape[1] + arguments.max_new_tokens - 1  # the last token goes through no layer
+    length = tokens.shape[1] + arguments.max_new_tokens - 1  # the last new token goes through no layer
     if longest is None or length <= longest or model.config.is_encoder_decoder:
         return
     # Computed positions have no end, but those in a table do. Some tables have two extra rows.

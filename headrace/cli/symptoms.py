@@ -1,4 +1,4 @@
-"""A run is refused, slow, or out of memory: why, how does one make sure, and what helps? The usual ones."""
+"""Why is a run refused, slow, or out of memory, how does one make sure, and what helps? The usual symptoms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

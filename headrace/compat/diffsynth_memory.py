@@ -41,7 +41,7 @@ class PinnedBuffer:
 
 
 class PinnedArenaPool:
-    """Page-locked host memory for many tensors: `total_bytes` at first, `min_chunk_size` or more when it is full."""
+    """Page-locked host memory for many tensors: `total_bytes`, and `min_chunk_size` or more whenever it is full."""
 
     def __init__(self, total_bytes: int, min_chunk_size: int = 2**20, device: Device = None) -> None:
         self.device, self.min_chunk_size = resolve_device(device), min_chunk_size
@@ -151,7 +151,7 @@ class AlwaysOnGPUParamOffloader:
 
 
 class BufferOffloader(_Offloader):
-    """The buffer `name` of a module."""
+    """Moves the buffer `name` of a module."""
 
     def __init__(
         self, module: nn.Module, name: str, target_device: Device, memory_buffer: PinnedArenaPool | None = None

@@ -16,7 +16,7 @@ _NEARLY_ALL = 3 / 4  # of a layer's experts
 
 
 def passes_through(used: float, count: int) -> bool:
-    """Whether a call uses so many of a layer's experts that which ones it is says nothing about the calls to come."""
+    """Whether a call uses so many of a layer's experts that its choice says nothing about later calls."""
     return used > _NEARLY_ALL * count
 
 

@@ -1,8 +1,8 @@
 """What should be kept between which uses?
 
-First candidates: Belady's rule with different room for loads in flight, and sets of blocks that stay for good, spread
-evenly (`candidates.py`). Then small changes of the best of them (`improve.py`). Both end as soon as a plan is within
-`CLOSE` of the lower bound.
+The search begins with candidates: Belady's rule with different room for loads in flight, and evenly spread sets of
+blocks that stay for good (`candidates.py`). It then tries small changes of the best of them (`improve.py`). Both parts
+end as soon as a plan is within `CLOSE` of the lower bound.
 """
 
 from __future__ import annotations

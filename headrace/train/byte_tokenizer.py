@@ -12,7 +12,7 @@ VOCABULARY_SIZE = 258
 
 
 def encode_bytes(text: str) -> torch.Tensor:
-    """The UTF-8 bytes of `text` and the end token: (bytes + 1,) int32. A token's id is its byte."""
+    """The UTF-8 bytes of `text` and the end token, as int32 of shape (bytes + 1,). A token's id is its byte."""
     ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
     return torch.from_numpy(np.append(ids, np.int32(END_ID)))
 

@@ -33,7 +33,7 @@ __all__ = [
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_SIZE = 64  # in the built-in model, whose hidden size is a multiple of this
 
-Kind = Literal["text", "jsonl", "chat"]  # of a file
+Kind = Literal["text", "jsonl", "chat"]  # what a file holds
 _Dtype = Literal["float32", "bfloat16", "float16"]
 _WeightDtype = Literal["float32", "bfloat16"]
 _Optimizer = Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"]
@@ -250,7 +250,7 @@ class TrainConfig:
         try:
             device = torch.device(self.device)
             torch.empty(1, device=device)
-        except Exception as error:  # each backend raises its own kind
+        except Exception as error:  # backends raise errors of different types
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise TrainInputError(f"--device {self.device!r} cannot be used: {reason}; try --device cpu") from error
         return device

@@ -25,7 +25,7 @@ from headrace.train.model import Tokens
 __all__ = ["Batch", "Batches", "Sequences", "read_sequences"]
 
 Batch = dict[str, torch.Tensor]
-Examples = dict[str, list[Any]]  # by column
+Examples = dict[str, list[Any]]  # lists of values, by column
 
 _EXAMPLES_AT_ONCE = 100
 

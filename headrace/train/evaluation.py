@@ -30,7 +30,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(run: Run, sequences: Sequences, world: World, *, batch_size: int, step: int) -> Evaluation:
-    """The model's loss on all of `sequences`. Modes and random numbers are as before afterwards."""
+    """The model's loss on all of `sequences`. Restores modes and random numbers afterwards."""
     measured = []
     with _left_as_it_is(run.model):
         for first in range(world.own * batch_size, len(sequences), world.count * batch_size):

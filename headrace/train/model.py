@@ -36,7 +36,7 @@ _NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")  # entries that say 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """How text becomes token ids: `encode` gives (tokens,) int32, the end token last."""
+    """How text becomes token ids. `encode` gives int32 of shape (tokens,), with the end token last."""
 
     encode: Callable[[str], torch.Tensor]
     tokenizer: PreTrainedTokenizerBase  # saved beside the model
@@ -80,7 +80,7 @@ class LoadedModel:
     weight_files: Checkpoint | None  # the files from which its weights are mapped
     digest: str  # of the weights and the config, wherever the model's directory is
 
-    @cached_property  # first read before the model is placed
+    @cached_property  # keeps the value from before the model is placed
     def weight_bytes(self) -> int:
         """Bytes of all parameters, shared ones once."""
         return sum(parameter.nbytes for parameter in self.model.parameters())
@@ -155,13 +155,13 @@ def _adapted(model: PreTrainedModel, config: TrainConfig) -> "PeftModel":
             adapted: PeftModel = get_peft_model(model, adapters)
     except ValueError as error:
         raise TrainInputError(f"--lora-targets {' '.join(targets)}: {_first_line(error)}") from error
-    if config.model is not None:  # PEFT's path would be relative to this process's directory
+    if config.model is not None:  # else adapter files would have a path relative to this process's directory
         adapted.peft_config["default"].base_model_name_or_path = str(config.model.absolute())
     return adapted
 
 
 def check_vocabulary(model: PreTrainedModel, largest: int) -> None:
-    """Raises TrainInputError when the text holds a token that the model has no embedding for."""
+    """Raises TrainInputError if the text holds a token for which the model has no embedding."""
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise TrainInputError(

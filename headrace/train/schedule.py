@@ -15,7 +15,7 @@ __all__ = ["make_schedule"]
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, *, steps: int) -> LRScheduler:
-    """From 0 up within the warm-up, then constant, or down to 0 in a line or half a cosine at the last of `steps`."""
+    """A schedule that rises from 0 in the warm-up; then it is constant, or falls to 0 linearly or in half a cosine."""
     return LambdaLR(optimizer, partial(_share, kind=config.schedule, warmup=config.warmup_steps, steps=steps))
 
 

@@ -52,7 +52,7 @@ class TrainResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that a run needs, read and checked."""
+    """Everything that a run needs, after it was read and checked."""
 
     config: TrainConfig
     world: World

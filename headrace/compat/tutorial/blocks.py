@@ -47,7 +47,7 @@ class Rest:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A block on its way from disk: `nbytes` from byte `first` on."""
+    """A block on its way from disk: `nbytes` bytes of a tensor, from byte `first` on."""
 
     first: int
     nbytes: int

@@ -28,7 +28,7 @@ class DoubleBufferedLoader:
         self._lanes = open_lanes(self.device)
 
     def get_current_buffer(self) -> torch.Tensor:
-        """The tensor that the last swap brought. Raises StateError before the first."""
+        """The tensor that the last swap made current. Raises StateError before the first swap."""
         buffer = self.buffers[self.current_buffer]
         if buffer is None:
             raise StateError("nothing was loaded yet; call start_next_load and swap_buffers first")

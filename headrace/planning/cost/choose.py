@@ -91,7 +91,7 @@ def _methods(work: Work, overlap: Overlap, *, disk: bool, alone: bool) -> Iterat
 
 
 def _groups(work: Work, method: Method) -> list[int]:
-    """How many micro-batches may go through a block each time it is there."""
+    """The numbers of micro-batches that may go through a block each time it is on the device."""
     if not method.streamed or work.training is Training.NONE or method.overlap is Overlap.BACKWARD:
         return [1]
     doubled = [2**power for power in range(work.micro_batches.bit_length())]

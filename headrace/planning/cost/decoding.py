@@ -56,7 +56,7 @@ class Decoding:
     rates: tuple[DecodingRate, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """The same as plain data, for JSON."""
         cut, experts = self.cut, None
         if cut is not None:
             own = {

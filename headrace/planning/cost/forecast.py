@@ -147,7 +147,7 @@ def _by_lane(steps: Sequence[dict[CostLane, N]], micro_batches: int) -> dict[Cos
 
 
 def _problem(option: Option, batches: int) -> Problem:
-    """The visits of one step of `batches` micro-batches, and what the planner may hold of the blocks."""
+    """The planner's problem: the visits of a step of `batches` micro-batches, and the room for their blocks."""
     case, traffic, shape = option.case, option.traffic, option.case.shape
     forward, backward = [], []
     for index, (block, own) in enumerate(zip(shape.blocks, traffic, strict=True)):

@@ -103,7 +103,7 @@ class _Clock:
         return [self._span(index) for index in range(len(self.tasks))]
 
     def _start(self) -> None:
-        """Starts whatever may start now; a task of no length ends at once and may free others."""
+        """Starts all tasks that may start now. A task of no length ends at once, and may let others start."""
         moved = True
         while moved:
             moved = False
@@ -130,7 +130,7 @@ class _Clock:
         return False
 
     def _speeds(self) -> dict[CostLane, float]:
-        """Seconds of work that each running task does in a second."""
+        """For each running task, the seconds of its work that are done in one second."""
         asked = {lane: self.tasks[i].dram_bytes / self.tasks[i].seconds for lane, i in self.running.items()}
         total = sum(asked.values())
         slow = self.dram_rate / total if 0 < self.dram_rate < total else 1.0

@@ -9,9 +9,9 @@ __all__ = ["LEFT_FREE_BYTES", "TIMES_AS_FAST", "mean_read_share", "packed_bytes"
 
 _PACKED_SHARE = 0.75  # of the bytes: 12 bits of 16; trained weights have been measured at 12.006 to 12.101
 _UNPACKED_BYTES_PER_SECOND = 38e9  # by one thread in its caches, with AVX2
-# So much faster than the drive must that rate be: from memory it is only a third, and compute runs beside it.
+# That rate must be so many times the drive's: from memory it is only a third, and compute runs beside it.
 TIMES_AS_FAST = 4
-LEFT_FREE_BYTES = 1 << 30  # on the drive, for what comes later and has to be there
+LEFT_FREE_BYTES = 1 << 30  # on the drive, for what must be written there later
 
 
 def packs(case: Case) -> bool:

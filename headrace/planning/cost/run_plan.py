@@ -83,7 +83,7 @@ class RunPlan:
             if helped - {0} and (sharing.gathered, sharing.reduced) != (sharing.loaded, sharing.trained):
                 parts += ["weights gathered among devices"] if sharing.gathered else []
                 parts += ["gradients summed among devices"] if sharing.reduced else []
-        # headrace.optim with mesh= and zero_stage= does it, for replicas whose weights stay.
+        # For replicas whose weights stay, headrace.optim does it with mesh= and zero_stage=.
         by_optimizer = not self.method.streamed and self.method.overlap is Overlap.NONE
         if spread.zero_stage and spread.data > 1 and not by_optimizer:
             which = " of offloaded weights" if self.method.streamed else ""
@@ -248,7 +248,7 @@ def plan_run(
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Enums by their values."""
+    """The fields with enums replaced by their values."""
     return {key: getattr(value, "value", value) for key, value in fields.items()}
 
 

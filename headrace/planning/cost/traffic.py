@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 # How many of each the engine holds at once.
-ACTIVATION_LAYERS = 2  # on the device, where activations leave
+ACTIVATION_LAYERS = 2  # on the device, if activations leave
 GRADIENT_BLOCKS = 2  # on the device: one is computed while the one before leaves
 STAGED_BLOCKS = 3  # of weights, or of state, between disk and host
 

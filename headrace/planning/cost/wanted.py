@@ -49,7 +49,7 @@ def wanted(method: str | None, optimizer_fraction: float | None) -> Wanted:
 
 
 def admitted(methods: list[Method], asked: Wanted, training: Training) -> list[Method]:
-    """Those of `methods` that are as asked. Raises ValueError when none is."""
+    """The `methods` that have all that is asked for. Raises ValueError if none has."""
     parts, share = {name: value for name, value in asked.items() if name in _PARTS}, asked.get("host_share")
     if share is not None and training is Training.NONE:
         raise ValueError("optimizer_fraction is of an update, which training='inference' has none of; leave it out")
