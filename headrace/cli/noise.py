@@ -25,9 +25,9 @@ def _says_something(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """A context that leaves out these messages alone. Only commands use it: a program decides itself what is logged."""
+    """A context that leaves out these messages alone. It is for programs: a library does not decide what is logged."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
-    keep = partial(_says_something)  # a new filter for each context, because an inner one ends first
+    keep = partial(_says_something)  # a new filter for each context, because one inside another may end first
     for logger in loggers:
         logger.addFilter(keep)
     try:
