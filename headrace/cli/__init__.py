@@ -1,6 +1,6 @@
-"""The `headrace` command. Each file of a command's name has `add_arguments(parser)`, and `run(arguments)`.
+"""The `headrace` command. The file with a command's name has its `add_arguments(parser)` and `run(arguments)`.
 
-They are imported when their command is given: `headrace --help` needs none of them, nor PyTorch.
+It is imported only when that command is given: `headrace --help` needs none of these files, nor PyTorch.
 """
 
 import difflib
@@ -13,12 +13,12 @@ __all__ = ["InputError", "about_input", "nearest"]
 
 
 class InputError(HeadraceError, ValueError):
-    """What was given to a command cannot be used."""
+    """The input of a command cannot be used."""
 
 
 @contextmanager
 def about_input(*kinds: type[Exception], where: str = "") -> Iterator[None]:
-    """Within it, errors of these kinds are about what the user gave, `where` it is."""
+    """A context that turns errors of these kinds into InputError. `where` says which input they are about."""
     try:
         yield
     except HeadraceError:
@@ -28,6 +28,6 @@ def about_input(*kinds: type[Exception], where: str = "") -> Iterator[None]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Words that name the known flag that is most like `name`, if any is."""
+    """Words that name the known flag that is most like `name`; empty if none is."""
     found = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {found[0]}?)" if found else ""

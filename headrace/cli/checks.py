@@ -21,7 +21,7 @@ __all__ = ["Finding", "Machine", "findings"]
 _OLDEST_TORCH = (2, 11)
 _GIB = 2**30
 _PAGE_BYTES = mmap.PAGESIZE
-_LOCK_TRIED_BYTES = 4 * _GIB  # about two seconds
+_LOCK_TRIED_BYTES = 4 * _GIB  # locking takes about two seconds
 _NOTEBOOKS = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "JPY_PARENT_PID": "Jupyter"}
 _MEMORY_SYSTEMS = {"tmpfs", "ramfs"}
 _REMOTE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where to look: the root of the file systems that describe the machine, the environment, and the device."""
+    """Where the checks look: the root of the files that describe the machine, the environment, and the device."""
 
     device: torch.device
     disk: Path
@@ -47,7 +47,7 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def text(self, path: str) -> str:
-        """A file's text without white space at its ends; "" where there is none."""
+        """The file's text without white space at its ends; "" if it cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
@@ -55,7 +55,7 @@ class Machine:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """Everything that is wrong, severe things first."""
+    """All findings about the machine, severe ones first."""
     checks = (_installed, _device, _page_locks, _host_memory, _notebook, _disk, _threads, _numa, _huge_pages, _link)
     found = [finding for check in checks for finding in check(machine)]
     return sorted(found, key=lambda finding: not finding.severe)
@@ -104,7 +104,7 @@ def _page_locks(machine: Machine) -> Iterator[Finding]:
             " and compute waits for its copies",
             "run on Linux itself; or more device_memory and less host_memory (with disk=...), so that less is streamed",
         )
-    if is_accelerator(machine.device):  # whose driver is asked for memory, to see what it refuses
+    if is_accelerator(machine.device):  # its driver is asked to lock memory, to see what it refuses
         wanted = min(_LOCK_TRIED_BYTES, available_host_bytes() // 4)
         locked = lockable_bytes(machine.device, wanted, piece_bytes=max(1, wanted // 16 // _PAGE_BYTES) * _PAGE_BYTES)
         if locked < wanted * 15 // 16:
@@ -159,7 +159,7 @@ def _notebook(machine: Machine) -> Iterator[Finding]:
 
 
 def _total_bytes(machine: Machine) -> int:
-    """RAM, by the file that says so."""
+    """Bytes of RAM, from /proc/meminfo if it says so."""
     found = re.search(r"MemTotal:\s*(\d+) kB", machine.text("proc/meminfo"))
     return int(found[1]) * 1024 if found else total_host_bytes()
 
@@ -187,7 +187,7 @@ def _disk(machine: Machine) -> Iterator[Finding]:
 
 
 def _direct(machine: Machine) -> Iterator[Finding]:
-    """What a file on the disk can be opened for, if anything."""
+    """Findings if a file on the disk cannot be written, or not with direct I/O."""
     flag, probe = getattr(os, "O_DIRECT", None), machine.disk / f".headrace-doctor-{os.getpid()}"
     if flag is None:
         return

@@ -63,9 +63,9 @@ def _symptoms(words: list[str]) -> str:
 
 
 def _checked(directory: Path) -> str:
-    """Raises CheckpointError, naming the file, when a byte of it is not as it was written.
+    """Checks a checkpoint. Raises CheckpointError, naming the file, if a byte of it has changed since it was written.
 
-    Of a directory that holds checkpoints, and is none, the newest is meant.
+    If the directory is not a checkpoint itself but holds some, the newest is checked.
     """
     if not (directory / MANIFEST).is_file():
         directory = newest(directory) or directory

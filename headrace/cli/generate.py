@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not all(prompts):
         raise InputError("the prompt is empty; give some text to go on from")
     try:
-        # Here and not above: transformers takes seconds to import, and `headrace generate --help` does not need it.
+        # Imported here because transformers takes seconds, and `headrace generate --help` does not need it.
         from transformers.utils.logging import disable_progress_bar
 
         from headrace.integrations.transformers import from_pretrained
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises InputError for what can be used with no model."""
+    """Raises InputError for arguments that no model could use."""
     if arguments.max_new_tokens < 1:
         raise InputError(f"--max-new-tokens is {arguments.max_new_tokens}; give 1 or more")
     if not -(2**63) <= arguments.seed < 2**64:
@@ -90,7 +90,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise InputError(f"model directory {arguments.model} does not exist; models are not downloaded")
     if arguments.disk is not None and arguments.disk.is_file():
         raise InputError(f"--disk {arguments.disk} is a file; give a directory")
-    with about_input(ValueError):  # a share is of weights that are read later
+    with about_input(ValueError):  # what a share comes to is known only with the weights
         for name in ("device_memory", "host_memory"):
             if getattr(arguments, name) is not None:
                 parse_budget(getattr(arguments, name), name=f"--{name.replace('_', '-')}", whole_bytes=0)
@@ -103,15 +103,15 @@ def _write(
     model: "PreTrainedModel",
     handle: "Offloaded",
 ) -> None:
-    """Writes the text as it comes, or those of several prompts at the end, and then what was measured."""
+    """Writes the text as it is generated, or several prompts' texts at the end, and then the measured numbers."""
     from transformers import TextStreamer
 
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None and len(prompts) > 1:
         raise InputError("the tokenizer has no token to pad with; give one prompt at a time")
-    tokenizer.padding_side = "left"  # so that all texts go on at the end
-    # A chat template has its own token for the beginning.
+    tokenizer.padding_side = "left"  # so that all prompts end at the same place
+    # A chat template adds the token for the beginning itself.
     inputs = tokenizer(
         prompts, return_tensors="pt", padding=len(prompts) > 1, add_special_tokens=not arguments.chat
     ).to(model.device)
@@ -128,7 +128,7 @@ def _write(
         streamer=clock,
     )
     seconds = time.perf_counter() - clock.began
-    # Behind an encoder's prompt the text has one token to begin with.
+    # With an encoder, the output holds no prompt, but one token to begin with.
     new = written[:, 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
     lengths = [_length(row, model.generation_config.eos_token_id) for row in new.tolist()]
     stats = handle.stats()
@@ -159,7 +159,7 @@ def _write(
 
 
 def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: torch.Tensor) -> None:
-    """Raises InputError where the model cannot go on from these; `tokens` has shape (prompts, length)."""
+    """Raises InputError if the model cannot go on from these tokens, which have shape (prompts, length)."""
     from headrace.train.model import check_vocabulary
 
     if not model.can_generate():
@@ -168,10 +168,10 @@ def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: torc
         raise InputError("the prompt has no tokens; give some text to go on from")
     check_vocabulary(model, int(tokens.max()))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    length = tokens.shape[1] + arguments.max_new_tokens - 1  # the last token goes through no layer
+    length = tokens.shape[1] + arguments.max_new_tokens - 1  # the last new token goes through no layer
     if longest is None or length <= longest or model.config.is_encoder_decoder:
         return
-    # Positions that are computed go on as far as one likes, those of a table do not; some tables have two rows more.
+    # Computed positions have no end, but those in a table do. Some tables have two extra rows.
     tables = {module for module in model.modules() if isinstance(module, nn.Embedding)} - {model.get_input_embeddings()}
     if any(longest <= table.num_embeddings <= longest + 2 for table in tables):
         raise InputError(
@@ -180,7 +180,7 @@ def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: torc
         )
 
 
-# Of the stats, in bytes, and counts of experts.
+# The fields of the stats that --json prints: bytes, and counts of experts.
 _MEASURED = (
     "device_peak_bytes",
     "host_peak_bytes",
@@ -195,15 +195,15 @@ _MEASURED = (
 
 
 class _Clock:
-    """Takes tokens as `generate` has them, hands them on to who writes them, and notes when the first one came."""
+    """A streamer for `generate`: it passes tokens on to `text`, and notes when the first new one came."""
 
     def __init__(self, text: "TextStreamer | None") -> None:
         self.began = self.first = time.perf_counter()
         self._text = text
-        self._steps = 0  # the prompt is one
+        self._steps = 0  # calls of `put`; the first is the prompt
 
     def put(self, tokens: torch.Tensor) -> None:
-        """The prompt, or the next token of each text."""
+        """Takes the prompt, or the next token of each text."""
         self._steps += 1
         if self._steps == 2:
             self.first = time.perf_counter()
@@ -211,13 +211,13 @@ class _Clock:
             self._text.put(tokens)
 
     def end(self) -> None:
-        """There are no more."""
+        """Called when there are no more tokens."""
         if self._text is not None:
             self._text.end()
 
 
 def _length(tokens: list[int], ends: int | list[int] | None) -> int:
-    """Up to the token that ends the text, and with it."""
+    """The number of tokens up to and with the one that ends the text; all of them if none does."""
     last = {ends} if isinstance(ends, int) else set(ends or ())
     return next((number for number, token in enumerate(tokens, 1) if token in last), len(tokens))
 
@@ -229,6 +229,6 @@ def _in_template(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
         )
-    except Exception as error:  # templates are programs
+    except Exception as error:  # templates are programs, which may raise anything
         raise InputError(f"the chat template cannot be used: {error}; leave --chat out") from error
     return str(text)

@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with an error in one line that names the nearest flag where one is unknown."""
+    """argparse's parser, with errors in one line. For an unknown flag, the error names the nearest known one."""
 
     commands: Mapping[str, "Parser"]
 
@@ -34,9 +34,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def known(self, arguments: Sequence[str]) -> list[str]:
-        """The arguments as argparse is to see them; ends the process where a flag is none of this parser's.
+        """The arguments in the form that argparse takes. Ends the process if a flag is unknown to this parser.
 
-        argparse would name what is missing first, such as the flag that was misspelt.
+        argparse itself would first complain of a missing flag, such as the one that was misspelt.
         """
         flags = [option for action in self._actions for option in action.option_strings]
         ours: list[str] = []
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(commands: Iterable[str] = COMMANDS) -> Parser:
-    """Of all commands by name, with the arguments of some."""
+    """The parser of all commands by name. Only those in `commands` get their arguments."""
     parser = Parser(prog="headrace", description="Train and run PyTorch models that are larger than device memory.")
     parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
     choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -74,7 +74,7 @@ def build_parser(commands: Iterable[str] = COMMANDS) -> Parser:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """Ends the process with one line where the arguments cannot be used."""
+    """The parsed arguments. Ends the process with one line if they cannot be used."""
     command = arguments[0]
     parser = build_parser([command])
     if not command.startswith("-") and command not in COMMANDS:
@@ -84,7 +84,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code: 0, 1 when it failed, 2 for input that cannot be used."""
+    """Runs the command; returns the exit code: 0, or 1 if it failed, or 2 for input that cannot be used."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
         build_parser([]).print_help(sys.stderr)
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with without_noise():
             code: int = parsed.run(parsed)
     except HeadraceError as error:
-        # Errors that are also ValueErrors or TypeErrors are about what the user gave; the others happened on the way.
+        # Errors that are also ValueErrors or TypeErrors are about the user's input; the others happened on the way.
         print(f"headrace {parsed.command}: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | TypeError) else FAILED
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Which messages of other libraries are left out of the command line? Those of importing transformers that say nothing.
+"""Which messages of other libraries does the command line leave out? Empty ones that importing transformers causes.
 
 transformers imports torchao, where it is installed, with the first model class. Without an accelerator, torchao warns
 that its kernels cannot be loaded, and PyTorch warns of how torchao registers its enums.
@@ -15,7 +15,7 @@ _LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    import torch  # which is imported already where one of these has something to say
+    import torch  # imported already, if one of these loggers logs anything
 
     if record.name == "torchao":
         return not str(record.msg).startswith("Failed to load ") or torch.accelerator.is_available()
@@ -25,9 +25,9 @@ def _says_something(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Leaves these messages out, and no others. For programs: what a library may say is up to the program."""
+    """A context that leaves out these messages alone. It is for programs: a library does not decide what is logged."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
-    keep = partial(_says_something)  # a filter of its own, as one within another may end first
+    keep = partial(_says_something)  # a new filter for each context, because one inside another may end first
     for logger in loggers:
         logger.addFilter(keep)
     try:

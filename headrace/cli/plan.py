@@ -21,7 +21,7 @@ lane can take; "busy" is what the plan gives it.
 Exit codes: 0 planned and fits, 1 does not fit (the plan says what is missing), 2 the input cannot be used.
 """
 _HUB_SECONDS = 5.0
-_TRAININGS = {"lora": "adapter"}  # other names
+_TRAININGS = {"lora": "adapter"}  # other names of trainings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +105,7 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
 
 
 def _figures(given: list[str]) -> dict[str, str]:
-    """Of --set, by name."""
+    """The figures given with --set, by name."""
     figures: dict[str, str] = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -116,7 +116,7 @@ def _figures(given: list[str]) -> dict[str, str]:
 
 
 def _config(model: str) -> Any:
-    """The path as it is, or the config that transformers has under that name."""
+    """The path itself, or the config that transformers has under that name."""
     try:
         if Path(model).exists() or model.endswith(".json"):
             return model
@@ -126,7 +126,7 @@ def _config(model: str) -> Any:
         raise InputError(f"there is no directory or file {model!r}; give a model's directory or its config.json")
     try:
         from huggingface_hub import HfApi
-        from transformers import AutoConfig  # here: it takes seconds to import, and a path does not need it
+        from transformers import AutoConfig  # imported here because it takes seconds
     except ModuleNotFoundError as error:
         raise InputError(
             f"there is no file {model!r}; for names of models run: pip install 'transformers>=5'"
@@ -134,9 +134,9 @@ def _config(model: str) -> Any:
     with contextlib.suppress(OSError, ValueError):
         return AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
     try:
-        HfApi().model_info(model, timeout=_HUB_SECONDS)  # transformers would ask again and again
+        HfApi().model_info(model, timeout=_HUB_SECONDS)  # transformers itself would retry many times
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # of several libraries
+    except Exception as error:  # several libraries raise here
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"there is no directory or file {model!r}, and no config of that name on the Hugging Face hub: {reason}"

@@ -1,4 +1,4 @@
-"""How is a run shown while it goes on? A bar in a terminal, a line now and then anywhere else."""
+"""How is a run shown while it goes on? By a bar in a terminal, and by a line now and then anywhere else."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from headrace.train.progress import Progress, StepRecord
 if TYPE_CHECKING:
     from headrace.train.evaluation import Evaluation
 
-LINES = 12  # that a whole run prints where there is no terminal
+LINES = 12  # a whole run prints about so many without a terminal
 
 
 def describe(record: StepRecord) -> str:
@@ -38,7 +38,7 @@ class LineProgress(Progress):
     """About `LINES` lines for the whole run, the first and the last step among them."""
 
     def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None  # the first step, and when it was over
+        self._first: tuple[int, float] | None = None  # the first step, and when it ended
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -51,7 +51,7 @@ class LineProgress(Progress):
         self.note(describe_evaluation(measured))
 
     def _rest(self, record: StepRecord) -> str:
-        """How long the rest will take, by the time since the first step, which is slower than others."""
+        """How long the rest will take, estimated from the steps after the first, which is slower than the others."""
         if self._first is None:
             self._first = record.step, time.monotonic()
         step, ended = self._first

@@ -1,4 +1,4 @@
-"""How does the command line show a run that is over? The arguments of `headrace report`."""
+"""How does the command line show a finished run? The arguments of `headrace report`."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from headrace.report import Report, RunRecord
 if TYPE_CHECKING:
     from rich.table import Table
 
-RECORD = "headrace-run.json"  # in the directory that a run has written
+RECORD = "headrace-run.json"  # in the output directory of a run
 _WHAT_TO_GIVE = "give the --output of a headrace train that has ended, or what handle.report().save(path) has written"
 
 
@@ -53,7 +53,7 @@ def show(report: Report) -> None:
     except ModuleNotFoundError:
         print(report, end="")
         return
-    Console(markup=False, emoji=False).print(*tables(report))  # a name such as "[/a]" is a name
+    Console(markup=False, emoji=False).print(*tables(report))  # a name such as "[/a]" is not markup
 
 
 def tables(report: Report) -> "list[Table]":

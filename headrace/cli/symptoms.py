@@ -1,4 +1,4 @@
-"""A run is refused, slow, or out of memory: why, how does one make sure, and what helps? The usual ones."""
+"""Why is a run refused, slow, or out of memory, how does one make sure, and what helps? The usual symptoms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ __all__ = ["SYMPTOMS", "Symptom", "matching"]
 class Symptom:
     """What is seen, its likely cause, how to confirm it, and the fix.
 
-    `says`: words of the error, warning or report line by which headrace names it, as they stand there.
+    `says`: words of headrace's error, warning or report line about it, exactly as they stand there.
     """
 
     symptom: str
@@ -137,5 +137,5 @@ SYMPTOMS = (
 
 
 def matching(words: Sequence[str]) -> list[Symptom]:
-    """Those in which every word occurs, upper case or lower; of no words all."""
+    """The symptoms in which every word occurs, in upper or lower case; all of them if there are no words."""
     return [row for row in SYMPTOMS if all(word.lower() in row.to_text().lower() for word in words)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headrace.train.trainer import TrainResult
 
 STOPPED = 3
-LIBRARIES = "datasets peft PyYAML 'transformers>=5'"  # those of the extra `train`
+LIBRARIES = "datasets peft PyYAML 'transformers>=5'"  # the dependencies of the extra `train`
 
 EPILOG = """\
 Memory is bytes, text such as 8GiB, or a share of the model's weights such as 25%.
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _form(hint: Any, default: Any, metavar: str | None) -> dict[str, Any]:
-    """What argparse is told of a setting of this type, beside name and help."""
+    """The arguments of `add_argument` for a setting of this type, besides name and help."""
     first, *others = kinds_of(hint)
     if first is bool:
         return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
@@ -62,7 +62,7 @@ def _form(hint: Any, default: Any, metavar: str | None) -> dict[str, Any]:
         return {"action": _Once, "type": get_args(first)[0], "nargs": several, "metavar": metavar}
     form = {"type": str if str in others else first, "metavar": metavar or _METAVARS.get(first)}
     words = words_of(hint)
-    if words == (True,):  # the flag alone means so
+    if words == (True,):  # the flag without a value means True
         return {**form, "nargs": "?", "const": True}
     return {**form, "type": _number_or_word(first, words)} if words else form
 
@@ -78,7 +78,7 @@ def _number_or_word(number: Callable[[str], Any], words: Iterable[str]) -> Calla
 
 
 class _Once(argparse.Action):
-    """Of a list, the second would silently take the place of the first."""
+    """Refuses a flag that is given twice, because the second list would silently replace the first."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if hasattr(namespace, self.dest):
@@ -88,7 +88,7 @@ class _Once(argparse.Action):
 
 
 def flags_of(file: Path) -> list[str]:
-    """Each key of a YAML file as the flag of that name. Raises TrainInputError for one that is none."""
+    """The keys of a YAML file as flags and their values. Raises TrainInputError for a key that is not a flag."""
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -116,12 +116,12 @@ def flags_of(file: Path) -> list[str]:
 
 
 def _flag_of(name: str, value: Any, *, several: bool) -> list[str]:
-    """One key as arguments. null is as if it were not there; so is false, but for what --no- takes back."""
+    """One key as arguments. null counts as not given; so does false, except for a flag that has a --no- form."""
     if value is None or (value is False and name != "packing"):
         return []
     if isinstance(value, bool):
         return [flag(name) if value else flag(name).replace("--", "--no-", 1)]
-    if isinstance(value, dict):  # settings by name
+    if isinstance(value, dict):  # a flag whose values are settings by name
         value = [f"{key}={each}" for key, each in value.items()]
     values = value if isinstance(value, list) else [value]
     return [flag(name), *map(str, values)] if several else [f"{flag(name)}={each}" for each in values]
@@ -130,7 +130,7 @@ def _flag_of(name: str, value: Any, *, several: bool) -> list[str]:
 def run(arguments: argparse.Namespace) -> int:
     config = _config(vars(arguments))
     try:
-        # Here and not above: they take seconds to import, and `headrace train --help` does not need them.
+        # Imported here because they take seconds, and `headrace train --help` does not need them.
         from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
         from transformers.utils import logging
 
@@ -138,9 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
         from headrace.train.trainer import train
     except ModuleNotFoundError as error:
         raise TrainInputError(f"{error.name} is not installed; run: pip install {LIBRARIES}") from error
-    logging.disable_progress_bar()  # ours is enough
+    logging.disable_progress_bar()  # headrace shows its own
     disable_progress_bar()
-    set_verbosity(CRITICAL)  # what fails there is told as an error of ours
+    set_verbosity(CRITICAL)  # failures there are raised as errors of headrace
     first = is_first_rank()
     progress = Progress() if not first else BarProgress() if sys.stderr.isatty() else LineProgress()
     if config.tensorboard is not None and first:
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(given: Mapping[str, Any]) -> TrainConfig:
-    """Of the flags that are given, before those of the file that --config names."""
+    """The config of the given flags, which go before those of the file that --config names."""
     if "config" in given:
         given = {**vars(given["parse"](flags_of(Path(given["config"])))), **given}
     settings: dict[str, Any] = {
@@ -163,12 +163,12 @@ def _config(given: Mapping[str, Any]) -> TrainConfig:
         if field.name in given
     }
     config = TrainConfig(**settings)
-    refuse_idle(config, settings)  # those that are given as they are by themselves, too
+    refuse_idle(config, settings)  # flags that are given their default count, too
     return config
 
 
 def summary(result: "TrainResult", output: Path) -> str:
-    """What a run that is over prints: the comparison, the report, and where the model is."""
+    """The text that is printed after a run: the comparison, the report, and where the model is."""
     lines = [*_comparison(result)]
     if result.stats is not None and result.report is not None:
         peak_bytes = result.stats.device_peak_bytes

@@ -68,18 +68,18 @@ class OffloadTrainingManager:
         device = resolve_device(target_device)
         self._trained = [] if enable_optimizer_cpu_offload else [p for p in model.parameters() if p.requires_grad]
         left_before = [parameter for parameter in model.parameters() if is_left_to_user(parameter)]
-        leave_to_user(left_before, left=False)  # of a manager whose handle was removed alone
+        leave_to_user(left_before, left=False)  # left over from a manager if only its handle was removed
         leave_to_user(self._trained)
         try:
             self.handle = offload_some(model, list(_units(model, limit_bytes)), BLOCKS_ON_DEVICE, device=device)
         except BaseException:
             leave_to_user(self._trained, left=False)
-            leave_to_user(left_before)  # of a manager that the model has
+            leave_to_user(left_before)  # those of a manager that the model has
             raise
         self._move_trained(device)
 
     def after_backward(self) -> None:
-        """Waits until the device is done. Gradients are where they belong already."""
+        """Waits until the device is done. Gradients are in place already."""
         self.handle.synchronize()
 
     def remove(self) -> None:
@@ -90,7 +90,7 @@ class OffloadTrainingManager:
         self._trained = []
 
     def _move_trained(self, device: torch.device) -> None:
-        """The parameters that stay on the device, with their gradients; they are the objects that they were."""
+        """Moves the trained parameters, with their gradients, to `device`. The parameter objects remain the same."""
         for parameter in self._trained:
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:
@@ -129,12 +129,12 @@ def launch_data_process_task(
 
 
 def _alone(batch: list[Any]) -> Any:
-    """The one sample of a batch."""
+    """The only sample of a batch, as the DataLoader's `collate_fn`."""
     return batch[0]
 
 
 def _units(module: nn.Module, limit_bytes: int) -> Iterator[nn.Module]:
-    """The largest modules inside that are not above the limit and compute as a whole, else leaf modules."""
+    """The largest modules inside `module` that are within the limit and compute as a whole, or else leaf modules."""
     for child in module.children():
         if not any(True for _ in child.parameters()):
             continue
@@ -148,7 +148,7 @@ def _units(module: nn.Module, limit_bytes: int) -> Iterator[nn.Module]:
 
 
 def _computes_as_a_whole(module: nn.Module) -> bool:
-    """Whether its forward is how it is used: not so for containers and for autoencoders."""
+    """Whether the module is used by calling its forward. Containers and autoencoders are not."""
     return type(module).forward is not nn.Module.forward and not (
         hasattr(module, "encode") and hasattr(module, "decode")
     )

@@ -1,6 +1,6 @@
 """What are DiffSynth-Studio's pinned memory pool and its offloaders here? One tensor at a time, in arenas.
 
-`OffloadTrainingManager` has no need of them: it moves whole blocks, ahead of time, and frees what autograd saved.
+`OffloadTrainingManager` does not need them: it moves whole blocks, ahead of time, and frees what autograd saved.
 """
 
 from typing import Any
@@ -26,14 +26,14 @@ Device = torch.device | str | int | None
 
 
 class PinnedBuffer:
-    """`capacity` bytes, rounded up to pages, of page-locked host memory for `device` (None: the accelerator here)."""
+    """`capacity` bytes of page-locked host memory for `device` (None: this machine's accelerator), in whole pages."""
 
     def __init__(self, capacity: int, device: Device = None) -> None:
         self._arena = Arena(capacity, resolve_device(device), Ledger(), "pinned pool")
         self.capacity, self.used, self.pinned = self._arena.nbytes, 0, self._arena.pinned
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """The next `nbytes` as a uint8 tensor of shape (nbytes,); None where fewer are left."""
+        """The next `nbytes` as a uint8 tensor of shape (nbytes,); None if fewer are left."""
         if self.used + aligned(nbytes) > self.capacity:
             return None
         self.used += aligned(nbytes)
@@ -41,7 +41,7 @@ class PinnedBuffer:
 
 
 class PinnedArenaPool:
-    """Page-locked host memory for many tensors: `total_bytes` at first, `min_chunk_size` or more when it is full."""
+    """Page-locked host memory for many tensors: `total_bytes`, and `min_chunk_size` or more whenever it is full."""
 
     def __init__(self, total_bytes: int, min_chunk_size: int = 2**20, device: Device = None) -> None:
         self.device, self.min_chunk_size = resolve_device(device), min_chunk_size
@@ -49,17 +49,17 @@ class PinnedArenaPool:
 
     @classmethod
     def from_model(cls, model: nn.Module, min_chunk_size: int = 2**20, device: Device = None) -> "PinnedArenaPool":
-        """A pool with room for a model's frozen parameters and its buffers, each once."""
+        """A pool with room for the model's frozen parameters and its buffers, each counted once."""
         frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
         return cls(tensor_bytes([*frozen, *model.buffers()]), min_chunk_size, device)
 
     @property
     def capacity(self) -> int:
-        """Bytes of host memory in all."""
+        """Bytes of the pool's host memory in all."""
         return sum(chunk.capacity for chunk in self.chunks)
 
     def allocate_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` in the pool, with its strides where it is dense."""
+        """A copy of `tensor` in the pool. It has the same strides if `tensor` is dense."""
         memory = next((memory for chunk in self.chunks if (memory := chunk.allocate(tensor.nbytes)) is not None), None)
         if memory is None:
             self.chunks.append(PinnedBuffer(max(self.min_chunk_size, aligned(tensor.nbytes)), self.device))
@@ -69,7 +69,7 @@ class PinnedArenaPool:
 
 
 class _Offloader:
-    """A tensor of `owner`, which is in the pool's memory, and on `target_device` between `onload` and `offload`."""
+    """Keeps the tensor `name` of `owner` in the pool, and on `target_device` between `onload` and `offload`."""
 
     def __init__(self, owner: Any, name: str, target_device: Device, pool: PinnedArenaPool | None) -> None:
         self.device = resolve_device(target_device)
@@ -82,19 +82,19 @@ class _Offloader:
         self.offload()
 
     def onload(self) -> None:
-        """The values are on the device for whatever computes after this. The host does not wait."""
+        """Brings the values to the device, for all computation after this. The host does not wait."""
         if self.on_device is None:
             self.on_device = self.host.to(self.device, non_blocking=True)
             setattr(self._owner, self._name, self.on_device)
 
     def offload(self) -> None:
-        """The values come back to the host, which waits for them."""
+        """Brings the values back to the host, and waits for them."""
         if self.on_device is not None:
             self.host.copy_(self.on_device)
         self.remove()
 
     def remove(self) -> None:
-        """The tensor is in host memory, as an ordinary one."""
+        """Makes the tensor an ordinary one in host memory."""
         self.on_device = None
         setattr(self._owner, self._name, self.host)
 
@@ -120,7 +120,7 @@ class StaticParamOffloader(_ParamOffloader):
     _trained = False
 
     def offload(self) -> None:
-        """Its memory on the device is free; nothing is copied."""
+        """Frees the parameter's memory on the device. Nothing is copied."""
         self.on_device = None
         self.param.data = torch.empty(0, dtype=self.param.dtype, device=self.device)
 
@@ -131,7 +131,7 @@ class TrainableParamOffloader(_ParamOffloader):
     _trained = True
 
     def offload_grad(self) -> None:
-        """The gradient comes to the host, which waits for it; so do the values, if they have not come yet."""
+        """Brings the gradient to the host, and the values, too, if they are still away. The host waits for them."""
         self.offload()
         if self.param.grad is not None:
             self.param.grad = self.param.grad.cpu()
@@ -151,7 +151,7 @@ class AlwaysOnGPUParamOffloader:
 
 
 class BufferOffloader(_Offloader):
-    """The buffer `name` of a module."""
+    """Moves the buffer `name` of a module."""
 
     def __init__(
         self, module: nn.Module, name: str, target_device: Device, memory_buffer: PinnedArenaPool | None = None

@@ -157,7 +157,7 @@ _PINNED: dict[tuple[bool, bool], Any] = {
 
 
 def _choose(cpu: Any, gpu: Any, settings: dict[str, Any], *, by_torch: bool) -> tuple[type, dict[str, Any]]:
-    """The kind of optimizer for two classes, and its settings."""
+    """The class that does the updates for these two classes, and its settings."""
     cpu, gpu = cpu or gpu or torch.optim.AdamW, gpu or cpu or torch.optim.AdamW
     rule, arguments = shared_rule(cpu, gpu, settings)
     if rule is not None and not by_torch:
@@ -166,7 +166,7 @@ def _choose(cpu: Any, gpu: Any, settings: dict[str, Any], *, by_torch: bool) -> 
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
-    """Groups whose parameters are lists."""
+    """`params` as param groups, each with a list of parameters."""
     params = list(params)
     groups = params if params and isinstance(params[0], dict) else [{"params": params}]
     held = [group["params"] for group in groups]

@@ -16,7 +16,7 @@ BlockLists = list[tuple[nn.ModuleList, int]]
 
 @dataclass(frozen=True)
 class _Enabled:
-    """The block lists of one model with their counts of reserved blocks, and what offloads them."""
+    """One model's block lists, each with its number of reserved blocks, and the handle that offloads them."""
 
     lists: BlockLists
     handle: headrace.Offloaded
@@ -67,7 +67,7 @@ def disable_offload(model: nn.Module) -> None:
 
 
 def _offload(model: nn.Module, lists: BlockLists) -> _Enabled:
-    """At most 2 R + 1 of the blocks of a list with R reserved ones are on the device, as with the original."""
+    """Offloads the lists. Of one with R reserved blocks, at most 2 R + 1 are on the device, as in the original."""
     travelling = [block for blocks, reserved in lists for block in blocks[reserved:]]
     visiting = max(min(reserved + 1, len(blocks) - reserved) for blocks, reserved in lists)
     return _Enabled(lists, offload_some(model, travelling, visiting, prefetch=visiting - 1))

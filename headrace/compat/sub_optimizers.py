@@ -1,4 +1,4 @@
-"""How do optimizers of PyTorch and of TransformerEngine run as shares of a hybrid one? By their class and arguments."""
+"""How do PyTorch's and TransformerEngine's optimizers run as shares of a hybrid one? By their class and arguments."""
 
 import functools
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _NOT_BY_PARAMETER = {"LBFGS": "it needs the closure many times in a step", "Spar
 
 
 def shared_rule(one: Any, other: Any, settings: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The optimizer of headrace that updates both shares as these two classes would, and its settings; or None."""
+    """The headrace optimizer that updates both shares as the two classes would (None: there is none), and settings."""
     kinds = functools.partial(one, **settings), functools.partial(other, **settings)
     given = [_telling(functools.partial(kind).keywords) for kind in (one, other)]
     rules = {_rule_of(kind.func, kind.keywords) for kind in kinds}
@@ -34,7 +34,7 @@ def _telling(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rule_of(kind: Any, arguments: dict[str, Any]) -> str | None:
-    """The optimizer of headrace with the rule of a class of this name, if there is one."""
+    """The name of the headrace optimizer with the same rule as `kind`, found by its class name; None if none has it."""
     rule = _RULES.get(kind.__name__.lower())
     return "Adam" if rule == "AdamW" and not arguments.get("adam_w_mode", True) else rule
 
@@ -49,7 +49,7 @@ _ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def our_arguments(settings: dict[str, Any], tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
-    """What FusedAdam and FusedSGD are told, in our words. Raises ValueError, by name, for what does not exist here."""
+    """Arguments of FusedAdam and FusedSGD under headrace's names. Raises ValueError for those that headrace lacks."""
     says_nothing = ("adam_w_mode", "materialize_master_grads", *_HOW_IT_IS_COMPUTED)  # the first has chosen the rule
     settings = {name: value for name, value in settings.items() if name not in says_nothing}
     for name, (allowed, instead) in _ONE_VALUE.items():
@@ -76,7 +76,7 @@ def our_arguments(settings: dict[str, Any], tensors: Iterable[torch.Tensor]) -> 
 
 
 # any class of PyTorch ------------------------------------------------------------------------------------------------
-_EACH_ITS_OWN = "of_each_class"  # in a param group: settings that it was not given, with another default in each class
+_EACH_ITS_OWN = "of_each_class"  # the key in a param group for settings it was not given whose defaults differ
 
 
 class TorchSteps(HostOptimizer):
@@ -104,7 +104,7 @@ class TorchSteps(HostOptimizer):
         super().add_param_group({**param_group, _EACH_ITS_OWN: not_given} if not_given else param_group)
 
     def _defaults(self, where: str) -> dict[str, Any]:
-        """The settings of a class, and those that it was not given. It raises for what it does not take."""
+        """All settings of the class, its defaults included. The class raises for settings that it does not take."""
         kind = self._kinds[where]
         reason = _NOT_BY_PARAMETER.get(kind.func.__name__)
         if reason is not None:
@@ -133,7 +133,7 @@ def _torch_step(
     parameter.grad = gradient
     inner = kind([{"params": [parameter], **settings}])
     inner.state[parameter] = {name: value for name, value in state.items() if name not in (REMAINDER, FULL)}
-    # Without the hooks on any optimizer's step: this one is a part of another, which has called them.
+    # Without the hooks on all optimizers' steps: the optimizer that this is a part of has called them.
     step = kind.func.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
     state.update(inner.state[parameter])

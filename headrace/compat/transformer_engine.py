@@ -27,9 +27,9 @@ from headrace.runtime.lanes import open_lanes
 
 __all__ = ["get_cpu_offload_context", "offload_layers", "saving_settings"]
 
-_MIN_BYTES = "512KiB"  # TransformerEngine: 256 Ki elements, here of bfloat16
-_HOST_SHARE = 0.85  # of what is available
-_VISITING_LAYERS = 3  # one that computes, one that arrives, one whose turn comes
+_MIN_BYTES = "512KiB"  # TransformerEngine has 256 Ki elements, counted here as bfloat16
+_HOST_SHARE = 0.85  # of the available host memory
+_VISITING_LAYERS = 3  # one computes, one arrives, one is next
 
 Context = contextlib.AbstractContextManager[Any]
 Sync = Callable[[torch.Tensor], torch.Tensor]
@@ -90,7 +90,7 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def saving_settings(device_memory: Size | None, min_bytes: Size | None) -> dict[str, Any]:
-    """What `headrace.offload_activations` is told, so that all saved tensors leave unless there is a ceiling."""
+    """Settings of `headrace.offload_activations` with which all saved tensors leave, unless there is a ceiling."""
     least = _MIN_BYTES if min_bytes is None else min_bytes
     return {"device_memory": device_memory, "min_bytes": least, "all_leave": device_memory is None}
 
@@ -98,7 +98,7 @@ def saving_settings(device_memory: Size | None, min_bytes: Size | None) -> dict[
 def offload_layers(
     model: nn.Module, num_layers: int, settings: dict[str, Any], *, activations: bool, weights: bool
 ) -> headrace.Offloaded | headrace.ActivationOffloading:
-    """What the first layers of `model` save leaves the device, or their weights visit it, or both."""
+    """Offloads what the first layers of `model` save, or their weights, or both."""
     settings = {**settings, "layers": num_layers}
     if not weights:
         return headrace.offload_activations(model, **settings)
@@ -108,22 +108,22 @@ def offload_layers(
 
 
 class _LayerContext:
-    """Entered around each layer in turn. A forward ends with its last layer, or when autograd has dropped it."""
+    """The context around each layer in turn. A forward ends after the last layer, or when autograd has dropped it."""
 
     def __init__(self, num_layers: int, model_layers: int, config: ActivationConfig) -> None:
         self._num_layers = num_layers
         self._model_layers = model_layers
         self._config = config
-        self._passes: Passes | None = None  # made when there is a device to ask for
+        self._passes: Passes | None = None  # made with the first forward, which resolves the device
         self._selection: Selection | None = None
         self._forward: Forward | None = None
-        self._layer = 0  # how many layers of the forward were entered
-        self._inside: list[bool] = []  # for each context that is entered: whether it has put hooks on top
+        self._layer = 0  # the number of layers that this forward has entered
+        self._inside: list[bool] = []  # for each entered context, whether it has pushed hooks
 
     def __enter__(self) -> "_LayerContext":
         if self._passes is not None and not in_backward():
             pop_left_over(self._passes.stash)
-            if self._inside:  # an interrupt kept it from being left
+            if self._inside:  # an interrupt kept a context from being left
                 self._inside.clear()
                 self._end(completed=False)
         if not torch.is_grad_enabled() or in_backward() or not may_save():
@@ -148,7 +148,7 @@ class _LayerContext:
             self._end(completed=error is None)
 
     def sync(self, tensor: torch.Tensor) -> torch.Tensor:
-        """To be called with a layer's output, after its context. Raises RuntimeError inside the context."""
+        """Returns a layer's output. Callers pass it after the layer's context; inside, this raises RuntimeError."""
         if self._inside:
             raise RuntimeError("sync is called inside of the context; call it behind the with block of the layer")
         return tensor

@@ -13,7 +13,7 @@ from headrace.weights.model.inventory import is_left_to_user
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of these tensors as headrace lays them out, each one once."""
+    """Bytes that headrace's layout of these tensors takes, each counted once."""
     distinct = {id(tensor): tensor for tensor in tensors}
     return sum(aligned(tensor.nbytes) for tensor in distinct.values())
 
@@ -21,7 +21,7 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def offload_some(model: nn.Module, modules: Sequence[nn.Module], visiting: int, **settings: Any) -> headrace.Offloaded:
     """Offloads these modules of `model`, within memory for the rest of it and `visiting` of the largest of them.
 
-    Parameters that are left to the user are no part of it. `settings` are those of `headrace.offload`.
+    Parameters that are left to the user do not count. `settings` are those of `headrace.offload`.
     """
     inside = {module: [p for p in module.parameters() if not is_left_to_user(p)] for module in modules}
     inside = {module: parameters for module, parameters in inside.items() if parameters}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["offload_pipeline", "open_component"]
 
-# What is offloaded as one model, for as long as its pipeline lives. It knows nothing of the pipeline.
+# The models of each pipeline, offloaded as one, for as long as the pipeline lives. They do not refer to it.
 _parts: "weakref.WeakKeyDictionary[Any, nn.ModuleDict]" = weakref.WeakKeyDictionary()
 
 
@@ -42,15 +42,15 @@ def offload_pipeline(pipeline: "DiffusionPipeline", **settings: Any) -> Offloade
             f"{type(pipeline).__name__} has no component that is a torch.nn.Module; nothing can be offloaded"
         )
     parts = nn.ModuleDict(models)
-    parts.training = any(part.training for part in models.values())  # as they are, and nobody is asked to change
+    parts.training = any(part.training for part in models.values())  # set directly, so that no model changes its mode
     handle = offload(parts, **settings)
     _parts[pipeline] = parts
     return handle
 
 
 def open_component(directory: Path) -> "tuple[ModelMixin, Checkpoint]":
-    """The model that diffusers saved to a directory, its parameters on meta, and its files."""
-    import diffusers  # here, because it is optional and takes seconds
+    """The model that diffusers saved to a directory, with parameters on meta, and the model's files."""
+    import diffusers  # imported here because it is optional and takes seconds
 
     try:
         config = json.loads((directory / "config.json").read_bytes())
@@ -68,14 +68,14 @@ def open_component(directory: Path) -> "tuple[ModelMixin, Checkpoint]":
 
 
 def _module_class(library: Any, name: str) -> Any:
-    """The class of modules that the library has under this name, or None."""
+    """The library's module class of this name; None if it has none."""
     found = getattr(library, name, None)
     return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules are given inside have no bytes; buffers do, as no file has those that are not saved."""
+    """A context in which new parameters have no bytes. Buffers have them, because some are in no file."""
     own = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -65,7 +65,7 @@ def optimizer_cls_and_kwargs(arguments: TrainingArguments, **settings: Any) -> t
 
 
 def _setting(pair: str) -> tuple[str, Any]:
-    """Of `optim_args`, such as "eps=1e-4"."""
+    """The name and the value of one pair of `optim_args`, such as "eps=1e-4"."""
     name, _, value = pair.partition("=")
     try:
         return name, ast.literal_eval(value)
@@ -79,7 +79,7 @@ def _setting(pair: str) -> tuple[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """Where the counters were."""
+    """The counters at one moment."""
 
     stats: Stats
     tokens: int = 0
@@ -123,9 +123,9 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
         """Adds the numbers to what is logged."""
-        if "train_runtime" in found["logs"]:  # training ends; what comes next may be the best model's weights
+        if "train_runtime" in found["logs"]:  # training ends, and the best model's weights may be loaded next
             self._wait()
-        if self._counting is None:  # outside of training
+        if self._counting is None:  # not within training
             return
         mark = self._mark()
         since = self._began if "train_runtime" in found["logs"] else self._logged
@@ -152,7 +152,7 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
             self._saving = save(
                 Path(args.output_dir or ".") / "headrace" / f"step-{state.global_step}",
                 found["model"],
-                getattr(found["optimizer"], "optimizer", found["optimizer"]),  # accelerate's wraps it
+                getattr(found["optimizer"], "optimizer", found["optimizer"]),  # accelerate wraps the optimizer
                 extra={"scheduler": found["lr_scheduler"], "trainer_state": dataclasses.asdict(state)},
                 files=_files_to_resume_from(args, state, **found),
                 keep=args.save_total_limit,
@@ -185,13 +185,13 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
 def _files_to_resume_from(
     args: TrainingArguments, state: Any, optimizer: Any, lr_scheduler: Any, **_: Any
 ) -> dict[str, bytes]:
-    """What the Trainer reads of its own checkpoints beside the weights and the optimizer's state, by name."""
+    """The other files, by name, that the Trainer reads from its checkpoints: not weights, nor the optimizer's state."""
     files = {
         "trainer_state.json": json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True).encode(),
         "scheduler.pt": _as_file(lr_scheduler.state_dict()),
         "rng_state.pth": _as_file(_random_states(args)),
     }
-    scaler = getattr(optimizer, "scaler", None)  # of accelerate's wrapper
+    scaler = getattr(optimizer, "scaler", None)  # an attribute of accelerate's wrapper
     return files if scaler is None else {**files, "scaler.pt": _as_file(scaler.state_dict())}
 
 
@@ -238,16 +238,16 @@ def micro_batches_together(trainer: Trainer, handle: Offloaded, together: int | 
 
 
 class _Together:
-    """Stands in for a trainer's ways to get the micro-batches of a step, and to go through one of them."""
+    """Replaces a trainer's `get_batch_samples` and `training_step`, so that a step's micro-batches go together."""
 
     def __init__(self, trainer: Any, forward_backward: Callable[..., list[torch.Tensor]]) -> None:
         self._accelerator = trainer.accelerator
         self._forward_backward = forward_backward
         self._get_batches, self._go_through = trainer.get_batch_samples, trainer.training_step
         trainer.get_batch_samples, trainer.training_step = self._get, self._step
-        self._batches: list[Any] = []  # of the step that comes
-        self._losses: list[torch.Tensor] = []  # of the step that is under way, which the trainer has not asked for
-        self._own = threading.local()  # `loss`: of the micro-batch that this thread computes
+        self._batches: list[Any] = []  # the micro-batches of the next step
+        self._losses: list[torch.Tensor] = []  # of this step, those that the trainer has not asked for yet
+        self._own = threading.local()  # `loss` of the micro-batch that this thread computes
 
     def _get(self, *args: Any, **named: Any) -> tuple[list[Any], Any]:
         batches, items = self._get_batches(*args, **named)
@@ -266,7 +266,7 @@ class _Together:
             found: torch.Tensor = self._own.__dict__.pop("loss")
             return found
 
-        self._accelerator.backward = self._keep  # which comes later
+        self._accelerator.backward = self._keep  # the backward itself comes later
         try:
             return self._forward_backward(batches, loss)
         finally:

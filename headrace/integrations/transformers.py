@@ -35,7 +35,7 @@ _MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  #
 
 
 def __getattr__(name: str) -> Any:
-    """What is for the Trainer, which is not imported before."""
+    """Imports what is for the Trainer when it is first used."""
     if name not in ("HeadraceCallback", "micro_batches_together", "optimizer_cls_and_kwargs"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from headrace.integrations import trainer
@@ -92,7 +92,7 @@ def from_pretrained(
 
 
 def _with_adapters(directory: Path, *, trainable: bool, **settings: Any) -> "tuple[PreTrainedModel, Offloaded]":
-    """The model that PEFT's adapters in the directory belong to, with these."""
+    """The model that PEFT's adapters in the directory belong to, with these adapters on it."""
     base = _read_json(directory / _ADAPTERS).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise CheckpointError(
@@ -126,9 +126,9 @@ def _with_adapters(directory: Path, *, trainable: bool, **settings: Any) -> "tup
 def open_pretrained(
     path: str | os.PathLike[str], *, disk: str | os.PathLike[str] | None = None
 ) -> "tuple[PreTrainedModel, Checkpoint]":
-    """The model whose weights are mapped files, and the files: for `headrace.offload(model, checkpoint=...)`.
+    """A model whose weights are mapped files, and these files, for `headrace.offload(model, checkpoint=...)`.
 
-    Weights that the library puts together of several in the files (experts) are written to `disk` for that.
+    Weights that transformers puts together from several in the files (experts) are written to `disk`.
     """
     directory = Path(path).expanduser()
     if {"_diffusers_version", "_class_name"} <= _saved_config(directory).keys():
@@ -150,7 +150,7 @@ def open_pretrained(
 
 
 def _trained(model: "PreTrainedModel", trainable: bool) -> "PreTrainedModel":
-    """The model, whose parameters want gradients or not; packed ones cannot."""
+    """The model, whose parameters require gradients if `trainable`. Packed parameters never do."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and not is_compound(parameter):
             parameter.requires_grad_(trainable)
@@ -160,14 +160,14 @@ def _trained(model: "PreTrainedModel", trainable: bool) -> "PreTrainedModel":
 
 
 def _loaded_whole(directory: Path) -> "PreTrainedModel":
-    """A model of torchao's: what its tensors are made of is in headers of the files that transformers alone reads."""
+    """A model quantised by torchao. Only transformers reads the file headers that say how its tensors are built."""
     config, model_class = _config_and_class(directory)
     model: PreTrainedModel = model_class.from_pretrained(directory, config=config, dtype="auto", local_files_only=True)
     return model.eval()
 
 
 def _saved_config(directory: Path) -> dict[str, Any]:
-    """What is in config.json. Raises CheckpointError when there is none, or an entry that headrace reads is unsound."""
+    """The content of config.json. Raises CheckpointError if it is missing, or an entry that headrace reads is wrong."""
     if directory.is_file():
         raise CheckpointError(f"{directory} is a file; give the directory that it is in: {str(directory.parent)!r}")
     if (directory / "model_index.json").is_file():
@@ -205,7 +205,7 @@ def _is_list_of_names(entry: Any) -> bool:
     return entry is None or (isinstance(entry, list) and all(isinstance(name, str) for name in entry))
 
 
-# Of config.json: what an entry must be, and what to do where it is not.
+# For entries of config.json: the check that they must pass, and what to do if they do not.
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "_class_name": (lambda entry: isinstance(entry, str), 'give the name of a class, such as "UNet2DConditionModel"'),
     "architectures": (_is_list_of_names, 'give a list of names, such as ["LlamaForCausalLM"]'),
@@ -224,12 +224,12 @@ def _some_component(directory: Path) -> str:
 
 
 def _config_and_class(directory: Path) -> "tuple[PreTrainedConfig, type[PreTrainedModel]]":
-    """What config.json says, and names. Raises CheckpointError when it names no model of this transformers."""
-    import transformers  # here, because it is optional and takes seconds
+    """The config, and the model class that it names. Raises CheckpointError if this transformers has no such class."""
+    import transformers  # imported here because it is optional and takes seconds
 
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except ValueError as error:  # a model type that is not known, or that comes with code of its own
+    except ValueError as error:  # an unknown model type, or one that comes with its own code
         raise CheckpointError(f"{directory / 'config.json'} is of no model that is read here: {error}") from error
     model_class = _class_of(config)
     if model_class is None and not config.architectures:
@@ -247,7 +247,7 @@ def _config_and_class(directory: Path) -> "tuple[PreTrainedConfig, type[PreTrain
 
 
 def _class_of(config: "PreTrainedConfig") -> Any:
-    """The first class of a model that the config names; None when this transformers has none of them."""
+    """The first model class that the config names and this transformers has; None if it has none of them."""
     import transformers
 
     named = (getattr(transformers, str(name), None) for name in config.architectures or [])
@@ -257,8 +257,8 @@ def _class_of(config: "PreTrainedConfig") -> Any:
 
 
 def _dtype_to_load(config: "PreTrainedConfig", checkpoint: Checkpoint) -> torch.dtype | str:
-    """That of the config where it is one of the files' own, else that of most bytes there: others would be converted,
-    and lie in host memory as a whole. "auto" is the config's, and for quantised weights the one that computes.
+    """The dtype of the config if the files have it, and else the one of most bytes there. Weights of other dtypes are
+    converted, and take host memory. "auto" means the config's dtype, or for quantised weights the one that computes.
     """
     nbytes: Counter[torch.dtype] = Counter()
     for record in checkpoint.records.values():

@@ -1,9 +1,9 @@
 """Which activations leave the device between forward and backward, when do they go, and when do they come back?
 
-The machine: compute, the offload lane and the onload lane, each serial. A copy out starts when its tensor is saved and
-the lane is free; compute waits for its end at the moment that lets go of the device memory. A reload is issued at a
-moment of backward, when it fits, in the order of use; compute waits for it at its use. The earliest saved go first:
-they are needed last. See docs/design/activations.md.
+The machine has compute, the offload lane and the onload lane, each serial. A copy out starts when its tensor is saved
+and the lane is free; compute waits for its end before the device memory is released. Reloads are issued during
+backward, in the order of use, as soon as they fit; compute waits for each at its use. The tensors saved first leave
+first, because they are needed last. See docs/design/activations.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 
-_HIDDEN_SHARE = 0.005  # of compute: a stall below that counts as none
+_HIDDEN_SHARE = 0.005  # a stall below this share of compute counts as none
 _BISECTIONS = 24
 
 
@@ -23,8 +23,8 @@ _BISECTIONS = 24
 class Saved:
     """One tensor that autograd keeps from forward to backward.
 
-    - `offload_seconds`, `onload_seconds`: what its copies take on their lanes, alone.
-    - `alone_at`: the index of the save at which nobody but autograd held its memory any more. None: never in forward.
+    - `offload_seconds`, `onload_seconds`: how long its copies take on their lanes, alone.
+    - `alone_at`: the index of the save from which only autograd holds its memory. None: never in forward.
     - `name`: the module that saved it, for texts.
     """
 
@@ -42,14 +42,14 @@ class ActivationProblem:
     - `saved[k]`: in the order of saving; `forward_seconds[k]`: compute from that save to the next, or to the first use.
     - `uses`: indices of `saved` in the order of their first use in backward, each at most once;
       `backward_seconds[j]`: compute from that use to the next, or to the end; `freed_at[j]`: the position of the use
-      after which the j-th used one is gone.
-    - `budget_bytes`: ceiling for these tensors on the device. None: as few as hide behind compute.
-    - `all_leave`: whatever may leave does, even if compute waits, and comes back as early as that helps.
+      after which the tensor of the j-th use is freed.
+    - `budget_bytes`: ceiling for these tensors on the device. None: as few stay as copies can hide behind compute.
+    - `all_leave`: every tensor that may leave does, even if compute waits, and comes back as early as that helps.
     - `offload_bytes`: at most so many leave; `most_in_flight`: at most so many copies out at once. None: no limit.
-    - `other_seconds[j]`: how long the onload lane is taken by what else (weights) is sent for before the j-th use and
-      after the one before it. Empty: nothing.
-    - `forward_other_bytes[k]`, `backward_other_bytes[j]`: what else is on the device, at most, from that save or use to
-      the next (values on their way, gradients). For the peak of the whole, not for decisions. Empty: nothing.
+    - `other_seconds[j]`: how long other loads (weights), issued between the use before and the j-th, take the onload
+      lane. Empty: there are none.
+    - `forward_other_bytes[k]`, `backward_other_bytes[j]`: the most that other things (values on their way, gradients)
+      take on the device from that save or use to the next. Only the peak of the whole uses them. Empty: nothing.
     """
 
     saved: tuple[Saved, ...]
@@ -82,7 +82,7 @@ class ActivationProblem:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all that is saved."""
+        """Bytes of all saved tensors."""
         return sum(saved.nbytes for saved in self.saved)
 
     @property
@@ -95,11 +95,11 @@ class ActivationProblem:
 class ActivationPlan:
     """Frozen decisions for one forward and its backward.
 
-    `releases[k]`: whose device memory goes right after the k-th save. `reloads[j]`: what is sent for at the j-th use,
-    in this order, behind what that use needs itself. `offloaded`: all that leave; the rest is not copied.
-    `peak_bytes`: the most of them on the device at once; `saving_bytes`: by how much the device's peak is lower than if
-    all stayed, with what else it holds at each moment.
-    `beyond_bytes`: what neither fits `budget_bytes` nor hides behind compute; `recompute` names the modules whose
+    `releases[k]`: tensors whose device memory is released right after the k-th save. `reloads[j]`: tensors whose
+    reloads are issued at the j-th use, in this order, behind the one that the use itself needs. `offloaded`: all
+    tensors that leave; the others are not copied. `peak_bytes`: the most that saved tensors take on the device at once;
+    `saving_bytes`: by how much the device's peak, with all else that it holds, is lower than if all stayed.
+    `beyond_bytes`: bytes that neither fit `budget_bytes` nor hide behind compute; `recompute` names the modules whose
     recomputation (gradient checkpointing) would save at least that.
     """
 
@@ -117,12 +117,12 @@ class ActivationPlan:
 
     @cached_property
     def position_of_use(self) -> dict[int, int]:
-        """At which use an item of `saved` is needed first."""
+        """For each index of `saved`, the position of its first use."""
         return {index: position for position, index in enumerate(self.problem.uses)}
 
 
 def plan_activations(problem: ActivationProblem) -> ActivationPlan:
-    """The plan: what fits stays, what hides behind compute leaves; a given budget is kept even if compute waits."""
+    """The plan: what fits stays, what hides behind compute leaves; a budget is kept to even if compute waits."""
     if problem.all_leave:
         return _plan(problem, _all_leaving(problem), beyond_bytes=0)
     hidden = _least_that_hides(problem)
@@ -141,19 +141,19 @@ def _least_that_hides(problem: ActivationProblem) -> _Walk:
 
 
 def _within(problem: ActivationProblem, budget_bytes: int) -> _Walk:
-    """The quicker of the walks that go above the budget the least: what finds no copy free stays, or waits for one."""
+    """The walk that exceeds the budget the least, then the faster one: with too many copies, tensors stay or wait."""
     walks = [_Walk(problem, budget_bytes, waits=waits) for waits in (False, True)]
     return min(walks, key=lambda walk: (max(0, walk.peak_bytes - budget_bytes), walk.seconds))
 
 
 def _all_leaving(problem: ActivationProblem) -> _Walk:
-    """The walk in which everything leaves, with the lowest peak in backward that costs no more time than any."""
+    """The walk in which everything leaves, with the lowest peak in backward that makes it no slower."""
     fastest = _Walk(problem, 0, problem.nbytes)
     return _lowest(problem, lambda ceiling: _Walk(problem, 0, ceiling), fastest.seconds)
 
 
 def _lowest(problem: ActivationProblem, walk_under: Callable[[int], _Walk], seconds: float) -> _Walk:
-    """The walk under the lowest ceiling that takes no longer than `seconds`, as it does under the highest."""
+    """The walk under the lowest ceiling that keeps it within `seconds`, as the highest ceiling always does."""
     low, high = 0, problem.nbytes
     best = walk_under(high)
     for _ in range(_BISECTIONS):
@@ -190,7 +190,7 @@ def _plan(problem: ActivationProblem, walk: _Walk, beyond_bytes: int) -> Activat
 
 
 def _largest_names(saved: Sequence[Saved], wanted_bytes: int) -> tuple[str, ...]:
-    """Modules that saved the most, until they make up `wanted_bytes`."""
+    """The modules that saved the most, as many as make up `wanted_bytes`."""
     by_name: dict[str, int] = {}
     for each in saved:
         by_name[each.name] = by_name.get(each.name, 0) + each.nbytes
@@ -204,10 +204,10 @@ def _largest_names(saved: Sequence[Saved], wanted_bytes: int) -> tuple[str, ...]
 
 
 class _Walk:
-    """One forward and backward under a ceiling for the bytes on the device; what cannot be helped goes above it.
+    """One forward and backward under a ceiling for the bytes on the device, which is exceeded only if it must be.
 
-    Where `most_in_flight` copies are under way already, compute waits for the first of them, or, without `waits`, what
-    was saved just now does not leave.
+    If `most_in_flight` copies are under way already, compute waits for the first of them, or, without `waits`, the
+    tensor that was just saved stays.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class _Walk:
         self._backward_budget_bytes = budget_bytes if backward_budget_bytes is None else backward_budget_bytes
         self.seconds = 0.0
         self.peak_bytes = 0
-        self.whole_peak_bytes = 0  # with what else is on the device
+        self.whole_peak_bytes = 0  # with all else that is on the device
         self.away: set[int] = set()
         self.releases: list[list[int]] = [[] for _ in problem.saved]
         self.reloads: list[list[int]] = [[] for _ in problem.uses]
@@ -244,9 +244,9 @@ class _Walk:
         others = problem.forward_other_bytes or (0,) * len(problem.saved)
         lane_end = 0.0
         ends: dict[int, float] = {}
-        flying: deque[int] = deque()  # those that leave, until their copies are done
-        ready: list[int] = []  # a heap of those that may go
-        held_until: dict[int, list[int]] = defaultdict(list)  # those that somebody else holds, by the save that ends it
+        flying: deque[int] = deque()  # tensors that leave, until their copies are done
+        ready: list[int] = []  # a heap of tensors that may go
+        held_until: dict[int, list[int]] = defaultdict(list)  # tensors that others hold, by the save that ends it
         reloadable = set(problem.uses)
         left_bytes = problem.nbytes if problem.offload_bytes is None else problem.offload_bytes
         for index, saved in enumerate(problem.saved):
@@ -272,8 +272,8 @@ class _Walk:
             self.seconds += problem.forward_seconds[index]
 
     def _crowded(self, flying: deque[int], ends: dict[int, float], coming: int = 0) -> bool:
-        """Whether too many copies are under way, with those `coming`. They end in the order of saving, and each before
-        its memory goes."""
+        """Whether too many copies are under way, with `coming` more. Copies end in the order of saving, each before its
+        memory goes."""
         while flying and ends[flying[0]] <= self.seconds:
             flying.popleft()
         most = self._problem.most_in_flight
@@ -286,7 +286,7 @@ class _Walk:
         lane_end = 0.0
         arrival: dict[int, float] = {}
         pending = deque(index for index in problem.uses if index in self.away)
-        freed: dict[int, int] = {}  # bytes by the position at which they are gone
+        freed: dict[int, int] = {}  # bytes by the position of the use at which they are free
         for index, position in zip(problem.uses, problem.freed_at, strict=True):
             freed[position + 1] = freed.get(position + 1, 0) + problem.saved[index].nbytes
 
@@ -308,6 +308,6 @@ class _Walk:
                 send_for(pending.popleft())
             self._between(others[position])
             self.seconds += problem.backward_seconds[position]
-        # What else uses the lane has its own deadlines: what does not fit into backward with it delays the step.
+        # Other loads on the lane have deadlines of their own: if all together outlast backward, the step is longer.
         busy = math.fsum(problem.other_seconds) + math.fsum(problem.saved[index].onload_seconds for index in arrival)
         self.seconds = max(self.seconds, began + busy if problem.other_seconds else 0.0)

@@ -1,14 +1,14 @@
-"""What would Belady keep, if room must be left for the loads in flight?
+"""What would Belady's rule keep, if room must be left for the loads in flight?
 
 Belady's rule (evict what is used farthest in the future) moves the fewest bytes when nothing is loaded ahead. Loading
-ahead needs room, which is left in one of two ways:
+ahead needs room. It is left in one of two ways:
 
-- `reserve` bytes at every slot: newcomers with a far next use do not stay, so the same blocks stay every cycle;
-- room for what the next `lookahead` visits miss: then whatever is used farthest ahead gives way at that moment, the
-  newcomer stays, and what is kept may take turns from cycle to cycle. That saves bytes: a cycle of n equal blocks with
+- `reserve` bytes stay free at every slot: newcomers with a far next use do not stay, so the same blocks do every cycle;
+- there is room for what the next `lookahead` visits lack: the block used farthest ahead gives way at that moment, the
+  newcomer stays, and kept blocks may take turns from cycle to cycle. That saves bytes: a cycle of n equal blocks with
   room for k misses n (n - k) / (n - 1) per cycle instead of n - k + 1.
 
-Walked cycle after cycle until the content at a boundary comes back, the rule yields a steady state of some cycles.
+The rule is walked cycle after cycle until the content at a boundary recurs, which yields a steady state of some cycles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.planning.tape import Tape
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much a sweep leaves to loads in flight, and which blocks it never gives up while it need not."""
+    """How much room a sweep leaves for loads in flight, and which blocks it gives up only if it must."""
 
     reserve: int = 0
     lookahead: int = 0
@@ -47,7 +47,7 @@ class _Walk:
     def __init__(self, tape: Tape, room: Room) -> None:
         self.tape = tape
         self.room = room
-        self.held: dict[int, int] = {}  # gap ahead -> slot of its end, counted over all rounds
+        self.held: dict[int, int] = {}  # gap through which a block is kept -> slot of its end, counted over all rounds
         self.bytes = 0
         self.ending: list[list[int]] = [[] for _ in range(tape.slots)]
         begins: dict[tuple[int, int], int] = {}
@@ -80,7 +80,7 @@ class _Walk:
         return kept
 
     def _missing(self, slot: int) -> int:
-        """Bytes that the next visits need and that are not there."""
+        """Bytes of the blocks that the next visits need and the device lacks."""
         missing = 0
         for ahead in range(slot + 1, slot + 1 + self.room.lookahead):
             for index in self.ending[ahead % self.tape.slots]:
@@ -90,7 +90,7 @@ class _Walk:
         return missing
 
     def _make_room(self, limit: int) -> None:
-        """Give up what is used farthest ahead; pinned blocks last."""
+        """Give up the blocks used farthest ahead, until `limit` holds; pinned blocks last."""
         pinned, gaps = self.room.pinned, self.tape.gaps
         while self.bytes > limit and self.held:
             going = [index for index in self.held if gaps[index].block not in pinned] if pinned else self.held

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from headrace.planning.problem import Problem
 from headrace.planning.tape import Gap, Tape, make_tape
 
-_SLOTS_OF_BELADY = 8000  # how many slots the byte-wise rule walks in search of its period
+_SLOTS_OF_BELADY = 8000  # the byte-wise rule walks at most so many slots in search of its period
 
 
 def lower_bound(problem: Problem) -> float:
@@ -45,7 +45,7 @@ def bytes_bound(problem: Problem) -> float:
 
 
 def fewest_bytes(problem: Problem) -> float:
-    """Bytes per cycle that every schedule loads in the long run, at the least."""
+    """The fewest bytes per cycle that any schedule loads in the long run."""
     tape = make_tape(problem)
     reloaded = sum(problem.block_bytes[block] for block in problem.residents & problem.changing)
     return reloaded + _belady_bytes(tape)
@@ -56,13 +56,13 @@ def window_bound(problem: Problem) -> float:
     tape = make_tape(problem)
     visits = problem.visits
     cuts = {0} | {index + 1 for index in range(1, len(visits)) if visits[index].phase is not visits[index - 1].phase}
-    if len(cuts) > 4:  # many micro-batches: the cuts inside are found from the boundary anyway
+    if len(cuts) > 4:  # with many micro-batches, the walk from the boundary finds the cuts inside anyway
         cuts = {0}
     return max(problem.compute_seconds, *(_best_windows(tape, cut) for cut in sorted(cuts)))
 
 
 def memory_bound(problem: Problem) -> float:
-    """Bounds 1 and 4: the smallest cycle time at which what is kept leaves room for the loads in flight."""
+    """Bounds 1 and 4: the smallest cycle time at which kept blocks leave room for the loads in flight."""
     tape = make_tape(problem)
     total = sum(gap.seconds for gap in tape.gaps)
     used = sum(size * seconds for size, seconds in zip(tape.base, tape.compute, strict=True))
@@ -84,7 +84,7 @@ def memory_bound(problem: Problem) -> float:
 
 
 def _gap_lengths(tape: Tape) -> list[float]:
-    """How long each gap takes at the least while its block is kept: its compute, and what it must load (bound 3)."""
+    """The least time of each gap while its block is kept: its compute, and the loads that it must contain (bound 3)."""
     ends = [0.0]
     for seconds in tape.compute:
         ends.append(ends[-1] + seconds)
@@ -143,13 +143,13 @@ def _best_windows(tape: Tape, cut: int) -> float:
 
 
 def _windows(tape: Tape, uses: list[list[Gap]], first: int, count: int) -> Iterator[float]:
-    """Bounds of the windows [first, first], [first, first + 1], ...: see bound 3."""
+    """Bound 3 of the windows [first, first], [first, first + 1], ..."""
     slots = tape.slots
     compute = certain = possible = 0.0
     shortest = float("inf")
     densest = 0.0
     before = {gap.block: gap.size for gap in uses[(first - 1) % slots] if gap.size}
-    passed = sum(before.values())  # blocks of the visit before the window that the window has not used yet
+    passed = sum(before.values())  # bytes of the visit before the window that the window has not used yet
     for slot in range(first, first + count):
         turn, place = divmod(slot, slots)
         seconds = tape.compute[place]
@@ -177,7 +177,7 @@ def _belady_bytes(tape: Tape) -> float:
         if gap.size:
             by_slot[gap.end].append(gap)
             following[gap.block, gap.begin % slots] = gap
-    held: dict[int, int] = {}  # block -> bytes still there
+    held: dict[int, int] = {}  # block -> its bytes that are still held
     queue: list[tuple[int, int]] = []  # (minus the slot of the next use, block), farthest first
     passing = loaded = 0
     seen: dict[tuple[tuple[int, int], ...], tuple[int, int]] = {}

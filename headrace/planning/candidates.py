@@ -1,4 +1,4 @@
-"""Which choices of what to keep are worth a try before any search?"""
+"""Which sets of kept blocks are worth a try before any search?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHARES = 32  # how finely the bytes that stay for good are graded
 
 
 def candidates(tape: Tape) -> Iterator[tuple[Tape, list[bool]]]:
-    """Tapes and what is kept on each. Where the content takes turns a tape has more cycles; those come last."""
+    """Tapes, and what is kept on each. Tapes of several cycles, on which blocks take turns, come last."""
     seen: set[tuple[bool, ...]] = set()
     turning = []
     rounds = max(3, _SLOTS // tape.slots) if tape.ring else 1
@@ -41,7 +41,7 @@ def _rooms(tape: Tape) -> Iterator[Room]:
 
 
 def _even_sets(tape: Tape) -> list[frozenset[int]]:
-    """Blocks that could stay for good, a growing share of the bytes, spread evenly over the cycle."""
+    """Sets of blocks that could stay for good: a growing share of the bytes, spread evenly over the cycle."""
     expiring = {gap.block for gap in tape.gaps if not gap.keepable or not gap.size}
     order = list(dict.fromkeys(gap.block for gap in tape.gaps if gap.block not in expiring))
     sizes = tape.problem.block_bytes

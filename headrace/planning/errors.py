@@ -1,4 +1,4 @@
-"""Which errors does planning raise on its own account?"""
+"""Which errors does planning itself raise?"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Which small changes of what is kept shorten the cycle?
 
 A stall is the end of a chain: loads that follow each other on the lane without a break, from one that memory held back.
-Two things help: keep one of the chain's blocks, so that its load falls away (something else may have to go for it), or
-drop what filled the memory when the chain's first load was held back. A local search: of these changes, and then of
-their pairs, the best is taken, or the first that saves 1%, until none helps. Work is counted in changes tried, never in
-seconds: the same problem gets the same plan.
+Two changes help: keep one of the chain's blocks, so that its load falls away (another block may have to go for it), or
+drop what filled the memory when the chain's first load was held back. A local search takes the best of these changes,
+and then of their pairs, or the first that saves 1%, until none helps. Work is counted in changes tried, never in
+seconds, so the same problem gets the same plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.planning.schedule import AHEAD, KEEP, LATE, Schedule, evaluate, oc
 from headrace.planning.tape import Tape
 
 _AT_ONCE = 0.99  # a change to less than this share of the time is taken without a look at the others
-_FASTER = 1 - 1e-9  # of the time: what differs by less is equal
+_FASTER = 1 - 1e-9  # of the time: a smaller difference counts as none
 
 Change = dict[int, int]  # gap -> its new choice
 
@@ -33,7 +33,7 @@ def _cost(schedule: Schedule) -> tuple[float, int]:
 
 
 class _Search:
-    """What has been tried on one tape."""
+    """The search on one tape, and the choices that it has tried."""
 
     def __init__(self, tape: Tape, goal: float) -> None:
         self.tape = tape
@@ -44,7 +44,7 @@ class _Search:
         self.covered = [{slot % tape.slots for slot in range(gap.begin + 1, gap.end)} for gap in tape.gaps]
 
     def descend(self, schedule: Schedule, limit: int) -> Schedule:
-        """Better and better schedules, until no change helps or `limit` were tried in all."""
+        """The schedule after better and better changes, until none helps or `limit` of them were tried in all."""
         while self.tried < limit and schedule.seconds > self.goal:
             best, held = schedule, profile(self.tape, schedule.choices)
             for change in self._changes(schedule):
@@ -70,7 +70,8 @@ class _Search:
         return evaluate(self.tape, choices, held, schedule.seconds)
 
     def _changes(self, schedule: Schedule) -> Iterator[Change]:
-        """What may help: keep a load of a stalled chain, alone or for another; free memory; load late; two of these."""
+        """Changes that may help: keep a load of a stalled chain, alone or in place of another; free memory; load late;
+        two of these."""
         gaps = self.tape.gaps
         hot, blocked = self._stalls(schedule)
         kept = [i for i, choice in enumerate(schedule.choices) if choice == KEEP and not gaps[i].free]
@@ -108,7 +109,7 @@ class _Search:
         return [index for index in hot if not self.tape.gaps[index].free], blocked
 
     def _make_room(self, choices: list[int], held: list[int], change: Change) -> bool:
-        """Give up others that are kept where memory is too full, the one that is used last first."""
+        """Give up other kept blocks where memory is too full, first those that are used last; False if that fails."""
         while (most := max(held)) > self.tape.budget:
             slot = held.index(most)
             kept = [

@@ -1,7 +1,7 @@
-"""Which expert makes room for another? Of the layer that wants room, the one that was used least of late.
+"""Which expert makes room for another? The one of the same layer that was used least of late.
 
-Where a layer has less than its share, one of the others. Before any of them go those that came for calls that use
-nearly all of a layer, the last one first. See docs/design/experts.md for what else was tried.
+If that layer holds less than its share of the room, an expert of another layer goes. Experts that came for calls that
+use nearly all of a layer go before any others, the last one first. See docs/design/experts.md for what else was tried.
 """
 
 from collections import Counter
@@ -11,36 +11,36 @@ __all__ = ["Keeping", "Key", "passes_through"]
 
 Key = tuple[int, int]  # layer, expert
 
-_HALF_LIFE = 64  # calls of its layer, after which a use counts half
+_HALF_LIFE = 64  # after so many calls of its layer, a use counts half
 _NEARLY_ALL = 3 / 4  # of a layer's experts
 
 
 def passes_through(used: float, count: int) -> bool:
-    """Whether a call uses so many of a layer's experts that which ones it is says nothing about the calls to come."""
+    """Whether a call uses so many of a layer's experts that its choice says nothing about later calls."""
     return used > _NEARLY_ALL * count
 
 
 class Keeping:
-    """What was used in a room for so many experts, that so many layers share."""
+    """How often experts were used of late; `layers` layers share the room for `room` experts."""
 
     def __init__(self, room: int, layers: int) -> None:
         self._share = room / layers
         self._calls: Counter[int] = Counter()  # by layer
-        self._uses: dict[Key, tuple[float, int]] = {}  # and the call of its layer up to which they are counted
-        self._passing: dict[Key, None] = {}  # what came for a call that uses nearly all; the last one comes last
+        self._uses: dict[Key, tuple[float, int]] = {}  # uses, and the call of the layer at which they were counted
+        self._passing: dict[Key, None] = {}  # experts that came for calls that use nearly all of a layer, in order
 
     def came(self, key: Key, *, passing: bool) -> None:
-        """It is here from now on; `passing`: for a call that uses nearly all."""
+        """The expert is held from now on. `passing`: it came for a call that uses nearly all of its layer."""
         self._passing.pop(key, None)
         if passing:
             self._passing[key] = None
 
     def went(self, key: Key) -> None:
-        """It is not here any more."""
+        """The expert is not held any more."""
         self._passing.pop(key, None)
 
     def used(self, layer: int, experts: Iterable[int], *, passing: bool = False) -> None:
-        """A call of the layer has used these."""
+        """A call of the layer has used these experts. `passing`: it uses nearly all of the layer."""
         self._calls[layer] += 1
         for expert in experts:
             self._uses[layer, expert] = self._count((layer, expert)) + 1, self._calls[layer]
@@ -48,9 +48,9 @@ class Keeping:
                 self._passing.pop((layer, expert), None)
 
     def victim(self, layer: int, held: Collection[Key], kept: Collection[Key]) -> Key:
-        """Which of those that are held goes, so that another one of the layer can come; none that is kept.
+        """Which of the held experts goes, so that another one of the layer can come; never one of `kept`.
 
-        Calls that use nearly all come back to what they used longest ago: so what came last goes.
+        Calls that use nearly all of a layer first want what they used longest ago, so the expert that came last goes.
         """
         for key in reversed(self._passing):
             if key in held and key not in kept:

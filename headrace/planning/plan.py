@@ -39,10 +39,10 @@ class Plan:
     """Frozen decisions: the executor walks them without deciding.
 
     `cycles[c]` has one Step for each visit and, last, one for the boundary behind them. A cyclic plan repeats after
-    `len(cycles)` cycles (one, unless taking turns in what is kept saves time). `start` is what is present, or in
-    flight, when the first cycle begins in the steady state (a changing resident only if its reload was issued). From
-    any part of `start` the plan is safe: what is missing is loaded on demand once, and after one round the state is
-    the steady one.
+    `len(cycles)` cycles (one, unless it saves time that kept blocks take turns). `start` has the blocks that are
+    present, or in flight, when the first cycle begins in the steady state (a changing resident only if its reload was
+    issued). The plan is safe from any part of `start`: missing blocks are loaded on demand once, and after one round
+    the state is the steady one.
     """
 
     problem: Problem
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def kept(self) -> frozenset[int]:
-        """Residents, and the blocks that the plan keeps present for good without being told to."""
+        """The blocks that are always present: residents, and those that the plan chooses to keep for good."""
         loaded = {block for cycle in self.cycles for step in cycle for block in step.loads}
         return self.problem.residents | (self.start - loaded)
 
@@ -99,7 +99,7 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _ahead(plan: Plan) -> int:
-    """The most visits that lie between a load's issue and its use."""
+    """The largest number of visits between a load's issue and its use."""
     visits = plan.problem.visits
     period = len(visits)
     farthest = 0

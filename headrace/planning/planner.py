@@ -10,7 +10,7 @@ from headrace.planning.search import best_schedule
 
 
 def make_plan(problem: Problem) -> Plan:
-    """The plan of the steady state (of a single pass from an empty device when the problem is not cyclic).
+    """The plan of the steady state, or of a single pass from an empty device if the problem is not cyclic.
 
     The same problem always gets the same plan.
     """
@@ -32,7 +32,7 @@ def make_plan(problem: Problem) -> Plan:
 
 
 def _peak_bytes(problem: Problem, steps: tuple[tuple[Step, ...], ...], start: frozenset[int]) -> int:
-    """Of one round from `start`, as the host meets it: a block counts from its load's issue to its eviction."""
+    """The peak of one round from `start`: a block counts from its load's issue to its eviction by the host."""
     sizes = {block: size for block, size in enumerate(problem.block_bytes) if block not in problem.residents}
     held = peak = problem.resident_bytes + sum(sizes.get(block, 0) for block in start)
     for cycle in steps:

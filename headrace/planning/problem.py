@@ -21,9 +21,9 @@ class Problem:
       there; the boundary is the first step that may load them again. A resident that changes is loaded again in place.
     - `cyclic`: the cycle repeats. False: one pass, and nothing is loaded for what comes after it.
     - `max_ahead`: a block is loaded at most so many visits before its use (0: on demand only). None: no limit.
-    - `by_rows`: tables of which rows travel, outside of the plan, in memory that the budget is without.
+    - `by_rows`: tables that travel row by row, outside of the plan, in memory that does not count in the budget.
 
-    Raises ValueError for numbers that make no sense and BudgetTooSmall when a visit does not fit.
+    Raises ValueError for numbers that make no sense, and BudgetTooSmall when a visit does not fit.
     """
 
     block_bytes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""When is each load issued and how long does a cycle take, once it is decided what is kept?
+"""When is each load issued, and how long does a cycle take, once it is decided what is kept?
 
 Note "choices decide all". Each gap of the tape gets one choice: KEEP the block, load it AHEAD, or load it LATE (at its
 own visit, or LATE + d: d slots before it). The loads ahead are served in the order of their uses: serving a later use
@@ -21,18 +21,18 @@ from headrace.planning.tape import Gap, Tape
 AHEAD: Final = 0
 KEEP: Final = 1
 LATE: Final = 2  # LATE + d: issued d slots before the use
-_ROUNDS = 200  # at most so many are simulated: what goes on changing then changes by less than a round in 200
+_ROUNDS = 200  # at most so many are simulated; after that, a change is less than a round in 200
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Loads by the visits that need them, the slot that issues each (relative to the round of its use), the time."""
+    """Loads in the order of use, the slot that issues each (relative to the round of its use), and the time."""
 
     choices: tuple[int, ...]
     loads: tuple[Gap, ...]
     issues: tuple[int, ...]
-    seconds: float  # of one settled round of a ring; of the whole run for a tape that is not one
-    rounds: int  # in which it settles
+    seconds: float  # of one settled round of a ring, or of the whole single pass
+    rounds: int  # the number of rounds until it settles
     load_bytes: int
 
 
@@ -45,7 +45,7 @@ def profile(tape: Tape, choices: Sequence[int]) -> list[int]:
 
 
 def occupy(held: list[int], gap: Gap, choice: int, size: int) -> None:
-    """Add `size` bytes to every slot that a gap takes for certain: all of it when kept, its end when loaded late."""
+    """Add `size` bytes to every slot that a gap surely takes: all of them when kept, the last ones when loaded late."""
     if choice != AHEAD:
         slots = len(held)
         for slot in range(gap.begin + 1 if choice == KEEP else _late_slot(gap, choice), gap.end):
@@ -87,7 +87,7 @@ def evaluate(
 
 
 def make_schedule(tape: Tape, choices: Sequence[int]) -> Schedule | None:
-    """As `evaluate`, when the profile is not at hand."""
+    """The schedule that follows from the choices, as `evaluate` finds it; this computes their profile first."""
     return evaluate(tape, choices, profile(tape, choices))
 
 
@@ -100,8 +100,8 @@ def _issue_slots(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] | N
     count, slots = len(loads), tape.slots
     if not count:
         return issues
-    # Half a round to get going, then a round that is taken when its own second half comes out the same (as far back as
-    # the loads that it issued in the round before can reach): the round behind it would then be the same again.
+    # Half a round to get going, then a whole one. It has settled if its second half issues the same loads at the same
+    # slots (as far back as loads that it issued in the round before can reach), because the next round would, too.
     half = next((place for place, gap in enumerate(loads) if 2 * gap.end >= slots), count - 1)
     used = held * 2
     _issue_round(tape, loads[half:], used, 0, issues)
@@ -157,16 +157,16 @@ class _Lanes:
             issued[issue % slots].append(place)
             self.due[gap.end].append(place)
         for issue, places in enumerate(issued):
-            if len(places) > 1:  # a slot may issue for the rounds behind it: nearest use first
+            if len(places) > 1:  # a slot may issue for later rounds, too: nearest use first
                 places.sort(key=lambda place: (loads[place].end - issue) % slots)
         self.issued = [[(place, loads[place].seconds) for place in places] for places in issued]
         self.arrival = [0.0] * len(loads)
 
     def settle(self) -> tuple[float, int]:
-        """Seconds of a settled round, and in how many rounds it settles.
+        """Seconds of a settled round, and the number of rounds until it settles.
 
-        Where loads take little longer than compute, each round uses up a little of what was loaded ahead, and the stall
-        that lasts comes only when all of that is gone.
+        If loads take little longer than compute, each round uses up a little of what was loaded ahead, and the lasting
+        stall begins only when all of that is gone.
         """
         tape, arrival, compute = self.tape, self.arrival, self.tape.compute
         issued, due, other = self.issued, self.due, self.tape.other
@@ -192,10 +192,10 @@ class _Lanes:
             previous, started = state, now
 
     def chains(self, rounds: int) -> list[list[int]]:
-        """The chains of loads that end in a stall, in the last of `rounds`; each from the load behind a pause."""
+        """The chains of loads that end in a stall in the last of `rounds`. A chain begins after a pause of the lane."""
         tape, arrival = self.tape, self.arrival
         now = lane = 0.0
-        order: list[int] = []  # loads of all rounds so far, as the lane has them
+        order: list[int] = []  # loads of all rounds so far, in the order of the lane
         begins = 0  # where in `order` the present chain begins
         spans: dict[int, tuple[int, int]] = {}
         found: list[list[int]] = []
@@ -219,7 +219,7 @@ class _Lanes:
 
 
 def stalled_chains(tape: Tape, schedule: Schedule) -> list[list[int]]:
-    """For each stall the places (in `schedule.loads`) of the loads that kept the lane busy up to it, first to last."""
+    """For each stall, the loads that kept the lane busy up to it, in order, as places in `schedule.loads`."""
     return _Lanes(tape, schedule.loads, schedule.issues).chains(schedule.rounds)
 
 

@@ -1,8 +1,8 @@
 """What should be kept between which uses?
 
-First candidates: Belady's rule with different room for loads in flight, and sets of blocks that stay for good, spread
-evenly (`candidates.py`). Then small changes of the best of them (`improve.py`). Both end as soon as a plan is within
-`CLOSE` of the lower bound.
+The search begins with candidates: Belady's rule with different room for loads in flight, and evenly spread sets of
+blocks that stay for good (`candidates.py`). It then tries small changes of the best of them (`improve.py`). Both parts
+end as soon as a plan is within `CLOSE` of the lower bound.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from headrace.planning.problem import Problem
 from headrace.planning.schedule import AHEAD, KEEP, Schedule, make_schedule
 from headrace.planning.tape import Tape, make_tape
 
-CLOSE = 1.005  # over the lower bound: good enough to stop
-FAR = 1.02  # over the goal: worth a search from each candidate
-TURNING_MAY_WIN = 1.05  # a plan of several cycles is improved when it is not slower than this
-TURNING_MUST_SAVE = 0.995  # and taken when it is faster than this, over the one-cycle plan
-TRIALS = 1000  # schedules that are tried to improve one,
-_TRIED_SLOTS = 48_000  # slots of them all together,
-_TRIED_PAIRS = 9_600_000  # and pairs of slots: each load is placed by a walk over slots
-_SHORT = 40  # slots up to which every candidate is improved, and a one-cycle plan is tried over several cycles
-_LONG = 120  # slots up to which a plan of several cycles is improved
+CLOSE = 1.005  # times the lower bound: good enough to stop
+FAR = 1.02  # times the goal: beyond it, a search from each candidate is worth it
+TURNING_MAY_WIN = 1.05  # a plan of several cycles is improved if it takes at most this much of the one-cycle plan
+TURNING_MUST_SAVE = 0.995  # and taken if it then takes less than this much of it
+TRIALS = 1000  # at most so many schedules are tried to improve one,
+_TRIED_SLOTS = 48_000  # with so many slots in all of them together,
+_TRIED_PAIRS = 9_600_000  # and so many pairs of slots, because each load is placed by a walk over slots
+_SHORT = 40  # up to so many slots, every candidate is improved, and a one-cycle plan is tried over several cycles
+_LONG = 120  # up to so many slots, a plan of several cycles is improved
 
 
 def best_schedule(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
-    """The best steady state, or single pass, that was found; `bound`: seconds that no schedule can beat."""
+    """The best steady state or single pass that the search finds. `bound`: seconds that no schedule can beat."""
     tape, goal = make_tape(problem, ring=problem.cyclic), bound * CLOSE
-    leaders: dict[int, tuple[Tape, Schedule]] = {}  # cycles -> the best of that many
+    leaders: dict[int, tuple[Tape, Schedule]] = {}  # number of cycles -> the best schedule over so many
     singles: list[Schedule] = []
     for shape, kept in candidates(tape):
         schedule = make_schedule(shape, kept)
@@ -59,7 +59,7 @@ def best_schedule(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
 
 
 def _improved(tape: Tape, candidates: list[Schedule], goal: float) -> tuple[Tape, Schedule] | None:
-    """The best from the best candidate and from a plan that keeps nothing; far from the bound, from all candidates."""
+    """The best schedule improved from the best candidate and from keeping nothing; far from the goal, from all."""
     plain = make_schedule(tape, [KEEP if gap.free else AHEAD for gap in tape.gaps])
     ordered = sorted(candidates, key=lambda schedule: _score(tape, schedule))
     starts = [*ordered[:1], *([plain] if plain is not None else [])]
@@ -74,7 +74,7 @@ def _improved(tape: Tape, candidates: list[Schedule], goal: float) -> tuple[Tape
 
 
 def _repeated(single: tuple[Tape, Schedule] | None) -> list[tuple[Tape, Schedule]]:
-    """A one-cycle plan laid out over two and three cycles, where that is short: changes may find turns to take."""
+    """A one-cycle plan laid out over two and three cycles, if these are short: a search may find turns to take."""
     found = []
     for cycles in (2, 3):
         if single is not None and single[0].ring and single[0].slots * cycles <= _SHORT:

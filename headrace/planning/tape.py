@@ -1,11 +1,10 @@
 """Which choices does a run offer: which block may be kept between which two uses?
 
 A tape is one or more cycles laid out as slots. Each cycle is its boundary (slot `c * (visits + 1)`, no blocks, no
-compute) followed by its visits. A tape is a ring, what follows the last slot is slot 0; or it is a single pass, which
-begins with an empty device and then ends. A gap lies between two
-consecutive uses of a block, at slots `begin` < `end`; either the block is *kept* through the gap, or it is evicted at
-slot `begin + 1` and loaded again for `end`, ahead of it or late. One choice per gap is all that has to be decided: see
-`schedule.py` for why everything else follows.
+compute) followed by its visits. A tape is a ring, in which slot 0 follows the last slot, or a single pass, which begins
+with an empty device and then ends. A gap lies between two consecutive uses of a block, at slots `begin` < `end`. Either
+the block is *kept* through the gap, or it is evicted at slot `begin + 1` and loaded again for `end`, ahead of it or
+late. Only this choice has to be made for each gap: see `schedule.py` for why everything else follows.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from headrace.planning.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Between two uses of one block; covers the slots begin + 1 to end - 1. Negative slots lie in the round before."""
+    """The slots between two uses of one block: begin + 1 to end - 1. Negative slots lie in the round before."""
 
     block: int
     begin: int
     end: int
-    size: int  # bytes it holds while kept, or while loaded early (0 for a resident that is reloaded in place)
-    seconds: float  # on the onload lane, when not kept
-    earliest: int  # first slot that may issue the load
+    size: int  # bytes that the block takes while kept or loaded early (0 for a resident that is reloaded in place)
+    seconds: float  # of its load on the onload lane, when not kept
+    earliest: int  # the first slot that may issue the load
     keepable: bool
-    free: bool  # nothing lies between the two uses: keeping costs nothing
+    free: bool  # no slot lies between the two uses, so keeping costs nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Tape:
     cycles: int
     ring: bool
     compute: tuple[float, ...]
-    other: tuple[float, ...]  # seconds of the onload lane that each slot gives to other copies
+    other: tuple[float, ...]  # seconds for which each slot's other copies take the onload lane
     base: tuple[int, ...]
     gaps: tuple[Gap, ...]  # in the order of their ends: the order in which the lane serves them
     budget: int

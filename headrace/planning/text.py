@@ -24,7 +24,7 @@ def decimal_text(nbytes: float, digits: int = 3) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
-    """Rows as lines, cells below each other; with `right` all but the first are set to the right."""
+    """Rows as lines with aligned cells; with `right`, all but the first column are aligned to the right."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return [
         "  ".join(

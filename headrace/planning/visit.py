@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """The pass of the model that a visit belongs to. The planner only carries it; texts and traces show it."""
+    """The pass of the model that a visit belongs to. The planner ignores it; texts and traces show it."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -17,8 +17,8 @@ class Phase(Enum):
 class Visit:
     """One use of blocks on the device: all of `blocks` must be present while it computes for `compute_seconds`.
 
-    `other_load_seconds`: how long the onload lane is taken, from then on, by what else is sent for during the visit
-    (activations, experts that come one by one); these copies come behind the visit's own loads.
+    `other_load_seconds`: how long other copies that are issued during the visit (activations, experts that come one by
+    one) take the onload lane. They come behind the visit's own loads.
     """
 
     blocks: tuple[int, ...]

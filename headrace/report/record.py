@@ -1,4 +1,4 @@
-"""What is kept of a run for its report? The last step's spans and samples, the counters, what was planned; as JSON."""
+"""What is kept of a run for its report? The last step's spans and samples, the counters, and the plan, as JSON."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class RunRecord:
                 place = bisect_right(ends, end + max(1e-6, 0.02 * span.seconds)) - 1
                 last = copies[place] if place >= 0 else None
                 if last is not None and ends[place] < span.begin_seconds:
-                    last = None  # it was over before the wait began
+                    last = None  # this copy was over before the wait began
                 if last is not None and last.what in reads:
                     read = reads[last.what].between(span.begin_seconds, end)
                     if _covered(read, span.begin_seconds, end) > span.seconds / 2:
@@ -155,7 +155,7 @@ class RunRecord:
 
 
 def _check_numbers(fields: dict[str, Any]) -> None:
-    """Raises ValueError where something else stands for a number: it would be found out half way into a report."""
+    """Raises ValueError if a number in the record is not one, which would otherwise break off a report half way."""
     rows = [
         *(("spans", span[2:5]) for span in fields["spans"]),
         *(("samples", sample) for sample in fields["samples"]),
@@ -179,7 +179,7 @@ def _what(span: Span) -> str:
 
 
 class _Reads:
-    """The reads of one block, to be found by when they were under way. A drive may end them in another order."""
+    """The reads of one block, found by when they were under way. A drive may end them in another order."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self.spans = sorted(spans, key=lambda span: span.begin_seconds)
@@ -187,7 +187,7 @@ class _Reads:
         self.reached = list(accumulate((span.begin_seconds + span.seconds for span in self.spans), max))
 
     def between(self, first: float, last: float) -> list[Span]:
-        """Those that may have been under way between two moments."""
+        """The reads that may have been under way between two moments."""
         return self.spans[bisect_right(self.reached, first) : bisect_left(self.begins, last)]
 
 

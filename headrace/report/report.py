@@ -16,7 +16,7 @@ from headrace.report.timeline import write_trace
 
 __all__ = ["Report"]
 
-_SHOWN = 5  # stalls
+_SHOWN = 5  # at most so many stalls
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Report:
             "stalls": [stall._asdict() for stall in self.record.stalls()],
             "text": self.to_text(),
         }
-        data = json.dumps(shown).replace("<", "\\u003c")  # nothing in it can end the script
+        data = json.dumps(shown).replace("<", "\\u003c")  # so that no text can end the script element
         Path(path).write_text(template.replace("/*DATA*/null", data))
 
     def to_png(self, path: str | os.PathLike[str]) -> None:

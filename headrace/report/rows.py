@@ -1,4 +1,4 @@
-"""How are named values shown below each other? A name and what it says of the run, and such rows as text."""
+"""How are named values shown below each other? A row is a name and its text; rows are aligned."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,6 @@ Row = tuple[str, str]
 
 
 def rows_text(rows: Sequence[Row]) -> str:
-    """A line for each row, the values below each other."""
+    """One line for each row, with aligned values."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

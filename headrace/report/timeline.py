@@ -11,7 +11,7 @@ from headrace.runtime.spans import Sample, Span
 __all__ = ["write_trace"]
 
 _LANES = ("compute", "onload", "offload", "fetch", "spill")
-_PROCESS = 1_000_000  # beside the processes of a profiler's trace
+_PROCESS = 1_000_000  # a process id that a profiler's trace does not have
 
 
 def write_trace(

@@ -21,7 +21,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
 class Conversations:
-    """Encodes conversations with the tokenizer's chat template. Raises TrainInputError where it has none."""
+    """Encodes conversations with the tokenizer's chat template. Raises TrainInputError if the tokenizer has none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         try:
@@ -35,14 +35,14 @@ class Conversations:
         self._marked = _GENERATION.search(template) is not None
 
     def encode(self, example: Mapping[str, Any], where: str) -> dict[str, list[int]]:
-        """Token ids and labels of one conversation; `where` it is, for errors."""
+        """Token ids and labels of one conversation. `where` says in errors which one it is."""
         messages = _messages(example, where)
         if not any(message["role"] == "assistant" for message in messages):
             raise TrainInputError(f"{where}: the assistant says nothing, so nothing can be learned; leave it out")
         learned = self._by_mask if self._marked else self._by_rendering
         try:
             ids, mask = learned(messages, where)
-        except TemplateError as error:  # templates refuse roles that they do not know, or in another order
+        except TemplateError as error:  # templates refuse unknown roles, and roles in another order
             raise TrainInputError(f"{where}: the chat template refuses the conversation: {error}") from error
         labels = [token if own else IGNORED for token, own in zip(ids, mask, strict=True)]
         return {"input_ids": ids, "labels": labels}
@@ -57,9 +57,9 @@ class Conversations:
         return ids, mask
 
     def _by_rendering(self, messages: list[dict[str, Any]], where: str) -> tuple[list[int], list[int]]:
-        """An assistant's turn is what rendering it adds to the turns before it and to the prompt for it."""
+        """Token ids and labels, where an assistant's turn is the text that it adds to the rendered turns before it."""
         whole = self._render(messages)
-        turns = []  # from and to which character
+        turns = []  # the range of characters of each
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -82,7 +82,7 @@ class Conversations:
 
     def _render(self, messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
         if not messages:
-            return ""  # many templates want at least one turn
+            return ""  # many templates need at least one turn
         rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
         return str(rendered)
 
@@ -96,7 +96,7 @@ def _messages(example: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    given = {key: value for key, value in turn.items() if value is not None}  # a column that only others have
+    given = {key: value for key, value in turn.items() if value is not None}  # None: a column of other turns
     if "from" in given:
         speaker = given.get("from")
         known = ", ".join(_SPEAKERS)

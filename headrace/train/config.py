@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-HEAD_SIZE = 64  # of the built-in model: its hidden size is a multiple of this
+HEAD_SIZE = 64  # in the built-in model, whose hidden size is a multiple of this
 
-Kind = Literal["text", "jsonl", "chat"]  # of a file
+Kind = Literal["text", "jsonl", "chat"]  # what a file holds
 _Dtype = Literal["float32", "bfloat16", "float16"]
 _WeightDtype = Literal["float32", "bfloat16"]
 _Optimizer = Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"]
@@ -52,8 +52,8 @@ def setting(
 ) -> Any:
     """A field of `TrainConfig`; its type says how the command line reads it.
 
-    `group`: of the help, for this setting and those after it. `decides`: whether another value may lead to another
-    result; of model, device and share of the state there, `headrace.train.resume.Terms` has what they come to.
+    `group`: the group of the help for this setting and those after it. `decides`: whether another value may change the
+    result. For model, device and device fraction, `headrace.train.resume.Terms` has what their values come to.
     """
     shown = " ".join(default) if isinstance(default, tuple) else default
     named = default is not None and default != () and not isinstance(default, bool)
@@ -65,9 +65,9 @@ def setting(
 class TrainConfig:
     """The settings of one training run. Raises `TrainInputError` for a value that no run could use.
 
-    `model` is a transformers directory; None stands for a small Llama with random weights and one token per byte,
-    of `layers` x `hidden_size`. Memory is in bytes, as text such as "8GiB", or as a share of the weights ("25%").
-    `disk` is a directory for what fits in neither: weights and gradients, and all of the optimizer's state.
+    `model` is a transformers directory; None stands for a small Llama of `layers` x `hidden_size` with random weights
+    and one token per byte. Memory is in bytes, as text such as "8GiB", or as a share of the weights ("25%").
+    `disk` is a directory for what fits in neither memory: weights and gradients, and all of the optimizer's state.
     `steps` are optimizer steps of `batch_size * accumulate` sequences; None means `epochs` times through the data.
     """
 
@@ -250,7 +250,7 @@ class TrainConfig:
         try:
             device = torch.device(self.device)
             torch.empty(1, device=device)
-        except Exception as error:  # each backend raises its own kind
+        except Exception as error:  # backends raise errors of different types
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise TrainInputError(f"--device {self.device!r} cannot be used: {reason}; try --device cpu") from error
         return device
@@ -262,18 +262,18 @@ def flag(name: str) -> str:
 
 
 def kinds_of(hint: Any) -> list[Any]:
-    """The types that a setting of this one may be of, None left out."""
+    """The types that a value of a setting with this type hint may have, except None."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return [kind for kind in kinds if kind is not NoneType]
 
 
 def words_of(hint: Any) -> tuple[Any, ...]:
-    """What a setting of this type may be, word by word."""
+    """The words that a setting with this type hint accepts."""
     return tuple(word for kind in kinds_of(hint) if get_origin(kind) is Literal for word in get_args(kind))
 
 
 def _bad_values(config: TrainConfig) -> Iterator[str]:
-    """What is wrong with settings one by one."""
+    """What is wrong with single settings."""
     if not config.text:
         yield "no text is given; name at least one file or directory with --text"
     _ = config.output_directory
@@ -319,10 +319,10 @@ def _bad_activations(config: TrainConfig) -> Iterator[str]:
 
 
 def _bad_pairs(config: TrainConfig) -> Iterator[str]:
-    """What is wrong with settings that are good by themselves."""
+    """What is wrong with combinations of settings that are valid by themselves."""
     if config.state_tier == "disk" and config.disk is None:
         yield "--optimizer-tier disk needs a directory; name one with --disk"
-    # What is updated in backward is over before the norm of all gradients, or the next micro-batch, is there.
+    # An update in backward happens before the norm of all gradients is known, and before the next micro-batch.
     if config.overlap == "backward" and config.max_grad_norm:
         yield (
             "--overlap backward updates weights before the norm of all gradients is known; give --max-grad-norm 0, or"
@@ -350,7 +350,7 @@ def _bad_pairs(config: TrainConfig) -> Iterator[str]:
         yield "--lora-rank adapts a model that is trained already; name one with --model"
 
 
-# Settings, where they do nothing, and what is said then, of {flags} that {do} not.
+# Settings, the condition in which they do nothing, and the error then; it fills in {flags} and {do}.
 _IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], bool], str], ...] = (
     (
         (
@@ -390,7 +390,7 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], bool], str], ...] = 
 
 
 def _idle(config: TrainConfig, given: Iterable[str]) -> Iterator[str]:
-    """Which of the settings `given` do nothing beside the others: none is taken without a word."""
+    """An error for each of the settings `given` that do nothing beside the others."""
     given = list(given)
     for names, does_nothing, says in _IDLE:
         idle = [flag(name) for name in names if name in given]
@@ -399,6 +399,6 @@ def _idle(config: TrainConfig, given: Iterable[str]) -> Iterator[str]:
 
 
 def refuse_idle(config: TrainConfig, given: Iterable[str]) -> None:
-    """Raises TrainInputError where one of the settings `given` does nothing, be it what it is by itself."""
+    """Raises TrainInputError if one of the settings `given` does nothing, even if it is given its default."""
     for problem in _idle(config, given):
         raise TrainInputError(problem)

@@ -25,13 +25,13 @@ from headrace.train.model import Tokens
 __all__ = ["Batch", "Batches", "Sequences", "read_sequences"]
 
 Batch = dict[str, torch.Tensor]
-Examples = dict[str, list[Any]]  # by column
+Examples = dict[str, list[Any]]  # lists of values, by column
 
 _EXAMPLES_AT_ONCE = 100
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """What micro-batches are made of. Tokens stay in the mapped files in which `datasets` keeps them."""
+    """The sequences of which micro-batches are made. Tokens stay in the mapped files in which `datasets` keeps them."""
 
     def __init__(self, examples: datasets.Dataset, *, files: int, pad: int) -> None:
         self.files = files
@@ -49,7 +49,7 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self._starts = np.cumsum(self._lengths) - self._lengths
 
     def digest(self) -> str:
-        """Of all tokens, labels and lengths: equal for equal data, wherever its files are."""
+        """The digest of all tokens, labels and lengths. It is equal for equal data, wherever the files are."""
         digest = xxhash.xxh3_128(np.ascontiguousarray(self._lengths).tobytes())
         for name, flat in sorted(self._flat.items()):
             digest.update(name.encode())
@@ -58,7 +58,7 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return digest.hexdigest()
 
     def pack(self, length: int) -> "Sequences":
-        """One example after another, in windows of `length` that do not overlap; those without a label are left out."""
+        """Cuts all examples, one after another, into windows of `length`. Windows without a label are left out."""
         self._packed = True
         self._starts = np.arange(0, self.tokens - length + 1, length)
         self._lengths = np.full(len(self._starts), length)
@@ -79,7 +79,7 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"labels": sequence["input_ids"], **sequence}
 
     def collate(self, sequences: Iterable[dict[str, torch.Tensor]]) -> Batch:
-        """A micro-batch (sequences, length) int64; labels are -100 where nothing is learned, padding included."""
+        """A micro-batch of shape (sequences, length), int64. Labels of padding and of what is not learned are -100."""
         sequences = list(sequences)
 
         def padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
@@ -90,16 +90,16 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return batch if self._packed else {**batch, "attention_mask": padded([torch.ones_like(one) for one in ids], 0)}
 
     def batch(self, indices: Iterable[int]) -> Batch:
-        """A micro-batch of these."""
+        """The micro-batch of the sequences with these indices."""
         return self.collate(self[index] for index in indices)
 
 
 class Batches:
-    """The micro-batches of each step, without end, and how far they were taken.
+    """An endless iterator over the micro-batches of each step. Its state is the number of sequences taken so far.
 
-    As in transformers' Trainer, each epoch visits all sequences once, in an order of its own, and ends with a step of
-    what is left: its micro-batches may be fewer, and the last one smaller. The order follows from the seed and the
-    epoch alone, so that the position is one number.
+    As in transformers' Trainer, each epoch visits all sequences once, in an order of its own. Its last step takes what
+    is left: there may be fewer micro-batches, and the last one may be smaller. The order follows from the seed and the
+    epoch alone, so one number is the whole position.
     """
 
     def __init__(self, sequences: Sequences, *, batch_size: int, accumulate: int, seed: int) -> None:
@@ -110,7 +110,7 @@ class Batches:
         self._taken = 0
 
     def steps(self, epochs: float) -> int:
-        """Optimizer steps in which that many epochs are over."""
+        """The number of optimizer steps that this many epochs take."""
         a_step = self._batch_size * self._accumulate
         return math.ceil(epochs * -(-len(self._sequences) // a_step))
 
@@ -143,7 +143,7 @@ def read_sequences(config: TrainConfig, tokens: Tokens, name: str, note: Callabl
     parts, dropped = [], 0
     for kind, group in groupby(zip(files, kinds, strict=True), key=lambda pair: pair[1]):
         same = [path for path, _ in group]
-        # An error names the example of a file, and a text file is an example.
+        # Errors name a file and its example; a text file is one example.
         encode = partial(_encode_texts, tokens=tokens, longest=longest, labels=chat)
         if kind == "chat":
             encode = partial(_encode_chat, conversations=Conversations(tokens.tokenizer), longest=longest)
@@ -204,7 +204,7 @@ def _encode_texts(
         if text is None or not text.strip():
             continue
         ids = tokens.encode(text).numpy()[:longest]
-        if longest is None or len(ids) > 1:  # one token alone is no example: nothing follows it
+        if longest is None or len(ids) > 1:  # one token alone is not an example, because nothing follows it
             encoded.append(ids)
     return {"input_ids": encoded, **({"labels": encoded} if labels else {})}
 

@@ -1,4 +1,4 @@
-"""How good is the model on text that it does not train on? Measured without a trace in the training that goes on."""
+"""How good is the model on text that it does not train on? Measuring leaves no trace in the training that goes on."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ __all__ = ["Evaluation", "evaluate"]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Measured after `step` steps; `loss` is the mean of all tokens with a label."""
+    """What was measured after `step` steps; `loss` is the mean over all tokens with a label."""
 
     step: int
     loss: float
@@ -30,7 +30,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(run: Run, sequences: Sequences, world: World, *, batch_size: int, step: int) -> Evaluation:
-    """The model's loss on all of `sequences`. Modes and random numbers are as before afterwards."""
+    """The model's loss on all of `sequences`. Restores modes and random numbers afterwards."""
     measured = []
     with _left_as_it_is(run.model):
         for first in range(world.own * batch_size, len(sequences), world.count * batch_size):
@@ -46,7 +46,7 @@ def evaluate(run: Run, sequences: Sequences, world: World, *, batch_size: int, s
 
 @contextmanager
 def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; then each module and all random numbers as they were."""
+    """A context with the model in evaluation mode. It restores each module's mode and all random numbers."""
     modes, random = {module: module.training for module in model.modules()}, random_state()
     model.eval()
     try:

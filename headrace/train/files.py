@@ -13,13 +13,13 @@ __all__ = ["CHAT_KEYS", "find_files", "kind_of"]
 
 CHAT_KEYS = ("messages", "conversations")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_START_CHARACTERS = 1 << 16  # that tell what is inside
+_START_CHARACTERS = 1 << 16  # read to tell what a file holds
 
 
 def find_files(config: TrainConfig, name: str) -> list[Path]:
-    """The files of the setting `name`: those named, and those of directories that match `include` and not `exclude`.
+    """The files of the setting `name`: files named there, and files in directories that match `include`, not `exclude`.
 
-    Raises TrainInputError for a path that does not exist, and when all of them together name no file.
+    Raises TrainInputError for a path that does not exist, and if all paths together yield no file.
     """
     files: dict[Path, None] = {}
     paths = getattr(config, name)
@@ -49,10 +49,10 @@ def _matching(directory: Path, include: Sequence[str], exclude: Sequence[str]) -
 
 
 def kind_of(path: Path, forced: Kind | None) -> Kind:
-    """What `path` holds, by its name and its first example. JSON is never taken for text.
+    """The kind of content in `path`, by its name and its first example. JSON is never taken for text.
 
-    Raises TrainInputError for a file that cannot be read, for JSON without texts or conversations, and where the file
-    is not of the kind that is `forced`.
+    Raises TrainInputError for a file that cannot be read, for JSON without texts or conversations, and for a file that
+    is not of the `forced` kind.
     """
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -76,17 +76,17 @@ def kind_of(path: Path, forced: Kind | None) -> Kind:
         )
     if forced is not None and found is not None and forced != found:
         raise TrainInputError(f"--format {forced}: {path} holds {found} (JSON with {named}); leave --format out")
-    return found or forced or "jsonl"  # without any content
+    return found or forced or "jsonl"  # the file is empty
 
 
 def _first_example(start: str) -> dict[str, Any] | None:
-    """The first object of JSON lines, or of a JSON list of objects, as far as it can be seen; else None."""
+    """The first object of JSON lines, or of a JSON list of objects, as far as it was read; None if there is none."""
     text = start.lstrip("\ufeff \t\r\n[")
     if not text.startswith("{"):
         return None
     try:
         example, _ = json.JSONDecoder().raw_decode(text)
     except json.JSONDecodeError:
-        # Longer than what was read, or no JSON: the keys that matter come first where there are few of them.
+        # Longer than what was read, or not JSON: if there are few keys, those that matter come first.
         return {key: None for key in (*CHAT_KEYS, "text") if text[1:].lstrip().startswith(f'"{key}"')} or None
     return example if isinstance(example, dict) else None

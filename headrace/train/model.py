@@ -31,15 +31,15 @@ from headrace.train.config import DTYPES, HEAD_SIZE, TrainConfig
 if TYPE_CHECKING:
     from peft import PeftModel
 
-_NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")  # but of how its config was saved
+_NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")  # entries that say how the config was saved
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """How text becomes token ids: `encode` gives (tokens,) int32, the end token last."""
+    """How text becomes token ids. `encode` gives int32 of shape (tokens,), with the end token last."""
 
     encode: Callable[[str], torch.Tensor]
-    tokenizer: PreTrainedTokenizerBase  # what is saved beside the model
+    tokenizer: PreTrainedTokenizerBase  # saved beside the model
 
 
 def load_tokens(config: TrainConfig) -> Tokens:
@@ -59,7 +59,7 @@ def load_tokens(config: TrainConfig) -> Tokens:
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool | None = None) -> PreTrainedTokenizerBase:
-    """Of the model in `directory`. Raises TrainInputError; transformers asks where `trust_remote_code` is None."""
+    """The tokenizer in `directory`. Raises TrainInputError. If `trust_remote_code` is None, transformers may ask."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust_remote_code
@@ -77,12 +77,12 @@ class LoadedModel:
     """A model before it is trained."""
 
     model: "PreTrainedModel | PeftModel"
-    weight_files: Checkpoint | None  # that its weights are mapped from
-    digest: str  # of the weights and the config that it was loaded from, wherever its directory is
+    weight_files: Checkpoint | None  # the files from which its weights are mapped
+    digest: str  # of the weights and the config, wherever the model's directory is
 
-    @cached_property  # of before it is placed
+    @cached_property  # keeps the value from before the model is placed
     def weight_bytes(self) -> int:
-        """Of all parameters, shared ones once."""
+        """Bytes of all parameters, shared ones once."""
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
 
@@ -110,7 +110,7 @@ def load_model(config: TrainConfig) -> LoadedModel:
     if config.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise TrainInputError(f"{type(model).__name__} has no gradient checkpointing; leave the option out")
-        # The first name is that of transformers 5's later releases, where the second warns.
+        # Later releases of transformers 5 have the first name, and warn about the second.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
     if config.lora_rank is not None:
@@ -120,7 +120,7 @@ def load_model(config: TrainConfig) -> LoadedModel:
 
 
 def _digest(model: PreTrainedModel, directory: Path | None) -> str:
-    """Reads all weights, which takes less than a step. What the built-in model follows from is among the settings."""
+    """The digest of a saved model. Reading all weights takes less than a step. The settings tell a built-in model."""
     if directory is None:
         return "built in"
     written = json.loads((directory / "config.json").read_text())
@@ -133,13 +133,13 @@ def _digest(model: PreTrainedModel, directory: Path | None) -> str:
 
 
 def _adapted(model: PreTrainedModel, config: TrainConfig) -> "PeftModel":
-    """The model with adapters that are trained while its weights are not."""
+    """The model with adapters, which are trained while its own weights are not."""
     from peft import LoraConfig, get_peft_model  # here: it imports bitsandbytes, which a plain model does not need
 
     if config.gradient_checkpointing:
-        model.enable_input_require_grads()  # else layers of frozen weights have nothing to be recomputed for
+        model.enable_input_require_grads()  # else layers of frozen weights are not recomputed
     targets = config.lora_targets
-    transposed = any(isinstance(module, Conv1D) for module in model.modules())  # as GPT-2 has its weights
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())  # GPT-2's weights are transposed
     torch.manual_seed(config.seed)
     adapters = LoraConfig(
         task_type="CAUSAL_LM",
@@ -150,18 +150,18 @@ def _adapted(model: PreTrainedModel, config: TrainConfig) -> "PeftModel":
         target_modules=targets[0] if targets == ("all-linear",) else list(targets),
     )
     try:
-        with warnings.catch_warnings():  # PEFT asks transformers by a name that is about to go
+        with warnings.catch_warnings():  # PEFT uses a name of transformers that is deprecated
             warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
             adapted: PeftModel = get_peft_model(model, adapters)
     except ValueError as error:
         raise TrainInputError(f"--lora-targets {' '.join(targets)}: {_first_line(error)}") from error
-    if config.model is not None:  # else the files would tell where that is from here
+    if config.model is not None:  # else adapter files would have a path relative to this process's directory
         adapted.peft_config["default"].base_model_name_or_path = str(config.model.absolute())
     return adapted
 
 
 def check_vocabulary(model: PreTrainedModel, largest: int) -> None:
-    """Raises TrainInputError when the text holds a token that the model has no embedding for."""
+    """Raises TrainInputError if the text holds a token for which the model has no embedding."""
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise TrainInputError(
@@ -207,7 +207,7 @@ def _mapped_model(directory: Path) -> tuple[PreTrainedModel, Checkpoint]:
         raise TrainInputError(
             f"model directory {directory} holds a {type(model).__name__}, which is no causal language model"
         )
-    model.name_or_path = str(directory)  # which PEFT writes beside adapters
+    model.name_or_path = str(directory)  # PEFT writes this name beside adapters
     return model, weight_files
 
 

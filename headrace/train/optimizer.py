@@ -1,4 +1,4 @@
-"""With which update rules does a run train? One of headrace.optim, or PyTorch's own in a plain run."""
+"""Which optimizers does a run train with? Those of headrace.optim, or PyTorch's own in a plain run."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["Optimizers"]
 
 Rule = Callable[..., torch.optim.Optimizer]
 
-# By name: ours, and PyTorch's own where ours equals it bit for bit for float32 weights.
+# By name: ours, and PyTorch's own if ours equals it bit for bit for float32 weights.
 _RULES: dict[str, tuple[Rule, Rule | None]] = {
     "adamw": (headrace.optim.AdamW, torch.optim.AdamW),
     "adam": (headrace.optim.Adam, torch.optim.Adam),
@@ -26,7 +26,7 @@ _RULES: dict[str, tuple[Rule, Rule | None]] = {
 
 
 class Optimizers:
-    """The optimizer of all trainable parameters; with Muon, which is for matrices, and AdamW for the others."""
+    """The optimizer of all trainable parameters. With Muon, which is for matrices, AdamW updates the others."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, *, plain: bool) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -41,7 +41,7 @@ class Optimizers:
             self.all = [_make(config.optimizer, self._parameters, config, plain=plain)]
 
     def step(self) -> None:
-        """Clips, where the one optimizer does not do so itself, and updates."""
+        """Clips gradients, unless a single optimizer does so itself, and updates."""
         if self._max_grad_norm and not (len(self.all) == 1 and isinstance(self.all[0], HostOptimizer)):
             nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         for optimizer in self.all:
@@ -52,7 +52,7 @@ class Optimizers:
             optimizer.zero_grad()
 
     def consolidate(self) -> None:
-        """The first rank gets the state of all, where it is dealt out to ranks. They all call this."""
+        """Gives the first rank the state of all ranks, if state is dealt out to them. All ranks call this."""
         for optimizer in self.all:
             if isinstance(optimizer, HostOptimizer):
                 optimizer.consolidate_state_dict(to=0)
@@ -65,7 +65,7 @@ def _make(rule: str, parameters: Sequence[nn.Parameter], config: TrainConfig, *,
     if plain and exact and stock is not None:
         return stock(parameters, **settings, fused=True)
     if rule == "muon":
-        settings["adjust_lr_fn"] = "match_rms_adamw"  # one learning rate then suits both
+        settings["adjust_lr_fn"] = "match_rms_adamw"  # one learning rate then suits Muon and AdamW
     settings["state_dtype"] = DTYPES.get(config.state_dtype, config.state_dtype)
     if config.optimizer != "muon":
         settings["max_grad_norm"] = config.max_grad_norm or None
@@ -73,7 +73,7 @@ def _make(rule: str, parameters: Sequence[nn.Parameter], config: TrainConfig, *,
 
 
 def _placement(rule: str, config: TrainConfig) -> dict[str, Any]:
-    """What changes where and when updates run, and no result."""
+    """The settings that change where and when updates run, but no result."""
     settings: dict[str, Any] = {"overlap": config.overlap, "tier": config.state_tier}
     if config.state_tier == "disk" and config.disk is not None:
         settings["disk"] = config.disk / ("optimizer" if rule == config.optimizer else f"optimizer-{rule}")
@@ -83,7 +83,7 @@ def _placement(rule: str, config: TrainConfig) -> dict[str, Any]:
 
 
 def _matrices(model: nn.Module) -> dict[nn.Parameter, None]:
-    """The trainable matrices that Muon is for: not those of embeddings, nor of the head that gives logits."""
+    """The trainable matrices that Muon updates: all but those of embeddings and of the head that gives logits."""
     outside = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     get_head = getattr(model, "get_output_embeddings", None)
     if get_head is not None and (head := get_head()) is not None:

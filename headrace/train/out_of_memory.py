@@ -19,7 +19,7 @@ _DEVICE, _HOST, _DISK = "device memory", "host memory", "disk"
 
 @contextmanager
 def explained(config: TrainConfig) -> Iterator[None]:
-    """Within it, an allocation that fails raises OutOfMemoryError with what to change."""
+    """A context in which a failed allocation raises OutOfMemoryError with what to change."""
     try:
         yield
     except Exception as error:
@@ -30,7 +30,7 @@ def explained(config: TrainConfig) -> Iterator[None]:
 
 
 def _tier(error: Exception) -> str | None:
-    """The tier that is full, if that is what the error says."""
+    """The tier that is full; None if the error says something else."""
     if isinstance(error, BudgetError):
         return {"device": _DEVICE, "host": _HOST}[error.tier]
     text = str(error)
@@ -55,12 +55,12 @@ def _report(tier: str, error: Exception, config: TrainConfig) -> str:
 def _device_numbers(config: TrainConfig) -> str:
     given = "" if config.device_memory is None else f"; --device-memory is {config.device_memory}"
     named = config.device or torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(named)  # which is not asked for memory, as there may be none
+    device = torch.device(named)  # nothing is allocated on it, because memory may be full
     if device.type == "cpu":
         return f"The device is the CPU, with {format_bytes(available_host_bytes())} free{given}"
     try:
         free, total = torch.accelerator.get_memory_info(device)
-    except (RuntimeError, AttributeError, NotImplementedError):  # not every backend tells
+    except (RuntimeError, AttributeError, NotImplementedError):  # not every backend reports its memory
         return f"The device is {device}{given}"
     return f"{format_bytes(free)} of {format_bytes(total)} on {device} are free{given}"
 
@@ -79,7 +79,7 @@ def _disk_numbers(config: TrainConfig) -> str:
 
 
 def _remedies(tier: str, error: Exception, config: TrainConfig) -> list[str]:
-    """What is not done already, the gentlest first."""
+    """The remedies that the run does not use already, the gentlest first."""
     staying = config.device_fraction is not None
     remedies: list[tuple[bool, str]] = []
     if tier == _DEVICE and isinstance(error, BudgetError):

@@ -16,7 +16,7 @@ __all__ = ["place"]
 
 
 def place(loaded: LoadedModel, config: TrainConfig, world: World) -> headrace.Offloaded | None:
-    """Offloads the model as `config` says. None: it is on the device as a whole, and there is nothing to tell."""
+    """Offloads the model as `config` says, and returns its handle; None if all weights stay on the device."""
     try:
         if config.device_fraction is not None:
             _stay(loaded.model, config, world.device)
@@ -39,7 +39,7 @@ def place(loaded: LoadedModel, config: TrainConfig, world: World) -> headrace.Of
     except (TypeError, ValueError) as error:
         if isinstance(error, headrace.HeadraceError):
             raise
-        raise TrainInputError(str(error)) from error  # a pattern that matches nothing, and the like
+        raise TrainInputError(str(error)) from error  # such as a pattern that matches nothing
 
 
 def _stay(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
@@ -55,6 +55,6 @@ def _inside(directory: Path | None, name: str) -> Path | None:
 
 
 def _blocks(given: tuple[str, ...]) -> BlocksSpec:
-    """auto, or a size such as 256MiB, where it is one word that begins so; else name patterns."""
+    """The value for `blocks`: "auto" or a size such as 256MiB, if it is one such word, and else name patterns."""
     only = given[0] if len(given) == 1 else ""
     return only if only == "auto" or only[:1].isdigit() else list(given)

@@ -9,21 +9,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step as measured. Bytes of a tier are None when the run does not manage it."""
+    """One optimizer step as measured. Bytes of a tier are None when headrace does not manage that tier."""
 
     step: int  # 1 for the first
     steps: int
     loss: float
     tokens: int
     seconds: float
-    device_bytes: int | None = None  # the most so far, of managed weights
+    device_bytes: int | None = None  # the peak so far, of managed weights
     host_bytes: int | None = None
     disk_bytes: int | None = None
     stall_seconds: float | None = None  # of this step
 
 
 class Progress:
-    """Takes what it is told, and shows nothing: as it is, for ranks that are not the first."""
+    """Receives what a run tells, and shows nothing. Ranks other than the first use this base class itself."""
 
     def note(self, text: str) -> None:
         pass

@@ -1,7 +1,7 @@
-"""On which ranks does a run train? On those that torchrun has started; without it, in this process alone.
+"""On which ranks does a run train? On those that torchrun has started, or in this process alone.
 
-The result does not depend on how many there are. Micro-batches are dealt out in turn, and whatever comes of them counts
-in their order.
+The result does not depend on the number of ranks. Micro-batches are dealt out in turn, and their results are put
+together in the order of the micro-batches.
 """
 
 import itertools
@@ -32,9 +32,9 @@ _REFUSED = {
 
 
 class World:
-    """All ranks of a run, as one of them sees them. One that is alone has nobody to wait for.
+    """All ranks of a run, as one of them sees them. A rank that is alone never waits.
 
-    `device` is this rank's; `mesh`: the DeviceMesh of all, None where there is one.
+    `device` is this rank's device. `mesh` is the DeviceMesh of all ranks; None if there is only one.
     """
 
     def __init__(self, device: torch.device, mesh: Any = None) -> None:
@@ -48,25 +48,25 @@ class World:
         return self.own == 0
 
     def in_turn(self, mine: Sequence[T]) -> list[T]:
-        """What all ranks have of something that is dealt out in turn, in its order. A collective, as all below."""
+        """All ranks' items of something dealt out in turn, in its order. All ranks call this and the four below."""
         every = self._every(list(mine))
         return [one for turn in itertools.zip_longest(*every) for one in turn if one is not None]
 
     def any(self, value: bool) -> bool:
-        """Whether one rank says so."""
+        """Whether `value` is true on at least one rank."""
         return any(self._every(value))
 
     def told(self, value: T) -> T:
-        """What the first rank has."""
+        """The first rank's value."""
         return self._every(value)[0]
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Waits until all ranks have called this."""
         self._every(None)
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """The first rank does what is within it while the others wait, which then find what it has made."""
+        """A context that the first rank runs while the others wait. They run it then, and find what it has made."""
         if not self.is_first:
             self.wait()
         try:
@@ -80,13 +80,13 @@ class World:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is to speak for all."""
+    """Whether this process prints for all ranks."""
     return os.environ.get("RANK", "0") == "0" or _world_size() == 1
 
 
 @contextmanager
 def joined(config: TrainConfig) -> Iterator[World]:
-    """The ranks that torchrun has started, together. Raises TrainInputError for settings that they cannot take."""
+    """Joins the ranks that torchrun has started. Raises TrainInputError for settings that several ranks cannot take."""
     count = _world_size()
     if count == 1:
         yield World(config.compute_device())
@@ -101,7 +101,7 @@ def joined(config: TrainConfig) -> Iterator[World]:
                 " WORLD_SIZE"
             )
     device = _own_device(config)
-    distributed.init_process_group("gloo")  # what ranks share is in host memory
+    distributed.init_process_group("gloo")  # ranks exchange data in host memory
     try:
         yield World(device, init_device_mesh("cpu", (count,)))
     finally:
@@ -143,7 +143,7 @@ def _check(config: TrainConfig, count: int) -> None:
 
 
 def _own_device(config: TrainConfig) -> torch.device:
-    """That of LOCAL_RANK, of the kind that `config` says."""
+    """The device of number LOCAL_RANK, of the kind that `config` names."""
     present = torch.accelerator.current_accelerator(check_available=True)
     kind = present if config.device is None else torch.device(config.device.partition(":")[0])
     if present is None or kind is None or kind.type != present.type:

@@ -32,14 +32,14 @@ __all__ = [
     "tell_changes",
 ]
 
-FINISHED = "training.json"  # in the output directory, when the model is there
+FINISHED = "training.json"  # in the output directory, once the model is saved
 _TERMS = "run.json"  # beside the checkpoints
 _KEPT = {"checkpoints", "best", "best.new"}  # what an interrupted run leaves in its output directory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What the result follows from: settings, the contents of model and data, and steps where the schedule ends there.
+    """What determines the result: settings, the contents of model and data, and the steps after which a schedule ends.
 
     `eval_data` decides which model is the best, and `model` is None before it is known.
     """
@@ -54,16 +54,16 @@ class Terms:
     def of(config: TrainConfig, device: torch.device, *, data: str, eval_data: str | None, steps: int) -> "Terms":
         fields = dataclasses.fields(config)
         deciding = {field.name: getattr(config, field.name) for field in fields if field.metadata["decides"]}
-        deciding["device"] = device.type  # whose kernels round in their own way
+        deciding["device"] = device.type  # kernels of each type round in their own way
         deciding["device_fraction"] = 0.0 if device.type == "cpu" else config.device_fraction or 0.0
-        plain = json.loads(json.dumps(deciding, default=str))  # as a file gives them back
+        plain = json.loads(json.dumps(deciding, default=str))  # as reading them from a file gives them
         ends = None if config.schedule == "constant" else steps
         return Terms(settings=plain, data=data, eval_data=eval_data, steps=ends)
 
 
 @dataclass(kw_only=True)
 class Past:
-    """What a run has behind it."""
+    """What a run has measured so far."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     plain_losses: list[float] = dataclasses.field(default_factory=list)
@@ -71,10 +71,10 @@ class Past:
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint from which the run goes on; None when it begins.
+    """The checkpoint from which the run goes on; None when it begins anew.
 
-    Raises TrainInputError when there is none where `config.resume` says so, and for an output directory that holds
-    anything but an interrupted run.
+    Raises TrainInputError if `config.resume` asks for a checkpoint and there is none, and for an output directory that
+    holds anything but an interrupted run.
     """
     output = config.output_directory
     finished = (output / FINISHED).exists()
@@ -116,7 +116,7 @@ def _write_terms(config: TrainConfig, terms: Terms) -> None:
 
 
 def _read_terms(checkpoint: Path) -> Terms:
-    """Of the run that a checkpoint is of."""
+    """The terms of the run that wrote the checkpoint."""
     file = checkpoint.parent / _TERMS
     try:
         return Terms(**json.loads(file.read_text()))
@@ -125,7 +125,7 @@ def _read_terms(checkpoint: Path) -> Terms:
 
 
 def check_terms(checkpoint: Path, terms: Terms) -> None:
-    """Raises TrainInputError that names what is not as it was when the run began."""
+    """Raises TrainInputError, naming what differs, if the terms are not those with which the run began."""
     before = _read_terms(checkpoint)
     differing = [
         f"{flag(name)} was {_shown(before.settings.get(name))} and is {_shown(value)}"
@@ -146,7 +146,7 @@ def check_terms(checkpoint: Path, terms: Terms) -> None:
 
 
 def tell_changes(checkpoint: Path, terms: Terms, past: Past, note: Callable[[str], None]) -> None:
-    """Notes what may differ and is no reason to refuse, and what becomes of it."""
+    """Notes differences that are allowed, and their consequences. Drops evaluations on other text from `past`."""
     if _read_terms(checkpoint).eval_data not in (None, terms.eval_data):
         now = "was given and is not" if terms.eval_data is None else "is not what it was"
         note(f"--eval-text {now}: what was measured before does not count for OUTPUT/best any more")
@@ -166,9 +166,9 @@ def name_of(past: Past) -> str:
 
 
 class Saver:
-    """Writes checkpoints beside training, one at a time; as a context it waits for the last one.
+    """Writes checkpoints beside training, one at a time. As a context, it waits for the last one.
 
-    On several ranks the first writes what all have, while the others wait.
+    On several ranks, the first writes the state of all while the others wait.
     """
 
     def __init__(self, config: TrainConfig, terms: Terms, model: Any, run: Run, batches: Batches, world: World) -> None:
@@ -182,7 +182,7 @@ class Saver:
         self._saving: headrace.Saving | None = None
 
     def save(self, past: Past) -> None:
-        """All that the rest of the run follows from, in a directory that is there as a whole or not at all."""
+        """Saves all that determines the rest of the run, in a directory that appears as a whole or not at all."""
         path = self._config.checkpoints / name_of(past)
         if path == self._last:
             return
@@ -202,11 +202,11 @@ class Saver:
             self._run.optimizers.all,
             extra=extra,
             keep=self._config.keep,
-            wait=self._world.count > 1,  # nobody else's update waits until it has been read
+            wait=self._world.count > 1,  # other ranks' updates do not wait until they have been read
         )
 
     def wait(self) -> None:
-        """Raises what failed in writing the last one."""
+        """Waits for the checkpoint being written. Raises what failed in writing it."""
         if self._saving is not None:
             self._saving.wait()
 
@@ -219,7 +219,7 @@ class Saver:
 
 
 def load_checkpoint(checkpoint: Path, model: Any, run: Run, batches: Batches) -> Past:
-    """Everything as `Saver` found it; the last thing before training goes on, as it sets random numbers."""
+    """Restores everything that `Saver` saved. It sets random numbers, so it comes last before training goes on."""
     extra = headrace.load(checkpoint, model, run.optimizers.all)
     run.load_state_dict(extra["run"])
     batches.load_state_dict(extra["data"])

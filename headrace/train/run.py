@@ -20,12 +20,12 @@ Together = Callable[[Iterable[int], Callable[[int], torch.Tensor]], list[torch.T
 
 
 def learned_tokens(batch: Batch) -> int:
-    """How many tokens of a micro-batch are predicted: those with a label, but for the first of each sequence."""
+    """The number of tokens that a micro-batch predicts: those with a label, except the first of each sequence."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 def set_seed(seed: int) -> None:
-    """Of all random numbers that a step may draw, on every device."""
+    """Seeds all random numbers that a step may draw, on every device."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -34,8 +34,8 @@ def set_seed(seed: int) -> None:
 class Run:
     """A causal language model, its optimizer and schedule, and the order in which they are used.
 
-    This is the loop as any user of PyTorch writes it: it trains an offloaded model and knows nothing of offloading,
-    unless it is given `together`: a handle's `forward_backward`.
+    This is the loop as any user of PyTorch writes it. It trains an offloaded model and knows nothing of offloading,
+    unless `together` is given, which is a handle's `forward_backward`.
     """
 
     plain = False
@@ -51,7 +51,7 @@ class Run:
         self._schedules = [make_schedule(optimizer, config, steps=steps) for optimizer in self.optimizers.all]
 
     def step(self, batches: Sequence[Batch]) -> float:
-        """One update from micro-batches; the mean loss of all tokens that are learned."""
+        """Updates once from these micro-batches; returns the mean loss of all tokens that are learned."""
         counts = [learned_tokens(batch) for batch in batches]
         shares = [count / sum(counts) for count in counts]
         if self._together is None:
@@ -68,19 +68,19 @@ class Run:
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the model and its optimizers."""
+        """The state of the run, without the model and its optimizers."""
         return {"schedules": [schedule.state_dict() for schedule in self._schedules]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The model and its optimizers are loaded already."""
+        """Loads what `state_dict` returned. The model and its optimizers must be loaded before."""
         for schedule, own in zip(self._schedules, state["schedules"], strict=True):
             schedule.load_state_dict(own)
 
     def _in_turn(self, batches: Sequence[Batch], shares: Sequence[float]) -> list[torch.Tensor]:
-        """Forward and backward of this rank's micro-batches: their losses.
+        """Runs forward and backward of this rank's micro-batches; returns their losses.
 
-        Each rank takes one micro-batch of as many as there are ranks. Where fewer are left, those that have none go
-        along with the last one, which counts nothing there.
+        Each rank takes one of as many micro-batches as there are ranks. If fewer are left, ranks without one compute
+        the last one, with no weight in the gradients.
         """
         losses = []
         for first in range(0, len(batches), self._world.count):
@@ -93,11 +93,11 @@ class Run:
 
     def _backward(self, batch: Batch, number: int, share: float) -> torch.Tensor:
         loss = self._share_of_loss(batch, number, share)
-        (loss * self._world.count).backward()  # which is averaged over the ranks
+        (loss * self._world.count).backward()  # because gradients are averaged over the ranks
         return loss.detach()
 
     def _share_of_loss(self, batch: Batch, number: int, share: float) -> torch.Tensor:
-        """Of micro-batch `number` of the step: it draws the same random numbers wherever it is computed."""
+        """The loss of micro-batch `number`, times `share`. Its random numbers are the same on whatever rank it runs."""
         steps = self._schedules[0].last_epoch
         set_seed(int(np.random.SeedSequence([self._seed, steps, number]).generate_state(1)[0]))
         return self.loss(batch) * share

@@ -10,7 +10,7 @@ __all__ = ["ScalarProgress"]
 
 
 class ScalarProgress(Progress):
-    """Tells `progress`, and writes each step's numbers into `directory`."""
+    """Passes everything on to `progress`, and writes each step's numbers to `directory`."""
 
     def __init__(self, progress: Progress, directory: Path) -> None:
         try:

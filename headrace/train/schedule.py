@@ -1,6 +1,6 @@
 """How does the learning rate go up and down? As in transformers' schedules of the same names, to the last bit.
 
-Importing theirs would import PEFT, too, and with it bitsandbytes.
+They are written anew because importing those of transformers would import PEFT, too, and with it bitsandbytes.
 """
 
 import math
@@ -15,12 +15,12 @@ __all__ = ["make_schedule"]
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, *, steps: int) -> LRScheduler:
-    """From 0 up within the warm-up, then constant, or down to 0 in a line or half a cosine at the last of `steps`."""
+    """A schedule that rises from 0 in the warm-up; then it is constant, or falls to 0 linearly or in half a cosine."""
     return LambdaLR(optimizer, partial(_share, kind=config.schedule, warmup=config.warmup_steps, steps=steps))
 
 
 def _share(step: int, *, kind: str, warmup: int, steps: int) -> float:
-    """Of the learning rate that was asked for."""
+    """The share of the configured learning rate at a step."""
     if step < warmup:
         return step / warmup
     falls = max(1, steps - warmup)

@@ -11,7 +11,7 @@ from types import FrameType
 def stop_on_signals(note: Callable[[str], None]) -> Iterator[threading.Event]:
     """While open, SIGINT and SIGTERM set the event; a second one acts as it did before.
 
-    Python delivers signals to the main thread only: elsewhere nothing is installed.
+    Python delivers signals to the main thread only; on any other thread, this installs nothing.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -36,8 +36,8 @@ from headrace.train.stop import stop_on_signals
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a run did, before it was interrupted too; `tokens` and `seconds` are since. `stats` and `report` are None
-    where headrace did not move weights; `checkpoint`: the run was stopped, and goes on from there."""
+    """What a run did, the time before an interruption included; `tokens` and `seconds` count from the last start.
+    `stats` and `report` are None if headrace moved no weights. `checkpoint`: where a stopped run can go on from."""
 
     losses: tuple[float, ...]
     plain_losses: tuple[float, ...]
@@ -52,7 +52,7 @@ class TrainResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that a run needs, read and checked."""
+    """Everything that a run needs, after it was read and checked."""
 
     config: TrainConfig
     world: World
@@ -62,14 +62,14 @@ class Job:
     loaded: LoadedModel
     steps: int
     terms: resume.Terms
-    begins_at: Path | None  # the checkpoint that it goes on from
+    begins_at: Path | None  # the checkpoint from which it goes on; None: it begins anew
 
 
 def train(config: TrainConfig, progress: Progress) -> TrainResult:
-    """Trains as `config` says, writes the model and its tokenizer to `config.output`, and tells `progress`.
+    """Trains as `config` says, writes the model and its tokenizer to `config.output`, and reports to `progress`.
 
-    Goes on where an interrupted run of the same settings left off. When it is asked to stop, it leaves a checkpoint
-    and no model.
+    Goes on where an interrupted run with the same settings left off. When it is asked to stop, it leaves a checkpoint,
+    but no model.
 
     Raises TrainInputError before training for input that cannot be used, OutOfMemoryError when a tier has no room, and
     TrainingFailedError when the loss is not finite or differs from the plain run's.
@@ -97,7 +97,7 @@ def _read(config: TrainConfig, world: World, progress: Progress) -> Job:
         )
     if device.type == "cpu" and config.device_fraction:
         progress.note("--device-fraction: the device is the CPU, so all state is in host memory")
-    with world.first_alone():  # the others find what `datasets` keeps
+    with world.first_alone():  # the others then find what it has cached
         tokens = load_tokens(config)
         sequences = read_sequences(config, tokens, "text", progress.note)
         eval_sequences = read_sequences(config, tokens, "eval_text", progress.note) if config.eval_text else None
@@ -134,7 +134,7 @@ def _read(config: TrainConfig, world: World, progress: Progress) -> Job:
 
 
 def _plain_losses(job: Job, progress: Progress, stop: threading.Event) -> list[float]:
-    """The losses of the first `config.compare_plain` steps of plain PyTorch, on a copy of the model."""
+    """The losses of the first `config.compare_plain` steps in plain PyTorch, with a copy of the model."""
     if job.config.compare_plain == 0 or not job.world.is_first:
         return []
     progress.note(f"the first {counted(job.config.compare_plain, 'step')} without headrace, to compare with")
@@ -153,7 +153,7 @@ def _train(job: Job, past: Past, progress: Progress, stop: threading.Event) -> T
     try:
         return _train_placed(job, handle, past, progress, stop)
     except BaseException:
-        with contextlib.suppress(HeadraceError):  # where a pass was broken off
+        with contextlib.suppress(HeadraceError):  # in case a pass was broken off
             if handle is not None:
                 handle.remove()
         raise
@@ -204,12 +204,12 @@ def _train_placed(
     )
     if handle is not None:
         handle.remove()
-    world.wait()  # until all ranks have made their updates, before one saves them
+    world.wait()  # all ranks finish their updates before one saves the weights
     return result
 
 
 class _Meter:
-    """Counts tokens, time and bytes of a run since it began or went on."""
+    """Counts tokens, time and bytes of a run since it was started or resumed."""
 
     def __init__(self, job: Job, handle: headrace.Offloaded | None) -> None:
         self._job = job
@@ -220,7 +220,7 @@ class _Meter:
         self.seconds = 0.0
 
     def leave_out(self) -> None:
-        """What headrace counted since the last step was not of training."""
+        """Leaves out of the next record what headrace counted since the last step, because it was not training."""
         if self._handle is not None:
             self._stalled_seconds = self._handle.stats(wait_for_updates=False).stall_seconds
 
@@ -247,7 +247,7 @@ def _batches(sequences: Sequences, config: TrainConfig) -> Batches:
 
 
 def _check_loss(past: Past) -> None:
-    """Raises TrainingFailedError when the last loss is not finite, or is not the plain run's to the last bit."""
+    """Raises TrainingFailedError if the last loss is not finite, or differs from the plain run's in any bit."""
     step, loss = len(past.losses), past.losses[-1]
     if step <= len(past.plain_losses) and loss.hex() != past.plain_losses[step - 1].hex():
         raise TrainingFailedError(
@@ -261,7 +261,7 @@ def _check_loss(past: Past) -> None:
 
 
 def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
-    """Measures where it is time to, and keeps the model when there was no better one."""
+    """Evaluates the model when it is due, and saves it as the best one if its loss is the lowest so far."""
     config, step = job.config, len(past.losses)
     if job.eval_sequences is None or (step < job.steps and (not config.eval_every or step % config.eval_every)):
         return False
@@ -272,7 +272,7 @@ def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
         _save_model(job, new)
         best = config.output_directory / "best"
         if best.exists():
-            exchange(new, best)  # a kill leaves one of them
+            exchange(new, best)  # if the process is killed, one of them is whole
             shutil.rmtree(new, ignore_errors=True)
         else:
             new.rename(best)
@@ -282,7 +282,7 @@ def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
 
 
 def _make_output(config: TrainConfig) -> None:
-    """Makes the output directory, before hours are spent on what cannot be written."""
+    """Makes the output directory, before hours are spent on a model that cannot be written."""
     try:
         config.output_directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

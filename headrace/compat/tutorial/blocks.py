@@ -16,9 +16,9 @@ __all__ = ["DiskBlocks", "DiskSettings", "Rest"]
 
 @dataclass(frozen=True)
 class DiskSettings:
-    """Tensors on disk rest in a directory of their own inside of `directory`, which `threads` read and write.
+    """How tensors on disk are stored: in a new directory inside `directory`, which `threads` threads read and write.
 
-    They pass through `slots` blocks of `block_bytes` of host memory. `packs`: those of bfloat16 are packed on disk.
+    They pass through `slots` blocks of `block_bytes` of host memory. `packs`: bfloat16 tensors are packed on disk.
     """
 
     directory: str
@@ -30,11 +30,11 @@ class DiskSettings:
 
 @dataclass(eq=False)
 class Rest:
-    """Where one tensor rests on disk. It is an Event: the end of what is written there, well or not."""
+    """Where one tensor rests on disk. As an Event, it is the end of the writes there, even if they failed."""
 
     extent: Extent
     packs: bool
-    stored: dict[int, int] = field(default_factory=dict)  # by a block's first byte; fewer than it has: packed
+    stored: dict[int, int] = field(default_factory=dict)  # bytes by a block's first byte; fewer if packed
     writes: list[Request] = field(default_factory=list)
 
     def synchronize(self) -> None:
@@ -47,19 +47,20 @@ class Rest:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A block on its way from disk: `nbytes` from byte `first` on."""
+    """A block on its way from disk: `nbytes` bytes of a tensor, from byte `first` on."""
 
     first: int
     nbytes: int
     slot: Slot
-    memory: torch.Tensor  # of the slot: the first bytes, or packed the last ones
+    memory: torch.Tensor  # the slot's first bytes, or its last ones if the block is packed
     request: Request
 
 
 class DiskBlocks:
     """Tensors of at most `most_bytes` each on disk, and the blocks of host memory that they pass through.
 
-    Fewer and smaller blocks where these are more than a quarter of the ledger's host budget. `fetch_bytes` were read.
+    Blocks are fewer and smaller if they would take more than a quarter of the ledger's host budget. `fetch_bytes`
+    counts the bytes that were read.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class DiskBlocks:
         self.fetch_bytes = 0
 
     def rest(self, name: str, like: torch.Tensor, purpose: str) -> Rest:
-        """Takes the place of one tensor."""
+        """Allocates the place of one tensor on disk."""
         return Rest(self._store.allocate(name, like.nbytes, purpose), self._packs and like.dtype == torch.bfloat16)
 
     def spill(self, rest: Rest, source: torch.Tensor, after: Event) -> Event:
-        """Writes uint8 `source`, which is on the device or host. Nobody reads it any more after that event; writing
-        goes on then: `rest` is the end of it."""
-        rest.synchronize()  # blocks change their size, and the store orders what has the same
+        """Writes uint8 `source`, which is on the device or host. After the event that this returns, `source` is not
+        read any more. The write itself goes on; `rest` is the event at its end."""
+        rest.synchronize()  # packed sizes may change, and the store orders only writes of the same extent
         rest.writes = []
         read: Event = after
         try:
@@ -107,20 +108,20 @@ class DiskBlocks:
                 finally:
                     self._ring.release(slot, gone)
         except BaseException:
-            read.synchronize()  # whoever is told may write to the source
+            read.synchronize()  # whoever catches the error may write to the source
             raise
         return read
 
     def fetch(self, rest: Rest, target: torch.Tensor, after: Event) -> Job[Event]:
-        """Submits filling uint8 `target`, which is on the device or host, after that event: the end of it."""
+        """Submits filling uint8 `target`, on the device or host, after that event. The job's result is its end."""
         return self._fetching.submit(self._fetch, rest, target, after)
 
     def synchronize(self) -> None:
-        """Waits for all writes. Raises DiskError for one that was not made good since."""
+        """Waits for all writes. Raises DiskError for a write that failed and was not repeated since."""
         self._store.synchronize()
 
     def close(self) -> None:
-        """Waits for what is under way, and gives memory and disk back."""
+        """Waits for reads and writes under way, and frees memory and disk."""
         self._fetching.shutdown(wait=True)
         self._ring.close()
         self._store.close()
@@ -140,7 +141,7 @@ class DiskBlocks:
             while reading:
                 end = self._send(reading.popleft(), target, after)
         except BaseException:
-            end.synchronize()  # whoever is told may let go of the target
+            end.synchronize()  # whoever catches the error may free the target
             raise
         finally:
             for one in reading:
@@ -148,7 +149,7 @@ class DiskBlocks:
         return end
 
     def _send(self, one: _Reading, target: torch.Tensor, after: Event) -> Event:
-        """Submits the copy of a block to where it belongs, when it has been read: the end of it."""
+        """Waits until a block has been read, and submits its copy to its part of `target`; returns the copy's end."""
         gone: Event | None = None
         try:
             one.request.synchronize()
@@ -162,7 +163,7 @@ class DiskBlocks:
         return gone
 
     def _blocks(self, rest: Rest) -> list[tuple[int, int]]:
-        """First byte and number of bytes of each."""
+        """The first byte and the number of bytes of each block."""
         whole, block = rest.extent.nbytes, self._ring.slot_bytes
         return [(first, min(block, whole - first)) for first in range(0, whole, block)]
 

@@ -11,13 +11,13 @@ __all__ = ["compress_parameter", "decompress_parameter"]
 
 _HEADER = struct.Struct("<8s24sQQ")  # magic, dtype, bytes of the tensor, their xxh3
 _MAGIC = b"headrace"
-_ALL_BITS = 15  # of deflate's window
+_ALL_BITS = 15  # the largest window of deflate
 
 
 def compress_parameter(tensor: torch.Tensor) -> bytes:
     """The tensor's bytes, packed where that is smaller, with their dtype, number and checksum. Any dtype and device.
 
-    Raises TypeError for one that is not plain bytes (sparse, quantised, on meta).
+    Raises TypeError for a tensor that is not plain bytes (sparse, quantised, on meta).
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} is not plain bytes")
@@ -34,7 +34,7 @@ def decompress_parameter(
 ) -> torch.Tensor:
     """The tensor that `compress_parameter` was given, on the CPU, bit for bit.
 
-    Raises ValueError when that is not of this `shape` and `dtype`, and when a byte of `compressed` changed.
+    Raises ValueError if that tensor has another `shape` or `dtype`, and if a byte of `compressed` was changed.
     """
     if len(compressed) < _HEADER.size or not compressed.startswith(_MAGIC):
         raise ValueError(f"{len(compressed)} bytes are not what compress_parameter returned")

@@ -14,8 +14,8 @@ class OffloadConfig:
     """What `CPUOffloadOptimizer` offloads.
 
     - `offload_optimizer`: moments, master weights and the update are on the host; False: on the parameters' device.
-    - `offload_gradients`: gradients on an accelerator are let go of when `step()` has taken them.
-    - `offload_parameters`: `headrace.offload()` has the weights, and its budgets are the defaults.
+    - `offload_gradients`: gradients on an accelerator are freed once `step()` has taken them.
+    - `offload_parameters`: `headrace.offload()` manages the weights, with its default budgets.
     - `pin_memory`: host memory is page-locked. `num_threads`: threads that update, at most those of this process.
     - `overlap_comm`: gradients and weights travel while others are updated.
     """
@@ -29,7 +29,7 @@ class OffloadConfig:
 
 
 def _check_least(config: Any, **least: int) -> None:
-    """Raises ValueError where a field is less; None is a limit that there is not."""
+    """Raises ValueError if a field is below its least value. None means no limit, and passes."""
     for name, number in least.items():
         given = getattr(config, name)
         if given is not None and given < number:
@@ -42,7 +42,7 @@ class NVMeConfig:
 
     - `nvme_path`: a directory on a local drive; each manager takes one of its own in it.
     - `block_size`: bytes of one request, whole pages. `aio_queue_depth`: requests in flight, at most.
-    - `prefetch_depth`: `load_to_gpu` begins to load so many parameters that follow, where there is room.
+    - `prefetch_depth`: `load_to_gpu` begins to load so many of the following parameters, if there is room.
     - `pin_memory`: the memory that blocks pass through is page-locked.
     - `gpu_memory_limit`, `cpu_memory_limit`: ceilings in bytes; None: none. Not in the tutorial.
     """
@@ -65,7 +65,7 @@ class NVMeConfig:
 
 
 class OffloadTier(Enum):
-    """Where bytes can rest."""
+    """A tier in which tensors can rest."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -85,13 +85,13 @@ class TensorLocation:
 
 @dataclass
 class OffloadSystemConfig:
-    """What `UnifiedOffloadManager` keeps where. Limits are ceilings in bytes on what it holds there.
+    """Where `UnifiedOffloadManager` keeps tensors. Limits are ceilings on the bytes that it holds in a tier.
 
-    - `offload_optimizer_states`, `offload_gradients`: what `add(kind=...)` brings of these never rests on the GPU.
+    - `offload_optimizer_states`, `offload_gradients`: such tensors, added with `add(kind=...)`, never rest on the GPU.
     - `offload_parameters`: parameters rest in `parameter_offload_tier` or below; False: in the first tier with room.
-    - `prefetch_count`: `ensure_gpu` begins to load so many that follow; the GPU keeps room for them and one more.
+    - `prefetch_count`: `ensure_gpu` begins to load so many following tensors; the GPU keeps room for them and one more.
     - `pin_memory`: memory of the CPU tier is page-locked. `num_io_threads`: threads that read and write the drive.
-    - `nvme_path`: a directory on a local drive, used when something has room nowhere else.
+    - `nvme_path`: a directory on a local drive, used when a tensor has room nowhere else.
     - `use_compression`: bfloat16 weights rest on disk in three quarters of their bytes, without loss.
     """
 

@@ -20,8 +20,8 @@ Kind = Literal["parameter", "gradient", "optimizer_state"]
 
 class _ManagedModel:
     """The parameters of `model` in tiers, from `first` on. `device` is the GPU: by default the model's accelerator, or
-    this machine's. While managed, a parameter that rests on the CPU or GPU shows its value there, and one on disk is
-    empty. `close()` gives the model all values back, on the devices where they were.
+    this machine's. While managed, a parameter that rests on the CPU or GPU has its value there, and one that rests on
+    disk is empty. `close()` gives the model all values back, on the devices where they were.
 
     Raises BudgetError before anything is changed.
     """
@@ -41,15 +41,15 @@ class _ManagedModel:
                 self.tiers.watch(name, parameter)
 
     def release(self, name: str) -> None:
-        """The copy on the GPU is not needed any more. What was written to it in place is kept. Not in the tutorial."""
+        """Frees the parameter's copy on the GPU. Values written to it in place are kept. Not in the tutorial."""
         self.tiers.let_go(name)
 
     def synchronize(self) -> None:
-        """Waits until nothing is under way. Raises DiskError for a write that failed."""
+        """Waits until no transfer is under way. Raises DiskError for a write that failed."""
         self.tiers.synchronize()
 
     def close(self, *, restore: bool = True) -> None:
-        """The model is an ordinary one again, with its present values (without `restore` those on disk are lost)."""
+        """Makes the model an ordinary one again, with its present values. Without `restore`, those on disk are lost."""
         for name, parameter in self._parameters.items() if restore else ():
             if self.tiers.location(name).tier is not OffloadTier.GPU or parameter.device != self._devices[name]:
                 parameter.data = self.tiers.take_out(name).to(self._devices[name])
@@ -68,8 +68,8 @@ class _ManagedModel:
 class NVMeOffloadManager(_ManagedModel):
     """Parameters of `model` rest on disk. Host memory holds `aio_queue_depth` blocks, whatever the model's size.
 
-    `device`: where they are loaded; default the model's accelerator, or this machine's. `close()` gives the model its
-    values back.
+    `device`: where parameters are loaded; by default the model's accelerator, or this machine's. `close()` gives the
+    model its values back.
     """
 
     def __init__(
@@ -89,30 +89,30 @@ class NVMeOffloadManager(_ManagedModel):
         self.param_info = {name: (*shapes[name], location.offset) for name, location in self.tiers.locations().items()}
 
     def prefetch(self, layer_names: Sequence[str]) -> list[str]:
-        """Begins to load these parameters, and returns at once: the names for which the GPU has no room now."""
+        """Begins to load these parameters. Returns, at once, the names for which the GPU has no room now."""
         return self.tiers.prefetch(layer_names)
 
     def load_to_gpu(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
-        """The parameter on the GPU, arrived, as often as it is asked for. It loads those that follow ahead.
+        """The parameter on the GPU, which has arrived. The parameters that follow are prefetched.
 
-        Raises ValueError for another device than the manager's, BudgetError when there is no room.
+        Raises ValueError for another device than the manager's, and BudgetError if there is no room.
         """
         if device is not None and resolve_device(device) != self.device:
             raise ValueError(f"{name!r} is loaded to {self.device}, not {device}: give device={str(device)!r} at first")
         return self.tiers.get(name, ahead=self.config.prefetch_depth)
 
     def offload_from_gpu(self, name: str, data: torch.Tensor) -> None:
-        """`data` is the parameter's value from now on, whether or not it was loaded; its copy on the GPU goes."""
+        """Makes `data` the parameter's value, whether or not it was loaded, and frees its copy on the GPU."""
         self.tiers.put(name, data)
 
     @property
     def gpu_resident(self) -> set[str]:
-        """Names of those that are on the GPU, or on their way."""
+        """Names of the parameters that are on the GPU, or on their way there."""
         return set(self.tiers.on_device)
 
     def get_memory_stats(self) -> dict[str, Any]:
-        """Bytes on the GPU (held, at most since the beginning), the CPU (pinned blocks) and the drive; the share of the
-        parameters that is not on the GPU; how many there are, and the tier in which each rests."""
+        """Bytes on the GPU (now, and at most so far), on the CPU (pinned blocks) and on the drive; the share of the
+        parameters that is not on the GPU; the number of parameters, and the tier in which each rests."""
         locations = self.tiers.locations()
         total = sum(location.size for location in locations.values())
         on_gpu = sum(locations[name].size for name in self.gpu_resident)
@@ -131,7 +131,7 @@ class NVMeOffloadManager(_ManagedModel):
 class UnifiedOffloadManager(_ManagedModel):
     """Parameters of `model`, and what `add` brings, in the first tier with room; see `OffloadSystemConfig`.
 
-    `device`: the GPU; default the model's accelerator, or this machine's. `close()` gives the model its values back.
+    `device`: the GPU; by default the model's accelerator, or this machine's. `close()` gives the model its values back.
     """
 
     def __init__(
@@ -151,19 +151,19 @@ class UnifiedOffloadManager(_ManagedModel):
         )
 
     def add(self, name: str, tensor: torch.Tensor, kind: Kind = "parameter") -> None:
-        """Takes the value of another tensor, such as a gradient or a moment, under `name`. Not in the tutorial."""
+        """Adds another tensor, such as a gradient or a moment, under `name`. Not in the tutorial."""
         self.tiers.add({name: tensor}, self._first(kind))
 
     def ensure_gpu(self, name: str) -> torch.Tensor:
-        """The tensor on the GPU, arrived; those that follow are loaded ahead. Raises BudgetError without room."""
+        """The tensor on the GPU, which has arrived. The next ones are prefetched. Raises BudgetError without room."""
         return self.tiers.get(name, ahead=self.config.prefetch_count)
 
     def prefetch(self, names: Sequence[str]) -> list[str]:
-        """Begins to load these, and returns at once: the names for which the GPU has no room now."""
+        """Begins to load these tensors. Returns, at once, the names for which the GPU has no room now."""
         return self.tiers.prefetch(names)
 
     def offload(self, name: str, data: torch.Tensor) -> None:
-        """`data` is the tensor's value from now on, in the tier where it rests; its visiting copy goes."""
+        """Makes `data` the tensor's value, in the tier where it rests, and frees its copy on the GPU."""
         self.tiers.put(name, data)
 
     @property
@@ -173,12 +173,12 @@ class UnifiedOffloadManager(_ManagedModel):
 
     @property
     def gpu_used(self) -> int:
-        """Bytes held on the GPU, with copies that visit."""
+        """Bytes held on the GPU, visiting copies included."""
         return self.tiers.held_bytes(Tier.DEVICE)
 
     @property
     def cpu_used(self) -> int:
-        """Bytes held on the CPU, with the blocks that pass to and from the drive."""
+        """Bytes held on the CPU, with the blocks through which tensors pass to and from the drive."""
         return self.tiers.held_bytes(Tier.HOST)
 
     def get_memory_summary(self) -> dict[str, dict[str, int]]:

@@ -15,7 +15,7 @@ __all__ = ["CPUOffloadOptimizer"]
 
 
 def _of_all_groups(name: str) -> Any:
-    """The setting of that name, as an attribute: of the first parameter group, and for all of them."""
+    """A property for the setting `name`. It reads the first parameter group's value, and sets that of all groups."""
 
     def get(optimizer: AdamW) -> Any:
         return optimizer.param_groups[0][name]
@@ -30,9 +30,9 @@ def _of_all_groups(name: str) -> Any:
 class CPUOffloadOptimizer(AdamW):
     """`headrace.optim.AdamW` over the trainable parameters of `model`, with a float32 master where they are narrower.
 
-    A `torch.optim.Optimizer`: schedules, GradScaler, `state_dict()` work. A parameter without gradient is left alone,
-    and weights that were loaded later count. `lr`, `betas`, `eps` and `weight_decay` may be set at any time, as in the
-    tutorial, or in `param_groups`. `handle` is what `headrace.offload` returned (`offload_parameters`).
+    It is a `torch.optim.Optimizer`: schedules, GradScaler and `state_dict()` work. Parameters without a gradient are
+    not updated. Weights that are loaded later take effect. `lr`, `betas`, `eps` and `weight_decay` may be set at any
+    time, as in the tutorial, or in `param_groups`. `handle` is what `headrace.offload` returned (`offload_parameters`).
     """
 
     lr = _of_all_groups("lr")
@@ -83,7 +83,7 @@ class CPUOffloadOptimizer(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, as `headrace.optim.AdamW` takes it; with `offload_gradients` those on an accelerator are gone."""
+        """Takes a step, as `headrace.optim.AdamW` does. With `offload_gradients`, frees gradients on an accelerator."""
         with threads.limited_to(min(self.config.num_threads, threads.count())):
             loss = super().step(closure)
         if self.config.offload_gradients:
@@ -94,12 +94,12 @@ class CPUOffloadOptimizer(AdamW):
 
     @property
     def step_count(self) -> int:
-        """Steps that were taken, over checkpoints too."""
+        """The number of steps taken, with those before a checkpoint was loaded."""
         return max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
 
     @property
     def cpu_params(self) -> dict[str, torch.Tensor]:
-        """Exact weights in float32 on the host, for reading: masters, or copies. Write to `gpu_params`."""
+        """The exact weights in float32 on the host (masters or copies), for reading only. Write to `gpu_params`."""
         return {
             name: (self.state[p]["master"] if "master" in self.state.get(p, {}) else p.detach().float()).cpu()
             for name, p in self.gpu_params.items()
@@ -107,12 +107,12 @@ class CPUOffloadOptimizer(AdamW):
 
     @property
     def cpu_m(self) -> dict[str, torch.Tensor]:
-        """First moments on the host, of parameters that were updated."""
+        """First moments, on the host, of the parameters that were updated."""
         return self._of_state("exp_avg")
 
     @property
     def cpu_v(self) -> dict[str, torch.Tensor]:
-        """Second moments on the host, of parameters that were updated."""
+        """Second moments, on the host, of the parameters that were updated."""
         return self._of_state("exp_avg_sq")
 
     def _of_state(self, kind: str) -> dict[str, torch.Tensor]:

@@ -12,16 +12,16 @@ from headrace.memory.disk.safetensors_header import DTYPES
 
 __all__ = ["pack_layers_sequentially"]
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "F4"}  # whose shapes are counted otherwise
-_ALIGNMENT_BYTES = 4096  # of the first tensor: the header ends with a page
+_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "F4"}  # F4 counts shapes in another way
+_ALIGNMENT_BYTES = 4096  # the first tensor begins at a page, which the header is padded to
 
 
 def pack_layers_sequentially(model: nn.Module, filepath: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int]:
     """Writes the parameters of `model` one behind the other; one at a time is copied to host memory.
 
-    Returns name, offset in the file, size (bytes), shape and dtype of each, and the bytes of all. The file appears when
-    it is whole and on the drive. `headrace.offload(checkpoint=filepath)` and `headrace.load` read it. Raises TypeError
-    for a dtype that safetensors does not have.
+    Returns each one's name, offset in the file, size in bytes, shape and dtype, and the bytes of all. The file appears
+    only when it is whole and on the drive. `headrace.offload(checkpoint=filepath)` and `headrace.load` read it. Raises
+    TypeError for a dtype that safetensors does not have.
     """
     named = list(model.named_parameters())
     order: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""How far ahead is a layer loaded, and who loads it? A manager does, in the background; a simulation says how far."""
+"""How far ahead is a layer loaded, and who loads it? A simulation says how far; a manager loads, in the background."""
 
 import itertools
 import math
@@ -16,10 +16,11 @@ __all__ = ["LayerPrefetcher", "compute_optimal_prefetch"]
 
 
 class LayerPrefetcher:
-    """Gives tensors by name, and begins to load the `prefetch_depth` that follow in `layer_order`; after the last one
-    come the first ones, for the next pass. Any order of calls is fine.
+    """Gives tensors by name, and begins to load the `prefetch_depth` tensors that follow in `layer_order`. After the
+    last one come the first ones, for the next pass. Calls may come in any order.
 
-    `manager` loads them. Or a subclass has `_load_layer(name)`, which is then called on a thread of its own.
+    `manager` loads them. Without one, a subclass defines `_load_layer(name)`, which is called on a thread of its own
+    for tensors that are loaded ahead.
     """
 
     def __init__(
@@ -37,13 +38,13 @@ class LayerPrefetcher:
         self.layer_order = layer_order
         self.prefetch_depth = prefetch_depth
         self.current_idx = 0
-        self.prefetched: dict[str, Future[torch.Tensor] | None] = {}  # None: the manager has it
+        self.prefetched: dict[str, Future[torch.Tensor] | None] = {}  # None: the manager loads it
         self._places = {name: index for index, name in enumerate(layer_order)}
         self._manager = manager
         self._thread: OneThread | None = None
 
     def get_layer(self, name: str) -> torch.Tensor:
-        """The layer's tensor, arrived. Raises what kept it from loading, KeyError for a name that is not in order."""
+        """The layer's tensor, which has arrived. Raises what its loading raised, and KeyError for an unknown name."""
         if name not in self._places:
             raise KeyError(f"{name!r} is none of the {len(self.layer_order)} names of layer_order")
         loading = self.prefetched.pop(name, None)
@@ -57,7 +58,7 @@ class LayerPrefetcher:
         following = [self.layer_order[(self.current_idx + i + 1) % count] for i in range(self.prefetch_depth)]
         wanted = [name for name in following if name != self.layer_order[self.current_idx]]
         for name in [name for name in self.prefetched if name not in wanted]:
-            del self.prefetched[name]  # of an order that was left
+            del self.prefetched[name]  # loaded ahead for an order that was not followed
         for name in wanted:
             if name not in self.prefetched:
                 self.prefetched[name] = self._async_load_layer(name)
@@ -76,11 +77,11 @@ class LayerPrefetcher:
 
 
 def compute_optimal_prefetch(layer_sizes: Sequence[int], bandwidth: float, compute_times: Sequence[float]) -> list[int]:
-    """How many layers ahead each is to be asked for, so that it is there in time, pass after pass over one link.
+    """How many layers ahead each layer must be requested to arrive in time, pass after pass over one link.
 
-    Sizes in bytes, `bandwidth` in bytes per second, times in seconds. Each load begins as late as it can: when its
-    layer is due less what it and the loads behind it take. Where the link is slower than compute on the whole, the link
-    is busy with one layer ahead, and no depth helps (`headrace.formulas.prefetch_depth`): then it is 1 for each.
+    Sizes are in bytes, `bandwidth` in bytes per second, times in seconds. Each load begins as late as it can: it ends
+    before its layer is due, and leaves time for the loads behind it. If the link is slower than compute on the whole,
+    one layer ahead keeps it busy, and no depth helps (`headrace.formulas.prefetch_depth`): then it is 1 for each layer.
     """
     count = len(layer_sizes)
     if count != len(compute_times) or not bandwidth > 0 or not all(seconds > 0 for seconds in compute_times):
@@ -91,8 +92,8 @@ def compute_optimal_prefetch(layer_sizes: Sequence[int], bandwidth: float, compu
     loads = [size / bandwidth for size in layer_sizes]
     if not count or prefetch_depth(sum(loads), sum(compute_times)) is None:
         return [1] * count
-    ends = list(itertools.accumulate(list(compute_times) * 4))  # of the computations of four passes
-    slack = 1e-9 * sum(compute_times)  # of rounding: a load that takes as long as a computation fits beside it
+    ends = list(itertools.accumulate(list(compute_times) * 4))  # when each computation of four passes ends
+    slack = 1e-9 * sum(compute_times)  # for rounding: a load that takes as long as a computation fits beside it
     latest = math.inf
     depths = []
     for index in reversed(range(count, 4 * count)):

@@ -1,8 +1,9 @@
 """How do single tensors rest in tiers and visit the device, each by its name? Limits hold, and values are kept.
 
-`headrace.offload()` moves blocks of a model by itself; this is the same memory, lanes and disk for code that says when.
-A tensor rests in one tier. One that does not rest on the device visits it: `prefetch` or `get` bring a copy, `put`
-gives it a new value where it rests. A copy that was written in place and has to make room goes back first.
+`headrace.offload()` moves blocks of a model by itself. This has the same memory, lanes and disk, for code that decides
+itself when tensors move. Each tensor rests in one tier. A tensor that does not rest on the device visits it: `prefetch`
+or `get` bring a copy, and `put` gives the tensor a new value where it rests. If a copy that was written in place has to
+make room, its value is saved first.
 """
 
 import itertools
@@ -31,13 +32,13 @@ _PURPOSE = "weights"
 
 @dataclass(eq=False)
 class _Visit:
-    """A copy on the device, arrived or on its way."""
+    """A tensor's copy on the device, arrived or on its way."""
 
     buffer: torch.Tensor
-    arrival: "Future[Event]"  # its end, once that is submitted
+    arrival: "Future[Event]"  # the event at which the copy has arrived, once its transfer is submitted
     owner_version: int | None
-    used: int = 0  # when it was asked for last; 0: not yet
-    version: int = 0  # of the buffer when it had arrived
+    used: int = 0  # the clock when `get` asked for it last; 0: not yet
+    version: int = 0  # of the buffer at the first `get`
 
     @property
     def written(self) -> bool:
@@ -45,36 +46,36 @@ class _Visit:
 
     @property
     def end(self) -> Event | None:
-        """Of the arrival, once that is submitted; None where it could not be."""
+        """The end of the arrival; waits until its transfer is submitted. None if that failed."""
         return None if self.arrival.exception() is not None else self.arrival.result()
 
 
 @dataclass(eq=False)
 class _Entry:
-    """One tensor. `home`: its uint8 bytes on the device or host, else it rests on disk; `owner`: who else writes to
-    that memory."""
+    """One tensor. `home` has its uint8 bytes on the device or host; None: it rests on disk. `owner` is a tensor that
+    shares that memory, through which it may be written."""
 
-    like: torch.Tensor  # on meta
+    like: torch.Tensor  # shape and dtype, on meta
     tier: Tier
     home: torch.Tensor | None = None
     rest: Rest | None = None
     owner: torch.Tensor | None = None
     visit: _Visit | None = None
-    saved: Event | None = None  # the end of what was saved last, well or not
+    saved: Event | None = None  # the end of the last save, even if it failed
 
     def shaped(self, memory: torch.Tensor) -> torch.Tensor:
         return memory.view(self.like.dtype).view(self.like.shape)
 
     def arrived(self) -> Event | None:
-        """The end of the visit's arrival, once that is submitted; None where there is none."""
+        """The end of the visit's arrival; waits until its transfer is submitted. None if there is no such transfer."""
         return None if self.visit is None else self.visit.end
 
 
 class TieredTensors:
     """Named tensors for `device`, in at most `device_bytes` there and `host_bytes` of host memory; None: no ceiling.
 
-    `visiting_bytes` of the device are kept for visits where not all tensors fit. `pin`: host memory is page-locked.
-    Without `disk` none rest there. Not safe for several threads at once.
+    If not all tensors fit on the device, `visiting_bytes` of it are kept for visits. `pin`: host memory is page-locked.
+    Without `disk`, no tensor rests there. The object is not safe for several threads at once.
     """
 
     def __init__(
@@ -89,23 +90,23 @@ class TieredTensors:
     ) -> None:
         self.device, self.device_bytes = device, device_bytes
         self.ledger = Ledger(frozenset({_PURPOSE}), host_bytes)
-        self.disk: DiskBlocks | None = None  # when there is the first tensor on disk
+        self.disk: DiskBlocks | None = None  # made with the first tensor on disk
         self._disk_settings, self._visiting_bytes = disk, visiting_bytes
         self._memory_device = device if pin else torch.device("cpu")
         self._lanes = open_lanes(device)
         self._entries: dict[str, _Entry] = {}
-        self._leaving: list[torch.Tensor] = []  # device memory that a caller may still refer to
+        self._leaving: list[torch.Tensor] = []  # device memory of ended visits that a caller may still refer to
         self._clock = itertools.count(1)
         self._closed = False
 
     # what is where -------------------------------------------------------------------------------------------------
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in the order in which they came."""
+        """The names of all tensors, in the order in which they were added."""
         return list(self._entries)
 
     def location(self, name: str) -> TensorLocation:
-        """Where that tensor is. Waits for nothing."""
+        """Where the tensor rests, and whether it is being loaded or saved. Never waits."""
         entry = self._entry(name)
         visit = entry.visit
         return TensorLocation(
@@ -117,30 +118,30 @@ class TieredTensors:
         )
 
     def locations(self) -> dict[str, TensorLocation]:
-        """Where each is, by name."""
+        """The location of each tensor, by name."""
         return {name: self.location(name) for name in self._entries}
 
     @property
     def on_device(self) -> list[str]:
-        """Names of those that are there, or on their way."""
+        """Names of the tensors that are on the device, or on their way there."""
         return [name for name, e in self._entries.items() if e.tier is Tier.DEVICE or e.visit is not None]
 
     def held_bytes(self, tier: Tier) -> int:
-        """Bytes taken in that tier now: with copies that visit or that a caller still holds, and staging memory."""
+        """Bytes held in the tier now, with visiting copies, copies that callers still refer to, and staging memory."""
         for index in reversed(range(len(self._leaving))):
             if not references_beside(self._leaving[index]):
                 self.ledger.add(Tier.DEVICE, _PURPOSE, -self._leaving.pop(index).nbytes)
         return self.ledger.held_bytes(tier)
 
     def place_of(self, name: str) -> torch.Tensor | None:
-        """The memory in which a tensor rests, shaped; None for one on disk."""
+        """The memory in which the tensor rests, in the tensor's shape; None if it rests on disk."""
         entry = self._entry(name)
         return None if entry.home is None else entry.shaped(entry.home)
 
     # tensors come and go ---------------------------------------------------------------------------------------------
     def add(self, tensors: Mapping[str, torch.Tensor], first: Tier = Tier.DEVICE) -> None:
-        """Takes the values of `tensors`, from `first` on in the fastest tier with room. A tensor that is on the device
-        and rests there is not copied. Raises BudgetError before anything is taken, ValueError for a name that is there.
+        """Adds `tensors`, each in the fastest tier with room, from `first` on. A tensor that is on the device already
+        and rests there is not copied. Raises BudgetError before any is added, and ValueError for a name that is known.
         """
         self._refuse_closed()
         for name in tensors:
@@ -151,7 +152,7 @@ class TieredTensors:
         if self.disk is None and self._disk_settings is not None and Tier.DISK in tiers.values():
             most_bytes = max(sizes[name] for name, tier in tiers.items() if tier is Tier.DISK)
             self.disk = DiskBlocks(self._disk_settings, most_bytes, self.ledger, self._memory_device, self._lanes)
-            tiers = self._tiers_for(sizes, first)  # its blocks take host memory
+            tiers = self._tiers_for(sizes, first)  # now that its blocks take host memory
         on_host = [aligned(sizes[name]) for name, tier in tiers.items() if tier is Tier.HOST]
         arena = Arena(sum(on_host), self._memory_device, self.ledger, _PURPOSE) if on_host else None
         places = itertools.accumulate(on_host, initial=0)
@@ -169,13 +170,13 @@ class TieredTensors:
             self._entries[name] = entry
 
     def watch(self, name: str, owner: torch.Tensor) -> None:
-        """`owner` shares the memory in which a tensor rests; when it was written, copies on the device are too old."""
+        """Says that `owner` shares the memory in which a tensor rests: writing to it makes the visiting copy stale."""
         self._entry(name).owner = owner
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """The tensor's new value, in place of what rests and visits. `value` may be written to once this returns.
+        """Gives the tensor a new value where it rests, and ends its visit. `value` may be written to once this returns.
 
-        Where it rests on disk, writing goes on in the background. Raises ValueError for another shape or dtype.
+        If the tensor rests on disk, writing goes on in the background. Raises ValueError for another shape or dtype.
         """
         entry = self._entry(name)
         if value.shape != entry.like.shape or value.dtype != entry.like.dtype:
@@ -188,7 +189,7 @@ class TieredTensors:
         self._leave(entry)
 
     def take_out(self, name: str) -> torch.Tensor:
-        """The tensor's value in memory of its own on the host."""
+        """The tensor's value, in host memory of its own."""
         entry = self._entry(name)
         if entry.visit is not None and entry.visit.written:
             return entry.shaped(entry.visit.buffer).cpu().clone()
@@ -201,9 +202,9 @@ class TieredTensors:
 
     # visits ----------------------------------------------------------------------------------------------------------
     def prefetch(self, names: Iterable[str]) -> list[str]:
-        """Begins to bring these to the device; returns those that have no room there now. Never waits for copies.
+        """Begins to bring these tensors to the device; returns names without room there now. Never waits for copies.
 
-        For room, copies leave that were used, are referred to by nobody else, and are not the last one.
+        To make room, copies leave that were used and that nobody else refers to, except the one used last.
         """
         last = max((e.visit.used for e in self._entries.values() if e.visit is not None), default=0)
         left = []
@@ -217,10 +218,10 @@ class TieredTensors:
         return left
 
     def get(self, name: str, *, ahead: int = 0) -> torch.Tensor:
-        """The tensor on the device; what is computed with it from now on comes after its arrival.
+        """The tensor on the device. Computation that is issued after this waits for its arrival.
 
-        `ahead`: so many that follow it in order, the first ones after the last, are prefetched. Raises BudgetError when
-        it has no room beside what callers still refer to.
+        The next `ahead` tensors are prefetched (the first follow the last). Raises BudgetError if the tensor has no
+        room beside the copies that callers still refer to.
         """
         entry = self._entry(name)
         on_device = entry.home if entry.tier is Tier.DEVICE else None
@@ -232,11 +233,11 @@ class TieredTensors:
         return place
 
     def let_go(self, name: str) -> None:
-        """The copy on the device is not needed any more. What was written to it goes where the tensor rests."""
+        """Ends the visit. If the copy on the device was written to, its value is saved where the tensor rests."""
         self._send_back(self._entry(name))
 
     def synchronize(self) -> None:
-        """Waits until nothing is under way. Raises DiskError for a write that failed and was not made good since."""
+        """Waits until no transfer is under way. Raises DiskError for a write that failed and was not repeated since."""
         for entry in self._entries.values():
             _wait_for(None if entry.visit is None else entry.visit.arrival.result())
             _wait_for(entry.saved)
@@ -244,7 +245,7 @@ class TieredTensors:
             self.disk.synchronize()
 
     def close(self) -> None:
-        """Waits for what is under way, well or not, and gives memory and disk back. Twice is fine."""
+        """Waits for transfers under way, even failed ones, and frees memory and disk. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -269,7 +270,7 @@ class TieredTensors:
             raise StateError("these tensors were let go of by close(); make a new manager")
 
     def _tiers_for(self, sizes: Mapping[str, int], first: Tier) -> dict[str, Tier]:
-        """The tier of each tensor of so many bytes: the fastest from `first` on that has room, in their order."""
+        """The tier of each tensor, by its bytes and in this order: the fastest one with room, from `first` on."""
         limit, host_limit, host_taken = self.device_bytes, self.ledger.host_budget_bytes, self.held_bytes(Tier.HOST)
         on_device, on_host, tiers = self.held_bytes(Tier.DEVICE), 0, {}
         fits = limit is None or (first is Tier.DEVICE and on_device + sum(sizes.values()) <= limit)
@@ -296,7 +297,7 @@ class TieredTensors:
         return tiers
 
     def _bring(self, entry: _Entry, buffer: torch.Tensor) -> "Future[Event]":
-        """Submits filling `buffer` with what rests."""
+        """Submits the transfer of the tensor's value from where it rests to `buffer`."""
         after = self._lanes.mark()
         if entry.rest is not None and self.disk is not None:
             return self.disk.fetch(entry.rest, buffer, after)
@@ -306,7 +307,7 @@ class TieredTensors:
         return submitted
 
     def _save(self, entry: _Entry, source: torch.Tensor) -> None:
-        """uint8 `source` becomes what rests; whoever writes to it after this returns does so later."""
+        """Saves uint8 `source` where the tensor rests. `source` may be written to once this returns."""
         if entry.rest is not None and self.disk is not None:
             read = self.disk.spill(entry.rest, source, self._lanes.mark())
         elif entry.home is None or source.data_ptr() == entry.home.data_ptr():
@@ -315,7 +316,7 @@ class TieredTensors:
             read = entry.saved = self._lanes.copy(Lane.OFFLOAD, [(entry.home, source)], self._lanes.mark()).done
         else:
             _wait_for(entry.saved)
-            _wait_for(entry.arrived())  # it reads what is written now
+            _wait_for(entry.arrived())  # it reads the memory that is written now
             entry.home.copy_(source)
             return
         if source.device.type == "cpu":
@@ -323,7 +324,7 @@ class TieredTensors:
         self._lanes.wait(read)
 
     def _refresh(self, entry: _Entry) -> None:
-        """Lets go of a copy that is older than what rests."""
+        """Ends a visit whose copy is older than the value at rest."""
         visit = entry.visit
         if visit is not None and entry.owner is not None and visit.owner_version != entry.owner._version:
             self._compute_after(visit.end)
@@ -347,15 +348,15 @@ class TieredTensors:
         return visit.buffer
 
     def _begin(self, entry: _Entry) -> _Visit:
-        """Submits bringing a tensor to the device; there is room."""
+        """Begins a visit, for which there must be room."""
         version = None if entry.owner is None else entry.owner._version
-        with torch.inference_mode(False):  # whose tensors count no versions
+        with torch.inference_mode(False):  # tensors made in inference mode count no versions
             buffer = torch.empty(entry.like.nbytes, dtype=torch.uint8, device=self.device)
         self.ledger.add(Tier.DEVICE, _PURPOSE, buffer.nbytes)
         return _Visit(buffer, self._bring(entry, buffer), version)
 
     def _send_back(self, entry: _Entry) -> None:
-        """The copy leaves; what was written to it is saved. One that did not arrive is none."""
+        """Ends the visit, and saves the copy's value if it was written to."""
         self._compute_after(entry.arrived())
         if entry.visit is not None and entry.visit.written:
             self._save(entry, entry.visit.buffer)
@@ -367,8 +368,8 @@ class TieredTensors:
             entry.visit = None
 
     def _make_room(self, nbytes: int, used: range | None = None) -> bool:
-        """Whether there is room on the device for so many bytes more, after copies left that nobody else refers to.
-        Those used longest ago go first, and those that nobody used yet last; or only those used within a range."""
+        """Whether the device has room for `nbytes` more, after copies that nobody else refers to were sent back: those
+        used longest ago first, unused ones last. With `used`, only copies whose last use is in that range go."""
         limit = math.inf if self.device_bytes is None else self.device_bytes
         while self.held_bytes(Tier.DEVICE) + nbytes > limit:
             visiting = [(e, e.visit) for e in self._entries.values() if e.visit is not None]
@@ -397,7 +398,7 @@ class TieredTensors:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes: uint8, (nbytes,)."""
+    """The tensor's bytes, as uint8 of shape (nbytes,)."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -60,7 +60,7 @@ def best_run(considered: list[Option]) -> Run | None:
     fitting = [(place, option) for place, option in enumerate(considered) if not option.lacks]
     best: tuple[int, Run] | None = None
     for place, option in sorted(fitting, key=lambda pair: (pair[1].floor_seconds, pair[0])):
-        # Below which it is faster than the best by enough, or simpler and nearly as fast.
+        # An option below this limit is enough faster than the best, or simpler and nearly as fast.
         limit = math.inf if best is None else best[1].seconds * (_SIMPLER if place < best[0] else 1 / _SIMPLER)
         if option.floor_seconds < limit:
             run = forecast_of(option)
@@ -70,7 +70,7 @@ def best_run(considered: list[Option]) -> Run | None:
 
 
 def _methods(work: Work, overlap: Overlap, *, disk: bool, alone: bool) -> Iterator[Method]:
-    """From nothing to everything. On a device that is `alone`, micro-batches may go together."""
+    """All methods, from no offloading to all of it. On a device that is `alone`, micro-batches may go together."""
     training = work.training
     kept = [Activations.KEPT]
     states = [Place.DEVICE]
@@ -80,7 +80,7 @@ def _methods(work: Work, overlap: Overlap, *, disk: bool, alone: bool) -> Iterat
     for weights in (Place.DEVICE, Place.HOST, *((Place.DISK,) if disk else ())):
         for state in states:
             if training is Training.FULL and weights is not Place.DEVICE and state is Place.DEVICE:
-                continue  # homes on the host are updated on the host
+                continue  # weights with homes on the host are updated there
             if training is Training.ADAPTER and state is Place.DISK:
                 continue  # an adapter's state is too small to be worth a disk
             for activations in kept:
@@ -91,7 +91,7 @@ def _methods(work: Work, overlap: Overlap, *, disk: bool, alone: bool) -> Iterat
 
 
 def _groups(work: Work, method: Method) -> list[int]:
-    """How many micro-batches may go through a block each time it is there."""
+    """The numbers of micro-batches that may go through a block each time it is on the device."""
     if not method.streamed or work.training is Training.NONE or method.overlap is Overlap.BACKWARD:
         return [1]
     doubled = [2**power for power in range(work.micro_batches.bit_length())]
@@ -99,7 +99,7 @@ def _groups(work: Work, method: Method) -> list[int]:
 
 
 def orders(run: Run) -> dict[int, float]:
-    """Micro-batches that go through a block together -> seconds of the step, as far as they fit; {}: no choice."""
+    """Seconds of the step by how many micro-batches go through a block together, if they fit; {}: no choice."""
     case, found = run.option.case, {}
     for together in _groups(case.work, run.method) if case.spread.data == 1 else ():
         if together == run.method.together:
@@ -159,7 +159,7 @@ def helps(run: Run) -> list[Help]:
 
 
 def shortfall(considered: list[Option]) -> Shortfall:
-    """The method that lacks something in the fewest tiers, and the least there; and what would make it fit."""
+    """The method that is too large for the fewest tiers, and lacks least there, with what would make it fit."""
 
     def lacking(option: Option) -> tuple[int, float]:
         hardware = option.case.hardware
@@ -186,11 +186,11 @@ def shortfall(considered: list[Option]) -> Shortfall:
 
 
 def _host_memory(option: Option) -> int:
-    """Of a node in which it fits."""
+    """The host memory of a node in which the option fits."""
     return _up(option.tiers.total(Place.HOST) * option.case.hardware.devices / (1 - HOST_RESERVE))
 
 
 def _up(nbytes: float) -> int:
-    """Rounded up to what is sold: whole gigabytes, tens of them from 100 on."""
+    """Bytes rounded up to sizes that are sold: whole gigabytes, and tens of them above 100."""
     unit = 10**10 if nbytes > 10**11 else 10**9
     return int(-(-nbytes // unit) * unit)

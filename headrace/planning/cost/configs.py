@@ -22,7 +22,7 @@ _NAMES = {
     "active_experts": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k"),
     "expert_intermediate": ("moe_intermediate_size", "expert_dim"),
 }
-_LEARNED_POSITIONS = {"gpt2": 0, "opt": 2, "gpt_bigcode": 0}  # rows beyond max_position_embeddings
+_LEARNED_POSITIONS = {"gpt2": 0, "opt": 2, "gpt_bigcode": 0}  # extra rows of the table, beyond max_position_embeddings
 _BIASED = {"gpt2", "gpt_neox", "opt", "bloom", "phi", "gpt_bigcode"}  # every linear layer and norm has a bias
 _UNGATED = _BIASED | {"gpt_neo", "gptj", "falcon", "codegen", "bert", "mpt"}
 _QKV_BIASED = {"qwen2", "qwen2_moe"}
@@ -30,8 +30,8 @@ _HEAD_NORMS = {"qwen3", "qwen3_moe"}  # a norm over each query's and key's head
 _WIDE_NORMS = {"olmo2"}  # a norm over all queries and all keys
 _TIED = {"gpt2", "opt", "bloom", "gemma", "gemma2", "gpt_bigcode"}  # tied unless the config says otherwise
 
-# Types whose parameters the numbers below come to, by the count of transformers' own models: they are planned without
-# transformers, which is optional, takes seconds to import, and up to seconds more to make a large model on meta.
+# Types for which the numbers below give as many parameters as transformers' own models have. They are planned without
+# transformers, which is optional, takes seconds to import, and may take seconds more to make a large model on meta.
 _TYPES = """
 bitnet bloom codegen cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama emu3 ernie4_5
 exaone4 falcon flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss gptj
@@ -43,7 +43,7 @@ _COUNTED = {"", *_TYPES.split()}  # "": numbers alone
 
 
 def is_counted(config: Mapping[str, Any]) -> bool:
-    """Whether `shape_of_config` knows this type of model; of others it tells no more than a model like Llama has."""
+    """Whether `shape_of_config` knows this type of model. It takes others for a model like Llama."""
     return str(config.get("model_type", "")) in _COUNTED
 
 
@@ -55,7 +55,7 @@ def experts_of_config(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def read_config(source: str | Path | Mapping[str, Any] | Any) -> Mapping[str, Any]:
-    """The config as a mapping, from one, from a config object, or from a JSON file or the directory that holds it.
+    """The config as a mapping. `source`: a mapping, a config object, a JSON file, or the directory that holds it.
 
     Raises ValueError when there is no such file or it holds no JSON object.
     """
@@ -105,7 +105,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
         rows = numbers.find("max_position_embeddings") or numbers.find("n_positions") or 0
         positions = (rows + _LEARNED_POSITIONS[numbers.kind]) * hidden
     if numbers.kind == "bloom":
-        positions = 2 * hidden  # none are learned, but the embedding has a norm
+        positions = 2 * hidden  # no learned positions, but the embedding has a norm
     blocks = [
         BlockShape(
             name="embedding",
@@ -127,7 +127,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
             active_parameters=embedding + norm,
             trainable=head + norm,
             weight_bits=wide,
-            # Logits as computed, in float32 for the loss, and their gradient, in elements of 16 bits.
+            # In elements of 16 bits: logits as computed and in float32 for the loss, and their gradient.
             saved_elements=5.0 * vocabulary + 2 * hidden,
             input_elements=hidden,
         )
@@ -137,7 +137,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
 
 
 _MOST_LAYERS = 10_000
-_LARGEST = 10**12  # of any other number in a config
+_LARGEST = 10**12  # the limit for any other number in a config
 
 
 class _Numbers:
@@ -174,7 +174,7 @@ Matrix = tuple[int, int]  # inputs and outputs of a linear layer
 
 @dataclass(frozen=True)
 class _Attention:
-    """`extra`: parameters besides its matrices; `saved` and `cached` elements; operations per token and position."""
+    """`extra`: parameters besides its matrices; elements `saved` and `cached`; operations per token and position."""
 
     matrices: list[Matrix]
     extra: int
@@ -197,7 +197,7 @@ def _layer(numbers: _Numbers, index: int, bits: float) -> BlockShape:
     wide = (experts and numbers.find("expert_intermediate")) or plain
     mlp = [(hidden, wide)] * (2 if _gated(numbers) else 1) + [(wide, hidden)]
     adapted, routed = attention.matrices, 0
-    if experts:  # adapters go on attention alone
+    if experts:  # with experts, adapters go on attention alone
         routed = numbers.find("active_experts") or 1
         one = 3 * hidden * wide + (hidden + 2 * wide if kind == "gpt_oss" else 0)
         shared = numbers.find("shared_expert_intermediate_size") or (numbers.find("n_shared_experts") or 0) * wide
@@ -217,7 +217,7 @@ def _layer(numbers: _Numbers, index: int, bits: float) -> BlockShape:
         trainable=total,
         weight_bits=bits,
         context_flops=attention.context_flops,
-        saved_elements=4.0 * hidden + attention.saved + mlp_saved,  # both norms' inputs and outputs; queries to outputs
+        saved_elements=4.0 * hidden + attention.saved + mlp_saved,  # norms' inputs and outputs; from queries to outputs
         input_elements=hidden,
         adapter_sizes=sum(inputs + outputs for inputs, outputs in adapted),
         last_parameters=0 if experts else hidden * wide,
@@ -229,7 +229,7 @@ def _layer(numbers: _Numbers, index: int, bits: float) -> BlockShape:
 
 
 def _attention(numbers: _Numbers) -> _Attention:
-    """Dense, or with queries in groups."""
+    """Dense attention, or attention with grouped queries."""
     hidden, heads, kind = numbers.need("hidden_size"), numbers.need("heads"), numbers.kind
     size = numbers.find("head_dim") or hidden // heads
     groups = 1 if numbers.config.get("multi_query") else numbers.find("num_key_value_heads") or heads
@@ -265,7 +265,7 @@ def _count(matrices: list[Matrix]) -> int:
 
 
 def _outputs(matrices: list[Matrix]) -> int:
-    """As many as they have biases, where they have any."""
+    """The outputs of all matrices: as many as they have biases, if they have any."""
     return sum(outputs for _, outputs in matrices)
 
 
@@ -274,7 +274,7 @@ def _gated(numbers: _Numbers) -> bool:
 
 
 def stored_bits(config: Mapping[str, Any], default: float) -> float:
-    """Bits of a stored weight, by the config's quantisation."""
+    """Bits of a stored weight, according to the config's quantisation."""
     quantised = config.get("quantization_config")
     if not isinstance(quantised, Mapping):
         return default

@@ -1,4 +1,4 @@
-"""How fast does a model write, one token of each sequence at a time? By the share of wanted experts that is there."""
+"""How fast does a model write, one token of each sequence at a time? It depends on the experts on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CACHE_ELEMENT_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingRate:
-    """Bytes that move for a token, and tokens of all sequences in a second, where that share of experts is there."""
+    """Bytes moved per token, and tokens per second of all sequences, if `hit_rate` of the experts are on the device."""
 
     hit_rate: float
     onload_bytes: int
@@ -33,12 +33,13 @@ class DecodingRate:
 class Decoding:
     """Decoding `sequences` at once, `context` tokens each, whose keys and values take `cache_bytes` on the device.
 
-    - `cut`: the experts that come one by one, and the room for them; None: none do.
-    - `wanted_experts`: of each layer, by a token of each sequence, with even routing.
-    - `even`: with even routing; `rates`: by the share of experts that is there; `given`: by the one that was given.
-    - `whole`: with whole layers; what is decoded where no experts come one by one.
-    - `disk_share`: of the weights that travel, those that rest on disk; `experts_disk_share`: of experts that come one
-      by one, those that come from there, with even routing. The others were given up by the device to host memory.
+    - `cut`: the experts that come one by one, and the room for them. None: no experts do.
+    - `wanted_experts`: how many experts of each layer one token of each sequence wants, with even routing.
+    - `even`: the rate with even routing; `rates`: the rates for several shares of experts on the device; `given`: the
+      rate for the share that the caller gave.
+    - `whole`: the rate with whole layers. It applies if no experts come one by one.
+    - `disk_share`: the share of travelling weights that rests on disk; `experts_disk_share`: the share of loaded
+      experts that is read from disk. The others are in host memory, where the device gave them up.
     """
 
     sequences: int
@@ -55,7 +56,7 @@ class Decoding:
     rates: tuple[DecodingRate, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """The same as plain data, for JSON."""
         cut, experts = self.cut, None
         if cut is not None:
             own = {
@@ -74,9 +75,9 @@ class Decoding:
 
 
 def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Decoding | None:
-    """Of a run that infers, on one device, after a prompt of the work's length; None for others.
+    """How a run decodes after a prompt of the work's length; None unless it is inference on one device.
 
-    Keys and values have a part of what the prompt's pass leaves for weights, as far as weights need not have it.
+    Keys and values take free device memory first, and then a part of what the prompt's pass has for weights.
     """
     shape, work, method, hardware = case.shape, case.work, case.method, case.hardware
     if case.trains or case.spread.data > 1:
@@ -105,7 +106,7 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
     if cut is None:
         return found
     wanted = max(block.wanted_experts(token.tokens) for block in shape.blocks)
-    # Host memory has experts that the device gave up, in experts' part of the room that it has for weights.
+    # Experts that the device gave up are in host memory, in the experts' part of its room for weights.
     on_host = (1.0 - disk_share) * cut.layers * cut.count * cut.expert_bytes
     from_disk = cut.read_share(on_host) if disk_share else 0.0
 
@@ -125,7 +126,7 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
 
 
 def _compute_seconds(block: BlockShape, token: Work, context: int, hardware: Hardware) -> float:
-    """Of a token of each sequence, which reads the keys and values of its context."""
+    """Seconds that the block computes for one token of each sequence, which reads keys and values of its context."""
     if block.kind is BlockKind.EMBEDDING:
         return 0.0
     cache = token.tokens * context * block.cache_elements * _CACHE_ELEMENT_BYTES
@@ -135,18 +136,18 @@ def _compute_seconds(block: BlockShape, token: Work, context: int, hardware: Har
 
 @dataclass(frozen=True)
 class _Token:
-    """What all rates of a token of each sequence have in common."""
+    """What all rates have in common: the figures of one token of each sequence."""
 
     tokens: int
     hardware: Hardware
     compute_seconds: float
     blocks: int
-    read_share: float  # of weights that visit, what is read from disk
+    read_share: float  # the share of visiting weights that is read from disk
 
     def rate(
         self, there: float, visiting_bytes: float, experts: Sequence[ExpertLoads], from_disk: float = 0.0
     ) -> DecodingRate:
-        """Missing experts come while nothing computes; weights that visit come beside compute, behind them."""
+        """The rate, if missing experts come while nothing computes, and then visiting weights come beside compute."""
         hardware, visits = self.hardware, 0.0
         expert_bytes, read_bytes = sum(load.nbytes for load in experts), self.read_share * visiting_bytes
         if visiting_bytes:

@@ -24,15 +24,15 @@ __all__ = [
     "pass_loads",
 ]
 
-_WHOLE_BITS = 16  # of a weight; those that are stored in fewer travel as they are stored, with their layer
+_WHOLE_BITS = 16  # bits of a weight; experts that are stored in fewer travel as stored, with their layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCut:
-    """Experts apart from the weights that always visit with their layers.
+    """The experts that travel one by one, apart from the other weights, which visit with their layers.
 
-    `layers` have up to `count` experts each, of which a token goes to `routed`; `expert_bytes` of one;
-    `budget_bytes` on the device, for them and for `other_bytes` of weights.
+    `layers` layers have up to `count` experts each, and a token goes to `routed` of them. An expert has `expert_bytes`.
+    The device has `budget_bytes` for experts and for the other weights, which have `other_bytes`.
     """
 
     layers: int
@@ -44,7 +44,7 @@ class ExpertCut:
 
     @property
     def banks(self) -> tuple[int, int]:
-        """How many banks there are, and slots in each: for experts that are on the device at the same time."""
+        """The number of banks on the device, and of slots in each. A slot holds one expert."""
         room = max(0, self.budget_bytes - self.other_bytes) // self.expert_bytes
         slots = max(min(room, self.layers * self.count), self.routed)
         banks = max(1, slots // self.count)
@@ -61,38 +61,38 @@ class ExpertCut:
 
     @property
     def held_share(self) -> float:
-        """Of all experts, those that the device has room for."""
+        """The share of all experts that the device has room for."""
         return min(1.0, self.slots / (self.layers * self.count))
 
     @property
     def other_room_bytes(self) -> int:
-        """On the device, for the other weights."""
+        """Bytes on the device for the other weights."""
         return min(self.other_bytes, self.budget_bytes - self.bank_bytes)
 
     def hit_rate(self, wanted: float) -> float:
-        """The share of the wanted experts of a call that is there, with even routing, of `wanted` in each layer.
+        """The share of a call's experts that are on the device, if each layer wants `wanted` and routing is even.
 
-        Room that the layer before has taken for more than its part is missing to the others.
+        The other layers lack what the layer before has taken beyond its part of the room.
         """
         left = max(0.0, self.slots - wanted) / max(1, self.layers - 1)
         return min(self.held_share, left / self.count)
 
     def passing_hit_rate(self, wanted: float) -> float:
-        """As `hit_rate`, of calls that want nearly all of each layer: those before have left in each bank what has room
-        beside the experts of one call. 0 for calls that want fewer.
+        """The same for calls that want nearly all of each layer; 0 for calls that want fewer. Each bank still holds
+        experts of earlier calls, in the slots that the experts of one call leave free.
         """
         banks, slots = self.banks
         there = banks * max(0.0, slots - wanted) if passes_through(wanted, self.count) else 0.0
         return min(1.0, there / (self.layers * wanted))
 
     def read_share(self, host_bytes: float) -> float:
-        """The share of the experts that come which is read from disk; the host has so many bytes of those given up."""
+        """The share of loaded experts that is read from disk, if the host has `host_bytes` that the device gave up."""
         away = self.layers * self.count - self.slots
         return max(0.0, 1.0 - host_bytes / self.expert_bytes / away) if away else 0.0
 
 
 def can_cut(case: Case) -> bool:
-    """Whether there are experts that travel one by one if not all weights have room on the device."""
+    """Whether experts travel one by one if not all weights have room on the device."""
     with_experts = [block for block in case.shape.blocks if block.experts]
     alone = case.method.streamed and case.spread.data == 1 and case.work.training is not Training.FULL
     travel = all(block.weight_bits >= _WHOLE_BITS and not block.trains_experts for block in with_experts)
@@ -100,9 +100,9 @@ def can_cut(case: Case) -> bool:
 
 
 def cut_of(case: Case, budget_bytes: int) -> ExpertCut | None:
-    """How experts are cut from their layers with so much of the device for weights; None: they travel with them.
+    """How experts are cut from their layers if the device has `budget_bytes` for weights; None: they are not.
 
-    So they do where all weights stay, and in training where a call wants more experts than a bank has room for.
+    Experts stay with their layers if all weights stay, and in training if a call wants more experts than a bank holds.
     """
     if not can_cut(case) or case.shape.weight_bytes <= budget_bytes:
         return None
@@ -124,7 +124,7 @@ def _cut(shape: ModelShape, budget_bytes: int) -> ExpertCut:
 
 
 def least_cut_bytes(shape: ModelShape) -> int:
-    """Device memory that experts of one token need beside the largest of the other blocks."""
+    """The least device memory: for the experts of one token, and the largest block without its experts."""
     cut = _cut(shape, 0)
     return cut.bank_bytes + max(others_of(block).weight_bytes for block in shape.blocks)
 
@@ -138,11 +138,11 @@ def others_of(block: BlockShape) -> BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoads:
-    """What each visit to a layer loads of its experts, once its router has computed: while it waits."""
+    """The experts that each visit to a layer loads once its router has computed. The visit waits for them."""
 
     nbytes: float
     link_seconds: float
-    disk_seconds: float  # 0: from host memory
+    disk_seconds: float  # 0: all come from host memory
 
     @property
     def seconds(self) -> float:
@@ -155,9 +155,10 @@ NO_EXPERTS = ExpertLoads(nbytes=0.0, link_seconds=0.0, disk_seconds=0.0)
 def loads_of(
     block: BlockShape, tokens: int, hit_rate: float, hardware: Hardware, *, from_disk: float = 0.0
 ) -> ExpertLoads:
-    """Of a call with so many tokens, of whose experts that share is there; `from_disk`: the share that rests there.
+    """What a call loads, if `hit_rate` of its experts are on the device, and `from_disk` of the others on disk.
 
-    The host reads the router's result: one transfer's latency. `hardware` is the device's share of the node.
+    The host first reads the router's result, which takes one transfer's latency. `hardware` is the device's share of
+    the node.
     """
     loaded = block.wanted_experts(tokens) * (1.0 - hit_rate)
     nbytes = loaded * block.expert_bytes
@@ -170,10 +171,10 @@ def loads_of(
 
 
 def pass_loads(block: BlockShape, case: Case, cut: ExpertCut | None) -> ExpertLoads:
-    """What a block's visit loads of its experts in a forward, and again in a backward.
+    """The experts that a visit to the block loads in a forward, and again in a backward.
 
-    A prompt finds what the one before has left. In training, those of as many layers as there are banks are there when
-    backward begins, and when the next forward does.
+    A prompt finds the experts that the prompt before it has left. In training, backward and the next forward each begin
+    with the experts of as many layers on the device as there are banks.
     """
     if cut is None or not block.experts:
         return NO_EXPERTS

@@ -15,7 +15,7 @@ __all__ = ["Floors", "floors_of", "hiding_tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class Floors:
-    """Seconds per step of each lane alone; `sum_seconds`: of the update's, what adds up the gradients of devices."""
+    """Seconds per step of each lane alone; `sum_seconds` is the update's part that adds up the gradients of devices."""
 
     compute_seconds: float
     onload_seconds: float
@@ -39,9 +39,9 @@ class Floors:
 
 
 def floors_of(traffic: Sequence[BlockTraffic], case: Case, room_bytes: int) -> Floors:
-    """Sums over `traffic`, on a device that has room for so many bytes of blocks that visit.
+    """The floors of `traffic`, on a device with `room_bytes` for blocks that visit.
 
-    The fewest loads keep as much as there is room for; changed weights come once at least.
+    Loads are fewest when as much is kept as there is room for. Weights that change are loaded at least once a step.
     """
     method, share, batches = case.method, case.share, case.work.micro_batches
     passes = batches * (2 if case.trains else 1)
@@ -50,7 +50,7 @@ def floors_of(traffic: Sequence[BlockTraffic], case: Case, room_bytes: int) -> F
         return sum(map(amount, traffic))
 
     def least(amount: Callable[[BlockTraffic], float]) -> float:
-        """Of the bytes that are loaded: blocks stay of which most crosses, and others come in each pass."""
+        """The least `amount` of the loaded bytes: blocks with the most per byte stay, others come in each pass."""
         found, left = 0.0, loaded
         shares = ((amount(own) / own.block_bytes, own.block_bytes) for own in traffic if own.block_bytes)
         for share_of_block, nbytes in sorted(shares):
@@ -87,9 +87,9 @@ def floors_of(traffic: Sequence[BlockTraffic], case: Case, room_bytes: int) -> F
 
 
 def hiding_tokens(traffic: Sequence[BlockTraffic], case: Case) -> dict[str, float]:
-    """Tokens of a device per micro-batch, or per step, from which each lane hides behind compute; only lanes in use.
+    """For each lane in use, the tokens per device and micro-batch (or step) from which it hides behind compute.
 
-    By the formula of one block, of all together.
+    The formula for one block is applied to all blocks together.
     """
     shape, method, share = case.shape, case.method, case.share
     passes, flops = 1, 2.0

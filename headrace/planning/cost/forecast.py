@@ -1,4 +1,4 @@
-"""How does one method run? The planner's plan of its visits, and the step that it comes to on the lanes."""
+"""How does one method run? The planner's plan of its visits, and the step that results on the lanes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["SIMULATED_MICRO_BATCHES", "Option", "Run", "forecast_of", "option_of
 
 N = TypeVar("N", int, float)
 
-SIMULATED_MICRO_BATCHES = 2  # more are counted from the difference between one and two
+SIMULATED_MICRO_BATCHES = 2  # the figures of more follow from the difference between one and two
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A method that is considered, before anything is planned: all that it holds and moves, and its floors."""
+    """A method under consideration, before its visits are planned: all that it holds and moves, and its floors."""
 
     case: Case
     tiers: Tiers
@@ -42,12 +42,12 @@ class Option:
 
     @property
     def lacks(self) -> tuple[tuple[Place, int], ...]:
-        """Tiers that have too little, and what they lack in bytes; empty: it fits."""
+        """The tiers that are too small, and the bytes that each lacks; empty if the method fits."""
         return tuple((place, self.tiers.short(place)) for place in Place if self.tiers.short(place))
 
     @property
     def floor_seconds(self) -> float:
-        """Below which no step can come."""
+        """No step can take less than this."""
         waits = self.case.trains and self.method.overlap is Overlap.NONE and self.method.state is not Place.DEVICE
         return self.floors.serial_update if waits else self.floors.longest
 
@@ -57,9 +57,9 @@ class Run:
     """One method on one machine: the plan of its visits and one step of it.
 
     `step` is simulated with at most two micro-batches, or groups that go together; `seconds`, and `busy_seconds` and
-    `moved_bytes` of each lane, count all of them. `sharing`: how devices share one copy for each node; None: they do
-    not. `in_use`: lane, or "host memory" -> the share of the step for which it would be in use alone; what comes near 1
-    is what the step is bound by.
+    `moved_bytes` of each lane, count all of them. `sharing` says how the devices of a node share one copy; None: they
+    do not. `in_use` has, for each lane and for "host memory", the share of the step that its own work would take alone.
+    A share near 1 is what bounds the step.
     """
 
     option: Option
@@ -85,18 +85,18 @@ class Run:
 
     @property
     def efficiency(self) -> float:
-        """Compute alone over the step."""
+        """Compute's time alone as a share of the step's."""
         return self.floors.compute_seconds / self.seconds if self.seconds else 1.0
 
     @property
     def resident_fraction(self) -> float:
-        """Of the weights' bytes, but for those of experts that come one by one, what stays on the device."""
+        """The share of the weights' bytes that stays on the device, without experts that come one by one."""
         problem = self.visits.problem
         return sum(problem.block_bytes[b] for b in self.visits.kept) / max(1, sum(problem.block_bytes))
 
 
 def option_of(case: Case, streaming_bytes: int | None = None) -> Option:
-    """`streaming_bytes`: on the device, for weights that come and go; None: what is left."""
+    """The option of `case`, with `streaming_bytes` of the device for weights that come and go; None: what is left."""
     grouped = case.grouped()
     tiers = tiers_of(grouped, streaming_bytes)
     traffic = traffic_of(grouped, tiers.cut)
@@ -106,7 +106,7 @@ def option_of(case: Case, streaming_bytes: int | None = None) -> Option:
 
 
 def run_of(case: Case, streaming_bytes: int | None = None) -> Run:
-    """As `forecast_of`, of what is not an option yet."""
+    """The forecast of `case`, which must fit, by way of its option."""
     return forecast_of(option_of(case, streaming_bytes))
 
 
@@ -122,7 +122,7 @@ def forecast_of(option: Option) -> Run:
     used = {lane.value: seconds for lane, seconds in alone.items()}
     used["host memory"] = _of_all([step.dram_seconds for step in steps], batches)
     total = max(_of_all([step.seconds for step in steps], batches), option.floors.longest, *used.values())
-    # What a lane's tasks wait for others differs between one and two: it is busy for what they take alone, at least.
+    # Waits for other lanes differ between one and two micro-batches, but a lane is busy at least while its tasks run.
     busy = _by_lane([step.busy_seconds for step in steps], batches)
     return Run(
         option=option,
@@ -137,17 +137,17 @@ def forecast_of(option: Option) -> Run:
 
 
 def _of_all(values: Sequence[N], micro_batches: int) -> N:
-    """Of all micro-batches, from what it is of one and of two: each further one adds the difference."""
+    """The value of all micro-batches, from those of one and of two: each further one adds the difference."""
     return values[-1] + (micro_batches - len(values)) * (values[-1] - values[0])
 
 
 def _by_lane(steps: Sequence[dict[CostLane, N]], micro_batches: int) -> dict[CostLane, N]:
-    """The same for each lane."""
+    """The value of all micro-batches, for each lane."""
     return {lane: _of_all([step[lane] for step in steps], micro_batches) for lane in CostLane}
 
 
 def _problem(option: Option, batches: int) -> Problem:
-    """The visits of one step of `batches` micro-batches, and what the planner may hold of the blocks."""
+    """The planner's problem: the visits of a step of `batches` micro-batches, and the room for their blocks."""
     case, traffic, shape = option.case, option.traffic, option.case.shape
     forward, backward = [], []
     for index, (block, own) in enumerate(zip(shape.blocks, traffic, strict=True)):

@@ -1,7 +1,7 @@
-"""Which tasks does a step come to, on which lanes, and what waits for what?
+"""Which tasks make up a step, on which lanes, and what waits for what?
 
-What the executor does, visit by visit: compute, the loads that the plan issues there, gradients and activations that
-leave, the update, and the disk's reads and writes.
+The tasks are what the executor does, visit by visit: compute, the loads that the plan issues there, gradients and
+activations that leave, the update, and the disk's reads and writes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from headrace.planning.visit import Phase, Visit
 
 __all__ = ["StepGraph"]
 
-_GRADIENT_PARTS = 4  # in which a block's gradients leave, at most: while the rest of its backward still computes
+_GRADIENT_PARTS = 4  # a block's gradients leave in at most so many, while the rest of its backward still computes
 _GRADIENT_PART_BYTES = 4 * 2**20
-_PLANNED_PARTS = 256  # of a whole step, about
+_PLANNED_PARTS = 256  # about so many in a whole step
 
 
 class StepGraph:
-    """The tasks of some steps, one behind the other."""
+    """The tasks of some consecutive steps."""
 
     def __init__(self, plan: Plan, traffic: Sequence[BlockTraffic], hardware: Hardware, overlap: Overlap) -> None:
         self.plan = plan
@@ -31,19 +31,19 @@ class StepGraph:
         self.hardware = hardware
         self.overlap = overlap
         self.tasks: list[Task] = []
-        # Present block -> its load (-1: before all this).
+        # Block on the device -> its load (-1: it was there at the start).
         self.arrival: dict[int, int] = dict.fromkeys(plan.start | plan.problem.residents, -1)
-        self.ready: dict[int, int] = {}  # block -> the task behind which its home is as it should be
+        self.ready: dict[int, int] = {}  # block -> the task after which its home has the updated weights
         self.last_compute = -1
         self.fetched: list[int] = []  # loads of fetched blocks, for the ring of staging buffers
         self.spilled: list[int] = []
-        self.sent: list[int] = []  # for each layer of forward, the end of its activations' way out
+        self.sent: list[int] = []  # for each layer of forward, the offload of its activations
         self.leaving: list[int] = []  # for each block of backward, the last offload of its gradients
         self.sums: list[int] = []  # for each block of backward, the sum of its gradients on the host
         self.last_gradient = -1
-        # Of this step: block -> the task behind which all of its gradients are here.
+        # In this step: block -> the task after which all of its gradients are where they are used.
         self.gradients: dict[int, int] = {}
-        self.kept: dict[int, int] = {}  # block -> the offload of its activations
+        self.kept: dict[int, int] = {}  # block -> the last copy of its activations on their way out (offload or spill)
         self.back: dict[int, int] = {}
         self.last_backward = {
             block: index
@@ -70,7 +70,7 @@ class StepGraph:
         return self._boundary(cycle)
 
     def _moved_before(self, cycle: int, index: int, visit: Visit) -> list[int]:
-        """Gives all that a visit loads to the lanes; returns what its compute waits for."""
+        """Adds all that a visit loads; returns the tasks that its compute waits for."""
         plan_step, backward = self.plan.step(cycle, index), visit.phase is Phase.BACKWARD
         waits = self._evict(plan_step.evictions)
         self._load_missing(visit.blocks)
@@ -85,7 +85,7 @@ class StepGraph:
         return waits + leaving
 
     def _evict(self, blocks: Sequence[int]) -> list[int]:
-        """The loads of those that go, where these are not over."""
+        """Evicts these blocks; returns their loads, which must be over first."""
         gone = (self.arrival.pop(block, -1) for block in blocks if block not in self.plan.problem.residents)
         return [task for task in gone if task >= 0]
 
@@ -95,16 +95,16 @@ class StepGraph:
                 self._load(block)
 
     def _parts(self, visit: Visit) -> int:
-        """In how many parts the gradients of a visit leave."""
+        """The number of parts in which the gradients of a visit leave."""
         nbytes = sum(self.traffic[block].gradient_bytes for block in visit.blocks)
         if visit.phase is not Phase.BACKWARD or not nbytes:
             return 1
-        # In a long step a part more or less is nothing, and each costs time to plan.
+        # In a long step a part more or less changes little, and each part costs time to plan.
         few = max(1, _PLANNED_PARTS // len(self.plan.problem.visits))
         return min(_GRADIENT_PARTS, few, -(-nbytes // _GRADIENT_PART_BYTES))
 
     def _bring_back(self, index: int) -> None:
-        """Activations of this visit and of the next come back."""
+        """Adds the way back of the activations of this visit and of the next."""
         for visit in self.plan.problem.visits[index : index + 2]:
             for block in visit.blocks:
                 nbytes = self.traffic[block].activation_bytes
@@ -115,7 +115,7 @@ class StepGraph:
                     self.back[block] = self._copy(CostLane.ONLOAD, "activations", block, nbytes, waits)
 
     def _leave(self, index: int, block: int, phase: Phase, done: int, part: int, parts: int) -> None:
-        """What leaves after a part of a visit: gradients in parts, the rest at the end."""
+        """Adds what leaves after a part of a visit: gradients in parts, the rest after the last part."""
         own = self.traffic[block]
         last = phase is Phase.BACKWARD and self.last_backward[block] == index
         if phase is Phase.BACKWARD and own.gradient_bytes:
@@ -131,7 +131,7 @@ class StepGraph:
             if own.activations_spill:
                 left = self._copy(CostLane.SPILL, "activations", block, own.activation_bytes, [left])
             self.kept[block] = left
-            self.back.pop(block, None)  # what came back was of the micro-batch before
+            self.back.pop(block, None)  # the copy that came back belongs to the micro-batch before
         arrived = self._summed(block) if phase is Phase.BACKWARD and own.gradient_bytes else -1
         if last and own.gradient_bytes:
             self.gradients[block] = self._norm(block, self._across_nodes(block, arrived))
@@ -139,12 +139,12 @@ class StepGraph:
             self.gradients[block] = self._reduced(block, done)
 
     def _reduced(self, block: int, done: int, parts: int = 1) -> int:
-        """A part of the block's gradients has been summed up across devices."""
+        """The task after which a part of the block's gradients has been summed up across devices."""
         seconds = self.traffic[block].reduce_seconds / parts
         return self._among_devices("reduce", block, seconds, [done]) if seconds else done
 
     def _summed(self, block: int) -> int:
-        """All devices' gradients of the block have come to the host, and this one's range of them is added up."""
+        """The task after which the host has added up this device's range of all devices' gradients of the block."""
         own = self.traffic[block]
         if not own.sum_bytes:
             return self.last_gradient
@@ -152,7 +152,7 @@ class StepGraph:
         return self.sums[-1]
 
     def _across_nodes(self, block: int, arrived: int) -> int:
-        """The range is summed up over all nodes."""
+        """The task after which the device's range of the block's gradients is summed up over all nodes."""
         own = self.traffic[block]
         if not own.network_seconds:
             return arrived
@@ -160,7 +160,7 @@ class StepGraph:
         return self._add(CostLane.NETWORK, name, own.network_seconds, [arrived], dram_bytes=dram, nbytes=nbytes)
 
     def _among_devices(self, what: str, block: int, seconds: float, after: list[int]) -> int:
-        """Over links among devices, or both ways over each one's link to the host."""
+        """Adds a transfer over the links among devices, or both ways over each device's link to the host."""
         name = f"{what} {block}"
         if not self.traffic[block].over_link:
             return self._add(CostLane.COLLECTIVE, name, seconds, after)
@@ -168,7 +168,7 @@ class StepGraph:
         return self._add(CostLane.COLLECTIVE, name, 0.0, both)
 
     def _boundary(self, cycle: int) -> int:
-        """The update, and the end of the step."""
+        """Adds the update and the end of the step; returns its last task on the compute lane."""
         problem, gradients = self.plan.problem, self.gradients
         everything = list(gradients.values())
         closing = sum(own.device_update_seconds for own in self.traffic)
@@ -178,13 +178,13 @@ class StepGraph:
         order = sorted(gradients) if self.overlap is not Overlap.BACKWARD else list(gradients)
         for block in order:
             own_part = [gradients[block]] if self.overlap is Overlap.BACKWARD else everything
-            # The host's part of an update does not wait for the device's; what has no part on the host does.
+            # The host's part of an update does not wait for the device's; a block without a part on the host does.
             after = own_part if self.traffic[block].update_bytes or not closing else [end]
             last = self._update(block, after)
             self.ready[block] = last
         waits = self.overlap is Overlap.NONE and bool(order)
         if waits:
-            # The host steps before it goes on: nothing of the next step is given to any lane until then.
+            # The host finishes the update before it goes on, and gives no lane anything of the next step until then.
             self.last_compute = self._add(CostLane.COMPUTE, "wait for the update", 0.0, [last])
             self.ready.update(dict.fromkeys(order, self.last_compute))
         for block in problem.changing:
@@ -197,12 +197,12 @@ class StepGraph:
         return self.last_compute
 
     def _norm(self, block: int, arrived: int) -> int:
-        """The gradient's part of the norm, as it arrives."""
+        """The task after which the block's gradients have arrived and count in the norm."""
         nbytes = self.traffic[block].norm_bytes
         return self._pass_over(f"norm {block}", nbytes, [arrived]) if nbytes else arrived
 
     def _pass_over(self, name: str, nbytes: float, after: list[int], latency: float = 0.0) -> int:
-        """The host's cores read and write so many bytes of its memory."""
+        """Adds a task in which the host's cores read and write `nbytes` of its memory."""
         seconds = latency + nbytes / self.hardware.update_rate
         return self._add(CostLane.UPDATE, name, seconds, after, dram_bytes=nbytes)
 
@@ -218,7 +218,7 @@ class StepGraph:
         passed = done
         if own.pass_on_seconds:
             passed = self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done])
-        if on_disk:  # weights that rest there: also those that others have updated
+        if on_disk:  # also weights there that other devices have updated
             after = [passed if own.spill_bytes else done]
             self.spilled.append(self._copy(CostLane.SPILL, "state", block, on_disk, after))
         return self.spilled[-1] if own.spill_bytes else passed
@@ -231,7 +231,7 @@ class StepGraph:
             ring = _back(self.fetched, STAGED_BLOCKS)
             waits.append(self._copy(CostLane.FETCH, "weights", block, own.fetch_bytes, ring + home))
         nbytes = problem.block_bytes[block] if own.load_bytes is None else own.load_bytes
-        # The plan's time is that of the slowest hop; the link's own is what its lane is busy for.
+        # The plan's seconds are those of the slowest hop; the link's lane is busy for the link's own time.
         own_link = self.hardware.link_latency_seconds + nbytes / self.hardware.onload_bytes_per_second
         seconds = problem.load_seconds[block]
         if own.fetch_bytes or own.load_bytes is not None:
@@ -244,7 +244,7 @@ class StepGraph:
             self.fetched.append(self.arrival[block])
 
     def _experts(self, block: int) -> list[int]:
-        """Experts that a visit wants come once its router has computed: here as if that took no time."""
+        """Adds the loads of a visit's experts. They begin after its router, which takes no time here."""
         own = self.traffic[block].experts
         if not own.seconds:
             return []
@@ -260,7 +260,7 @@ class StepGraph:
         return tasks
 
     def _now(self) -> list[int]:
-        """What the host has given to compute so far: loads issued now start behind it."""
+        """The last compute task so far, if any: loads that are issued now start after it."""
         return [self.last_compute] if self.last_compute >= 0 else []
 
     def _copy(self, lane: CostLane, what: str, block: int, nbytes: int, after: list[int]) -> int:
@@ -289,5 +289,5 @@ class StepGraph:
 
 
 def _back(tasks: Sequence[int], count: int) -> list[int]:
-    """The task so many back, if there are so many: at its end its place is free."""
+    """The task `count` places back, if there are so many. When it ends, its place is free."""
     return [tasks[-count]] if len(tasks) >= count else []

@@ -37,7 +37,7 @@ __all__ = [
 FABRIC, OVER_LINK, NO_PEERS = "fabric", "pcie", "none"
 PEERS = (FABRIC, OVER_LINK, NO_PEERS)
 
-_RATES = {  # the fields that one figure stands for; where two have the same, the later one counts
+_RATES = {  # the fields that a figure stands for; if two figures set the same field, the later one counts
     "link": ("onload_bytes_per_second", "offload_bytes_per_second"),
     "disk": ("disk_read_bytes_per_second", "disk_write_bytes_per_second"),
     "host": ("dram_bytes_per_second", "update_bytes_per_second"),
@@ -182,7 +182,7 @@ class Hardware:
 
 
 def share_of(machine: Hardware) -> Hardware:
-    """One device's share of what the devices of the machine share."""
+    """The machine with one device, and its share of what the devices have in common."""
     count = machine.devices
     return dataclasses.replace(
         machine,
@@ -214,17 +214,17 @@ DEVICES: dict[str, Part] = _CATALOGUE["devices"]
 HOSTS: dict[str, Part] = _CATALOGUE["hosts"]
 DRIVES: dict[str, Part] = _CATALOGUE["drives"]
 
-# What a run reaches of what is sold.
+# The shares of sold figures that a run reaches.
 COMPUTE_SHARE = 0.6  # matrix products within a transformer's step, of the dense tensor peak
 LINK_SHARE = 0.8  # page-locked copies of megabytes, of the link's raw rate (25 of 31.5 GB/s on PCIe 4); of networks
 DRAM_SHARE = 0.75  # streams of reads and writes on all cores, of channels times rate
 DISK_SHARE = 0.9  # direct reads and writes of megabytes, of the sequential rate
 
-# What a transfer takes besides its bytes; of memory the middle of the range that the source gives, 50 to 80 ns.
+# What a transfer takes besides its bytes. For memory: the middle of the range that the source gives, 50 to 80 ns.
 _LATENCIES = "https://www.techcompare.app/latency-visualizer/memory-latency-numbers"
 _LINK_LATENCY = "https://www.cs.virginia.edu/~mwb7w/cuda_support/memory_transfer_overhead.html"
 DRAM_LATENCY, LINK_LATENCY = 65e-9, 10e-6
-_ASSUMED = {1.25e9: "assumed: 10 Gigabit Ethernet", 12.5e9: "assumed: 100 Gigabit Ethernet"}  # of hosts
+_ASSUMED = {1.25e9: "assumed: 10 Gigabit Ethernet", 12.5e9: "assumed: 100 Gigabit Ethernet"}  # networks of hosts
 
 
 def machine(
@@ -294,14 +294,14 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def _part(parts: dict[str, Part], name: str, kind: str) -> Part:
-    """Raises ValueError naming what the catalogue has when it is not in it."""
+    """The part of that name. Raises ValueError naming what the catalogue has when the part is not in it."""
     if name not in parts:
         raise ValueError(f"the catalogue has no {kind} {name!r}{nearest(name, parts)}; it has {', '.join(parts)}")
     return parts[name]
 
 
 def _machines() -> dict[str, Hardware]:
-    """Usual machines: of each device one, cards in a desktop, others in a server, each with a drive; and of eight."""
+    """Usual machines: one of each device (cards in a desktop, others in a server), and eight of it in a server."""
     cards = {"3090", "4090", "5090"}
     made = {}
     for device in DEVICES:

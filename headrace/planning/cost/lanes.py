@@ -1,8 +1,8 @@
 """When does each task run, if lanes are served in order, tasks wait for others, and the host's DRAM is shared?
 
 A discrete-event model: a lane runs one task at a time, in the order in which tasks were given to it, each after the
-tasks that it waits for. Whoever moves bytes through host memory at the same moment shares its rate: when together they
-ask for more than there is, all slow down alike. Both directions of the link may take from each other likewise.
+tasks that it waits for. Tasks that move bytes through host memory at the same moment share its rate: if together they
+ask for more than there is, all slow down alike. Likewise, the two directions of the link may slow each other down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TINY = 1e-15
 
 
 class CostLane(StrEnum):
-    """What runs in order."""
+    """A resource that runs its tasks in order."""
 
     COMPUTE = "compute"
     ONLOAD = "onload"
@@ -33,7 +33,7 @@ class CostLane(StrEnum):
 class Task:
     """One thing to do: alone it takes `seconds` and moves `dram_bytes` through host memory.
 
-    `after`: indices of tasks that must have ended; all smaller than its own. `nbytes` moved.
+    `after`: indices of the tasks that must have ended; all are smaller than its own. It moves `nbytes`.
     """
 
     lane: CostLane
@@ -46,7 +46,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a task ran, and the task whose end it waited for last (-1: none, its lane was busy until then)."""
+    """When a task ran, and the task that it waited for last (-1: none, because its lane was busy until then)."""
 
     begin: float
     end: float
@@ -58,7 +58,7 @@ def run_lanes(
 ) -> list[Span]:
     """The spans of `tasks`, in their order; `dram_rate` in bytes per second (0: no limit).
 
-    `duplex_share`, `disk_duplex_share`: of each direction's speed, what is left while both run.
+    `duplex_share`, `disk_duplex_share`: the part of each direction's speed that is left while both run.
 
     Raises ValueError for a task that waits for itself or for a later one.
     """
@@ -70,7 +70,7 @@ def run_lanes(
 
 
 class _Clock:
-    """The moment, what runs, and how much of it is left."""
+    """The present moment, the tasks that run, and how much of each is left."""
 
     def __init__(
         self, tasks: Sequence[Task], dram_rate: float, both_ways: Sequence[tuple[CostLane, CostLane, float]]
@@ -103,7 +103,7 @@ class _Clock:
         return [self._span(index) for index in range(len(self.tasks))]
 
     def _start(self) -> None:
-        """Starts whatever may start now; a task of no length ends at once and may free others."""
+        """Starts all tasks that may start now. A task of no length ends at once, and may let others start."""
         moved = True
         while moved:
             moved = False
@@ -130,7 +130,7 @@ class _Clock:
         return False
 
     def _speeds(self) -> dict[CostLane, float]:
-        """Seconds of work that each running task does in a second."""
+        """For each running task, the seconds of its work that are done in one second."""
         asked = {lane: self.tasks[i].dram_bytes / self.tasks[i].seconds for lane, i in self.running.items()}
         total = sum(asked.values())
         slow = self.dram_rate / total if 0 < self.dram_rate < total else 1.0

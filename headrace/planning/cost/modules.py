@@ -21,7 +21,7 @@ _Counted = tuple[tuple[int, ...], int, bool, float]  # size, bytes, trained, and
 
 
 class Module(Protocol):
-    """What is asked of a torch.nn.Module."""
+    """The part of torch.nn.Module that is used here."""
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]: ...
 
@@ -34,8 +34,8 @@ def shape_of_module(model: Module) -> ModelShape:
     """The blocks of `model`: one for each index of its repeated layers, one for what comes before and one for the rest.
 
     Sizes, dtypes and what is trained are counted exactly. Operations and activations are those of its transformers
-    config when that describes the counted parameters; otherwise each parameter counts one multiplication per token
-    (of experts, the share that a token meets), and a block's activations are the inputs of its matrices.
+    config when that describes the counted parameters. Otherwise each parameter counts one multiplication per token (for
+    experts, only the share that a token meets), and a block's activations are the inputs of its matrices.
     """
     config = getattr(model, "config", None)
     told = read_config(config) if hasattr(config, "to_dict") else {}
@@ -52,7 +52,7 @@ def shape_of_module(model: Module) -> ModelShape:
     shape = ModelShape(name=name, blocks=blocks)
     try:
         described = shape_of_config(told)
-    except ValueError:  # no config, or one of a model that is no decoder: what was counted is known all the same
+    except ValueError:  # no config, or not a decoder's: the counts are known all the same
         return shape
     return _guided(shape, described, is_packed=bool(told.get("quantization_config")))
 
@@ -81,9 +81,9 @@ def _block(name: str, parameters: list[_Counted], experts: int, routed: int) -> 
 
 
 def _guided(counted: ModelShape, described: ModelShape, *, is_packed: bool) -> ModelShape:
-    """The described blocks, with trained parameters and bits as counted; as counted where that is not described.
+    """The described blocks, with trained parameters and bits as counted. What is not described is as counted.
 
-    Layers meet in order. `is_packed`: several weights share an element, so that counts differ and describe no less.
+    Layers are matched in order. `is_packed`: several weights share an element, so counts may differ from the config's.
     """
     layers = [block for block in counted.blocks if re.search(r"\d+$", block.name)]
     rest = [block for block in counted.blocks if block not in layers]
@@ -111,7 +111,7 @@ def _alike(
     layers: Sequence[BlockShape],
     plain: Sequence[BlockShape],
 ) -> bool:
-    """Whether the config tells of what was counted: layer by layer, and in all. Adapters come on top."""
+    """Whether the config describes what was counted, layer by layer and in all. Adapters come on top."""
 
     def near(own: Sequence[BlockShape], told: Sequence[BlockShape]) -> bool:
         found, expected = sum(block.parameters for block in own), sum(block.parameters for block in told)

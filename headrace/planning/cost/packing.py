@@ -9,13 +9,13 @@ __all__ = ["LEFT_FREE_BYTES", "TIMES_AS_FAST", "mean_read_share", "packed_bytes"
 
 _PACKED_SHARE = 0.75  # of the bytes: 12 bits of 16; trained weights have been measured at 12.006 to 12.101
 _UNPACKED_BYTES_PER_SECOND = 38e9  # by one thread in its caches, with AVX2
-# As the drive is what unpacks in the caches: from memory it is a third of that, and compute is beside it.
+# That rate must be so many times the drive's: from memory it is only a third, and compute runs beside it.
 TIMES_AS_FAST = 4
-LEFT_FREE_BYTES = 1 << 30  # on the drive, for what comes later and has to be there
+LEFT_FREE_BYTES = 1 << 30  # on the drive, for what must be written there later
 
 
 def packs(case: Case) -> bool:
-    """Whether a run packs weights that come from disk again and again: frozen ones, of one process."""
+    """Whether a run packs weights that come from disk again and again: only frozen weights, in one process."""
     if case.method.weights is not Place.DISK or case.work.training is Training.FULL or case.spread.data > 1:
         return False
     pays = case.hardware.disk_read_bytes_per_second * TIMES_AS_FAST <= _UNPACKED_BYTES_PER_SECOND
@@ -23,13 +23,13 @@ def packs(case: Case) -> bool:
 
 
 def read_share(block: BlockShape) -> float:
-    """Of a block's bytes, what is read where weights are packed: only those of 16 bits that are read as a whole are."""
+    """The share of a block's bytes that is read if weights are packed: 16-bit weights that are read whole are."""
     in_parts = block.experts or block.kind is BlockKind.EMBEDDING
     return _PACKED_SHARE if block.weight_bits == 16 and not in_parts else 1.0
 
 
 def mean_read_share(case: Case) -> float:
-    """Of the bytes of all weights that come from disk, what is read in that run."""
+    """The share that a run reads of the bytes of all weights that come from disk."""
     shape = case.shape
     if not packs(case):
         return 1.0
@@ -37,5 +37,5 @@ def mean_read_share(case: Case) -> float:
 
 
 def packed_bytes(shape: ModelShape) -> int:
-    """What lies on disk beside the weights if they are packed."""
+    """Bytes of the packed weights, which lie on disk beside the weights themselves."""
     return round(sum(read_share(block) * block.weight_bytes for block in shape.blocks if read_share(block) < 1))

@@ -83,7 +83,7 @@ class RunPlan:
             if helped - {0} and (sharing.gathered, sharing.reduced) != (sharing.loaded, sharing.trained):
                 parts += ["weights gathered among devices"] if sharing.gathered else []
                 parts += ["gradients summed among devices"] if sharing.reduced else []
-        # headrace.optim with mesh= and zero_stage= does it, for replicas whose weights stay.
+        # For replicas whose weights stay, headrace.optim does it with mesh= and zero_stage=.
         by_optimizer = not self.method.streamed and self.method.overlap is Overlap.NONE
         if spread.zero_stage and spread.data > 1 and not by_optimizer:
             which = " of offloaded weights" if self.method.streamed else ""
@@ -223,11 +223,11 @@ def plan_run(
 ) -> RunPlan:
     """The plan of `model` on `hardware`, by the fastest of all methods, or of those that are `wanted`.
 
-    `expert_hit_rate`: of the experts that decoding wants, the share that is there. Raises ValueError when no
+    `expert_hit_rate`: the share of the experts that decoding wants and finds on the device. Raises ValueError when no
     method is as wanted.
     """
     spread = spread or Spread()
-    hardware = replace(hardware, devices=spread.ranks)  # those that are not used share nothing
+    hardware = replace(hardware, devices=spread.ranks)  # unused devices share nothing
     considered = options(model, work, spread, hardware, overlap, disk, wanted)
     run = best_run(considered)
     decoding = None
@@ -248,18 +248,18 @@ def plan_run(
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Enums by their values."""
+    """The fields with enums replaced by their values."""
     return {key: getattr(value, "value", value) for key, value in fields.items()}
 
 
 # how it reads ---------------------------------------------------------------------------------------------------------
 NOT_RUN = "headrace does not run this yet"
 _LINE = 72  # columns of the time line
-_NOTICED = 0.05  # of a lane's time: latency
-_SHOWN = 4  # stalls and helps
-_BOUND = 0.85  # of a step: what is in use for longer bounds it
-_TOLD_SHARE = 0.99  # of the bytes on disk: if more is read, as few weights are packed, nothing is told
-_USED = 0.1  # what is in use for less is not told
+_NOTICED = 0.05  # latency is named from this share of a lane's time on
+_SHOWN = 4  # so many stalls, and so many helps
+_BOUND = 0.85  # what is in use for a larger share of the step bounds it
+_TOLD_SHARE = 0.99  # packing is not named if a larger share of the bytes on disk is read
+_USED = 0.1  # what is in use for a smaller share is not named
 _RESOURCES = {
     "onload": "the link to the device",
     "offload": "the link from the device",
@@ -340,7 +340,7 @@ def _head(plan: RunPlan) -> list[str]:
 
 
 def _bound(run: Run) -> str:
-    """What is in use for most of the step, and how much of it the others are."""
+    """What is in use for most of the step, and the shares of the step for which the others are."""
     used = sorted(run.in_use.items(), key=lambda item: -item[1])
     shares = [f"{_RESOURCES.get(name, name)} {share:.0%}" for name, share in used if share >= _USED]
     if not shares or used[0][1] < _BOUND:
@@ -381,7 +381,7 @@ def _lanes(run: Run) -> list[str]:
 def _time_line(plan: RunPlan, run: Run) -> list[str]:
     """One step, a row for each lane: # busy more than half of the column's time, - busy less.
 
-    A step is followed by others like it: what goes on beyond its end was under way at its begin, too.
+    Steps follow each other, so a task that goes on beyond the end of the step is drawn at its beginning, too.
     """
     step, columns = run.step, _LINE * len(run.visits.cycles)
     lines = [f"{_pictured(plan, run)}:"]
@@ -445,7 +445,7 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
 
 
 def _decoding(decoding: Decoding) -> list[str]:
-    """A token of each sequence: what moves, and how fast."""
+    """The lines about decoding: what moves for a token of each sequence, and how fast."""
     cut, cached = decoding.cut, ""
     if decoding.cache_bytes:
         cached = f", {decimal_text(decoding.cache_bytes)} of keys and values"

@@ -23,16 +23,16 @@ class BlockShape:
 
     - `parameters`: all of them; `active_parameters`: those that one token is multiplied with (mixtures of experts have
       fewer, an embedding has none); `trainable`: those that get gradients.
-    - `weight_bits`: of one parameter as it rests and travels (16; 4.5 for NF4 with its scales).
+    - `weight_bits`: bits of one parameter as it rests and travels (16; 4.5 for NF4 with its scales).
     - `context_flops`: attention's operations per token and per position of the context.
     - `saved_elements`: activations per token that backward needs when nothing is recomputed; `input_elements`: those
       of the block's input, which is all that recomputation keeps.
     - `adapter_sizes`: inputs and outputs of all linear layers together: an adapter of rank r has r times as many
       parameters.
-    - `expert_parameters`: of its parameters, those of routed experts; `experts`: how many there are (0: none, or none
-      that could travel one by one); `experts_per_token`: how many a token goes to.
-    - `cache_elements`: keys and values of a token, which decoding keeps.
-    - `last_parameters`: of its last matrix, which recomputation leaves out: backward needs nothing behind it.
+    - `expert_parameters`: those of its parameters that belong to routed experts; `experts`: how many experts there are
+      (0: none, or none that could travel one by one); `experts_per_token`: how many a token goes to.
+    - `cache_elements`: elements of a token's keys and values, which decoding keeps.
+    - `last_parameters`: those of its last matrix. Recomputation leaves it out: backward does not need its output.
     """
 
     name: str
@@ -53,7 +53,7 @@ class BlockShape:
 
     @property
     def trains_experts(self) -> bool:
-        """Adapters leave them alone."""
+        """Whether experts are trained; adapters leave them alone."""
         return bool(self.expert_parameters) and self.trainable == self.parameters
 
     @property
@@ -62,7 +62,7 @@ class BlockShape:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert; 0 where there are none."""
+        """Bytes of one expert; 0 if there are none."""
         return round(self.expert_parameters * self.weight_bits / 8 / self.experts) if self.experts else 0
 
     def wanted_experts(self, tokens: int) -> float:
@@ -71,11 +71,11 @@ class BlockShape:
         return self.experts * (1.0 - (1.0 - share) ** tokens)
 
     def read_bytes(self, tokens: int) -> float:
-        """Of the weights, what computing with so many tokens reads at least once."""
+        """Bytes of the weights that a forward of `tokens` tokens reads at least once."""
         return self.weight_bytes - self.expert_bytes * (self.experts - self.wanted_experts(tokens))
 
     def activation_bytes(self, tokens: int) -> float:
-        """What backward needs of one forward of `tokens` tokens, when nothing is recomputed."""
+        """Bytes that backward needs of one forward of `tokens` tokens, when nothing is recomputed."""
         return self._element_bytes * self.saved_elements * tokens
 
     def input_bytes(self, tokens: int) -> float:
@@ -83,7 +83,7 @@ class BlockShape:
 
     @property
     def _element_bytes(self) -> int:
-        """Layers with weights in 32 bits compute in 32 bits; others, and a head's elements, count in 16."""
+        """Bytes of an activation: 4 in layers with weights in 32 bits, 2 in other blocks and in a head."""
         return 4 if self.weight_bits > 16 and self.kind is BlockKind.LAYER else 2
 
     def forward_flops(self, tokens: int, context: int) -> float:
@@ -143,7 +143,7 @@ class ModelShape:
         return self._each(adapted)
 
     def frozen(self) -> ModelShape:
-        """The same model, of which nothing is trained."""
+        """The same model with nothing to train."""
         return self._each(lambda block: replace(block, trainable=0))
 
     def with_bits(self, bits: float) -> ModelShape:

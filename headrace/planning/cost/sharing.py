@@ -1,19 +1,19 @@
 """What crosses where when there are several devices? By the cheaper way, block by block.
 
-Where the devices of a node share one copy of the model, that copy (weights, gradients, master and state) is in host
-memory, or on the node's drives, once for each node; each device of the node computes its own micro-batches, and updates
-its range of every block.
+If the devices of a node share one copy of the model, that copy (weights, gradients, master and state) is in host memory
+or on the node's drives, once for each node. Each device computes its own micro-batches, and updates its range of every
+block.
 
-- A block comes whole over the own link of each device, or each device brings its range, and the others send theirs.
-- Gradients leave whole over the own link of each device, and each device's process adds up its range of all of them on
-  the host; or the devices add them up among themselves, and each sends its range out.
-- Among nodes each range is summed up over the network, from host memory to host memory, once a step.
+- A block comes whole over each device's own link, or each device loads its range and sends it to the others.
+- Gradients leave whole over each device's own link, and its process adds up its range of all devices' gradients on the
+  host; or the devices add them up among themselves, and each sends its range out.
+- Among nodes, each range is summed up over the network, from host memory to host memory, once a step.
 
-Other replicas have a copy each, and send each other in a step: an all-reduce of gradients (ZeRO stage 0), or a scatter
-of them and a gather of what was updated (1, 2). A ring over n devices carries (n - 1) / n of the bytes for a scatter or
-a gather, and twice that for an all-reduce; over whole nodes it crosses from each to the next once, with all of the
-node's network. Where devices reach each other over the link to the host (PCIe), what they send each other of a shared
-copy takes its time there.
+Otherwise each replica has its own copy. In each step, replicas all-reduce gradients (ZeRO stage 0), or scatter them and
+gather the updated weights (stages 1 and 2). A ring over n devices carries (n - 1) / n of the bytes for a scatter or a
+gather, and twice that for an all-reduce. Over whole nodes, the ring crosses from each node to the next once, with all
+of the node's network. If devices reach each other over the link to the host (PCIe), what they send each other of a
+shared copy takes time on that link.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from headrace.planning.cost.work import Case, Place, Spread, Training
 __all__ = ["Crossing", "Sharing", "crossing_of", "sharing_of"]
 
 _TIE = 1.0 - 1e-9  # no collective where it saves nothing
-# Of what a ring sends between hosts' memories, in passes over that memory: it is read to be sent, and written where it
-# arrives; half of it is added to what is there, which reads two and writes one.
+# Passes over host memory for each byte that a ring sends between hosts: it is read to be sent, and written where it
+# arrives. Half of the bytes are added to what is there, which reads two and writes one.
 _RING_PASSES = 2 + 1.5
 
 
@@ -37,10 +37,10 @@ _RING_PASSES = 2 + 1.5
 class Crossing:
     """What one device moves of one block: bytes over its own link, seconds among devices, bytes in host memory.
 
-    - `load_bytes`: at each load; None: the whole block. `gather_seconds`: of the others' ranges behind it.
-    - Each time that gradients leave: `gradient_bytes`, after `reduce_seconds` among devices (`reduces_always`: in each
-      micro-batch, not in the last alone); `sum_bytes` are read and written on the host behind it, of all devices.
-    - Once a step: `network_bytes` of the sum over nodes; `pass_on_seconds` of updated weights to other devices.
+    - `load_bytes` cross at each load (None: the whole block); gathering the others' ranges then takes `gather_seconds`.
+    - Each time that gradients leave, `gradient_bytes` cross after `reduce_seconds` among devices (`reduces_always`: in
+        each micro-batch, not only in the last). The host then reads and writes `sum_bytes` to add up all devices' ones.
+    - Once a step, `network_bytes` cross for the sum over nodes, and `pass_on_seconds` send updated weights to others.
     """
 
     load_bytes: int | None = None
@@ -60,9 +60,10 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the devices of a node share one copy: `ranks` of them on each of `nodes` nodes.
+    """How `ranks` devices on each of `nodes` nodes share one copy.
 
-    `gathered`, `reduced`: how many of `loaded` and of `trained` blocks cross with the help of the other devices.
+    Of `loaded` blocks, the weights of `gathered` cross with the help of the other devices; of `trained` blocks, the
+    gradients of `reduced`.
     """
 
     ranks: int
@@ -73,7 +74,7 @@ class Sharing:
     reduced: int
 
     def text(self) -> str:
-        """In words."""
+        """The sharing in words."""
         where = f"one on each of {self.nodes} nodes" if self.nodes > 1 else "one on the host"
         if self.ranks == 1:
             return where
@@ -94,7 +95,7 @@ def _way(helped: int, blocks: int, what: str, by_others: str, alone: str) -> str
 
 
 def sharing_of(crossings: Sequence[Crossing], case: Case) -> Sharing | None:
-    """In numbers, of the blocks' crossings; None where nothing is shared."""
+    """The sharing that the blocks' crossings amount to; None if no copy is shared."""
     if not case.shares:
         return None
     spread, loads = case.spread, case.method.streamed or case.changes
@@ -109,7 +110,7 @@ def sharing_of(crossings: Sequence[Crossing], case: Case) -> Sharing | None:
 
 
 def crossing_of(block: BlockShape, case: Case) -> Crossing:
-    """How a block crosses."""
+    """What one device moves of a block, by the cheaper way."""
     work, spread, method, hardware = case.work, case.spread, case.method, case.hardware
     loaded = block.weight_bytes * method.crossing_share
     summed = work.gradient_bytes * block.trainable if case.trains else 0.0
@@ -128,7 +129,7 @@ def crossing_of(block: BlockShape, case: Case) -> Crossing:
     gathers = gather is not None and gather < _TIE * _load_seconds(loaded, hardware)
     reduce = _helped_seconds(left, part, hardware.offload_bytes_per_second, hardware)
     reduces = reduce is not None and reduce < _TIE * _bounce_seconds(left, part, hardware)
-    # Of what the device updates, gradients are summed up among all, when they leave; of what the host does, as above.
+    # Gradients of what the device updates are summed up among all devices when they leave; the host's share: as above.
     by_devices = among * method.device_share / case.sent_in
     on_host = left + part * (2 if work.micro_batches > 1 else 1)
     sent = 2 * leaves / spread.ranks * (spread.nodes - 1) / spread.nodes
@@ -145,7 +146,7 @@ def crossing_of(block: BlockShape, case: Case) -> Crossing:
 
 
 def _pass_on_seconds(block: BlockShape, case: Case) -> float:
-    """A block's updated weights to the replicas that did not update them."""
+    """Seconds to send a block's updated weights to the replicas that did not update them."""
     if not case.trains or not case.spread.zero_stage:
         return 0.0
     whole = block.weight_bytes * bool(block.trainable)
@@ -154,7 +155,7 @@ def _pass_on_seconds(block: BlockShape, case: Case) -> float:
 
 
 def _ring_seconds(nbytes: float, spread: Spread, hardware: Hardware) -> float:
-    """Of a ring that carries so many bytes past each replica, but its own part."""
+    """Seconds of a ring that carries `nbytes` past each replica, except the replica's own part."""
     rate = hardware.collective_bytes_per_second or hardware.onload_bytes_per_second
     if spread.nodes > 1 and hardware.node_bytes_per_second:
         rate = min(rate, hardware.node_bytes_per_second)
@@ -162,12 +163,12 @@ def _ring_seconds(nbytes: float, spread: Spread, hardware: Hardware) -> float:
 
 
 def _load_seconds(loaded: float, hardware: Hardware) -> float:
-    """Each device loads all of it at once."""
+    """Seconds if all devices load the whole block at the same time."""
     return max(loaded / hardware.onload_bytes_per_second, loaded / _dram_rate(hardware))
 
 
 def _bounce_seconds(left: float, part: float, hardware: Hardware) -> float:
-    """All of it leaves each device, is written, and read for the sum, of which each writes its range."""
+    """Seconds if all gradients leave each device, are written, and are read for a sum; each writes its range of it."""
     update = hardware.update_rate / hardware.devices
     return max(
         left / hardware.offload_bytes_per_second, (2 * left + part) / _dram_rate(hardware), (left + part) / update
@@ -175,7 +176,7 @@ def _bounce_seconds(left: float, part: float, hardware: Hardware) -> float:
 
 
 def _helped_seconds(whole: float, own: float, link: float, hardware: Hardware) -> float | None:
-    """The own range over the own link, the rest among devices: the slowest of what runs at once. None: no way there."""
+    """Seconds with the own range over the own link and the rest among devices; None if the others cannot help."""
     if hardware.peer == NO_PEERS or own >= whole:
         return None
     among = _among_seconds(whole - own, hardware)
@@ -188,5 +189,5 @@ def _among_seconds(nbytes: float, hardware: Hardware) -> float:
 
 
 def _dram_rate(hardware: Hardware) -> float:
-    """One device's share."""
+    """One device's share of the rate of host memory."""
     return hardware.dram_bytes_per_second / hardware.devices

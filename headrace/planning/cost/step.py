@@ -1,7 +1,7 @@
 """How long does one step take, lane by lane? The planner's schedule of visits, with all else that moves, on the lanes.
 
-What the executor does is laid out as tasks (`graph.py`), which run on lanes (`lanes.py`). Some steps are run one
-behind the other; the last one is the answer.
+What the executor does is laid out as tasks (`graph.py`), which run on lanes (`lanes.py`). Several consecutive steps are
+run; the last one is the answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stall:
 class StepForecast:
     """One settled step: seconds, and what ran when (`tasks` and `spans` beside each other, from the step's begin).
 
-    `alone_seconds`: of each lane's tasks, without what they wait for host memory while they run; `dram_seconds`: of all
+    `alone_seconds`: the time of each lane's tasks if they did not share host memory; `dram_seconds`: the time of all
     that passes through host memory.
     """
 
@@ -53,9 +53,9 @@ class StepForecast:
 def forecast_step(
     plan: Plan, traffic: Sequence[BlockTraffic], hardware: Hardware, overlap: Overlap = Overlap.NONE
 ) -> StepForecast:
-    """The settled step of `plan` on `hardware`; its visits are one optimizer step.
+    """The settled step of `plan` on `hardware`. The plan's visits are one optimizer step.
 
-    Link and disk rates, DRAM and its sharing come from `hardware`; block loads take what the plan's problem says.
+    Rates of link, disk and DRAM come from `hardware`; block loads take the seconds that the plan's problem says.
     """
     graph = StepGraph(plan, traffic, hardware, overlap)
     turns = len(plan.cycles)
@@ -69,7 +69,7 @@ def forecast_step(
     first, last = ends[turns * _SETTLED - 1], ends[-1]
     begin = spans[first].end
     seconds = (spans[last].end - begin) / turns
-    # Without what is loaded already for the step after it.
+    # Without loads for the step after it.
     tasks, spans_of_step = graph.tasks[first + 1 : last + 1], spans[first + 1 : last + 1]
     busy, alone = dict.fromkeys(CostLane, 0.0), dict.fromkeys(CostLane, 0.0)
     moved = dict.fromkeys(CostLane, 0)

@@ -21,7 +21,7 @@ HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one device's run in one tier for one purpose."""
+    """Bytes that one device's run holds in one tier for one purpose."""
 
     place: Place
     purpose: str
@@ -30,12 +30,12 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """All that one device's run holds, and what each tier may hold of it (its share of the node's)."""
+    """All that one device's run holds, and the capacity of each tier (the device's share of the node's)."""
 
     held: tuple[Held, ...]
     capacity: dict[Place, int]
     streaming_bytes: int  # what is left on the device for blocks that come and go (0: none come)
-    cut: ExpertCut | None = None  # within these: experts that come one by one
+    cut: ExpertCut | None = None  # experts that come one by one, within `streaming_bytes`
 
     def total(self, place: Place) -> int:
         return sum(held.nbytes for held in self.held if held.place is place)
@@ -50,9 +50,9 @@ class Tiers:
 
 
 def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
-    """What one device holds, and its range of a shared copy.
+    """What one device holds in each tier, its range of a shared copy included.
 
-    `streaming_bytes`: for blocks that come and go, as `headrace.offload(device_memory=...)` takes it; None: what is
+    `streaming_bytes` are for blocks that come and go, as in `headrace.offload(device_memory=...)`. None: all that is
     left.
     """
     shape, method = case.shape, case.method
@@ -83,12 +83,12 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
 
 
 def activation_bytes(case: Case) -> tuple[int, int]:
-    """Activations of one micro-batch, or of those that go together, on the device and in host memory, in bytes.
+    """Bytes of activations on the device and in host memory, of one micro-batch or of those that go together.
 
-    Recomputing keeps each layer's input, and of one micro-batch the activations of one layer at a time. Where they
-    leave over a link that keeps up with compute, the layer that computes has all of its own on the device, and its
-    input, which its caller holds; over slower ones a ceiling of two layers' is kept to. On the way to disk, host memory
-    holds one layer's.
+    Recomputing keeps each layer's input, and the activations of one layer and one micro-batch at a time. If they leave
+    over a link that keeps up with compute, the device holds those of the layer that computes, and its input, which its
+    caller holds. Over a slower link, they are kept to a ceiling of two layers' activations. On the way to disk, host
+    memory holds those of one layer.
     """
     kept, tokens = case.method.activations, case.work.tokens
     saved = sum(block.activation_bytes(tokens) for block in case.shape.blocks)
@@ -110,7 +110,7 @@ def activation_bytes(case: Case) -> tuple[int, int]:
 
 
 def _keeps_up(block: BlockShape, case: Case) -> bool:
-    """Whether a layer's activations leave while it computes forward, and come back, with its weights, in backward."""
+    """Whether a layer's activations leave within its forward, and come back, with its weights, within its backward."""
     if block.kind is not BlockKind.LAYER:
         return True
     share, nbytes = case.share, block.activation_bytes(case.work.tokens)
@@ -134,18 +134,18 @@ def _activations(case: Case) -> Iterable[Held]:
 
 
 def _training(case: Case) -> Iterable[Held]:
-    """Gradients, master weights and state; adapters."""
+    """What training holds besides weights and activations: gradients, master weights, state and adapters."""
     shape, work, spread, method = case.shape, case.work, case.spread, case.method
     share, per = method.device_share, work.master_bytes + work.state_bytes
     gradients = int(spread.divided(work.gradient_bytes * shape.trainable, 2))
     state = round(spread.divided(per * shape.trainable, 1))
     of_blocks = min(gradients, _neighbours([work.gradient_bytes * block.trainable for block in shape.blocks]))
-    # Parameters of which the device updates a part keep their gradients there until the step.
+    # If the device updates a part of the parameters, gradients stay there until the step.
     yield Held(Place.DEVICE, "gradients", gradients if share else of_blocks)
     if share:
         yield Held(Place.DEVICE, "master and state", round(share * state))
     if share < 1:
-        # Memory for all of them is made before the first backward: where there is a disk and no room, there.
+        # Memory for all gradients is made before the first backward: on disk, if there is one and no room on the host.
         on_disk = method.overlap is Overlap.BACKWARD and work.micro_batches == 1 and method.uses_disk
         sizes = (round(method.host_share * gradients), of_blocks, round(method.host_share * state))
         all_gradients, leaving, own_state = (_of_copy(nbytes, case) for nbytes in sizes)
@@ -157,19 +157,19 @@ def _training(case: Case) -> Iterable[Held]:
             own = (_of_copy(spread.divided(per * block.trainable, 1), case) for block in shape.blocks)
             yield Held(Place.HOST, "staging", min(own_state, _largest(own, STAGED_BLOCKS)))
     if any(crossing_of(block, case).sum_bytes for block in shape.blocks):
-        # Each device's own, until they are added up.
+        # Each device's own gradients, until they are added up.
         yield Held(Place.HOST, "gradients to be summed", round(method.host_share * of_blocks))
     if work.training is Training.ADAPTER:
         yield Held(Place.DEVICE, "adapters", 2 * shape.trainable)
 
 
 def _of_copy(nbytes: float, case: Case) -> int:
-    """A device's range of what is on the host, or on disk, once for each node."""
+    """One device's part of `nbytes` on the host or on disk: its range, if the devices of a node share one copy."""
     return round(nbytes / case.spread.ranks if case.shares else nbytes)
 
 
 def _least(shape: ModelShape) -> int:
-    """Bytes that a visit needs at least: of the largest block, with the embedding's when the head borrows it."""
+    """Bytes that every visit fits in: of the largest block, or of embedding and head together if they are tied."""
     sizes = [block.weight_bytes for block in shape.blocks]
     borrowed = sum(b.weight_bytes for b in shape.blocks if b.kind is not BlockKind.LAYER) if shape.tied else 0
     return max([borrowed, *sizes])
@@ -184,7 +184,7 @@ def _capacity(hardware: Hardware) -> dict[Place, int]:
 
 
 def _neighbours(sizes: Sequence[int]) -> int:
-    """The most that blocks next to each other have together, as many as have gradients on the device at once."""
+    """The largest sum of neighbouring sizes, of as many blocks as have gradients on the device at once."""
     return max(sum(sizes[i : i + GRADIENT_BLOCKS]) for i in range(max(1, len(sizes) - GRADIENT_BLOCKS + 1)))
 
 

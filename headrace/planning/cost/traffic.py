@@ -1,4 +1,4 @@
-"""What does each block move in a step, and compute? Made once for each option: floors sum it, tasks are made of it."""
+"""What does each block move and compute in a step? Counted once for each option; floors and tasks are made of it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ __all__ = [
     "traffic_of",
 ]
 
-# What the engine holds at once.
-ACTIVATION_LAYERS = 2  # on the device, where activations leave
+# How many of each the engine holds at once.
+ACTIVATION_LAYERS = 2  # on the device, if activations leave
 GRADIENT_BLOCKS = 2  # on the device: one is computed while the one before leaves
 STAGED_BLOCKS = 3  # of weights, or of state, between disk and host
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTraffic(Crossing):
-    """What crosses for one block, in bytes, for one device's range of a shared copy; `update_bytes` is DRAM traffic.
+    """What one block moves and computes, for one device's range of a shared copy.
 
-    - `block_bytes`: that visit, without experts that come one by one; each load takes `load_seconds`, by its slowest
-      hop. `fetch_bytes`: of weights that rest on disk, read before each load.
-    - Of each micro-batch: `forward_seconds`, `backward_seconds` (with what is computed again), and `activation_bytes`
-      out after forward, back before backward; from there to disk and back if `activations_spill`.
-    - Once a step: `norm_bytes`, read for the norm of all gradients as each arrives; `update_bytes` on the host, or
-      `device_update_seconds`; `state_bytes`, and `spill_bytes` of weights, read before the update and written after it.
+    - `block_bytes` visit, without experts that come one by one. Each load takes `load_seconds`, those of its slowest
+      hop. Before each load, `fetch_bytes` of weights that rest on disk are read.
+    - Each micro-batch computes for `forward_seconds` and `backward_seconds` (with recomputation). `activation_bytes`
+      leave after forward and return before backward; if `activations_spill`, they go on to disk.
+    - Once a step, `norm_bytes` are read for the norm of all gradients, as each arrives. The update takes `update_bytes`
+      of DRAM traffic on the host, and `device_update_seconds` on the device. `state_bytes`, and `spill_bytes` of
+      weights, are read from disk before the update and written after it.
     """
 
     block_bytes: int = 0
@@ -51,12 +52,12 @@ class BlockTraffic(Crossing):
     spill_bytes: int = 0
     activation_bytes: int = 0
     activations_spill: bool = False
-    over_link: bool = False  # what devices send each other passes over each one's link to the host
-    experts: ExpertLoads = NO_EXPERTS  # that come one by one within each visit
+    over_link: bool = False  # whether devices send to each other over their links to the host
+    experts: ExpertLoads = NO_EXPERTS  # those that come one by one within each visit
 
 
 def traffic_of(case: Case, cut: ExpertCut | None = None) -> tuple[BlockTraffic, ...]:
-    """Of each block, on a device that has its share of the node; `cut`: experts that come one by one."""
+    """The traffic of each block, on a device that has its share of the node. `cut`: experts that come one by one."""
     work, spread, method, share = case.work, case.spread, case.method, case.share
     held = 1 / spread.ranks if case.shares else 1.0
     packed, leaving = packs(case), leaving_layers(case)
@@ -92,7 +93,7 @@ def traffic_of(case: Case, cut: ExpertCut | None = None) -> tuple[BlockTraffic, 
 
 
 def _load_seconds(crossing: Crossing, fetch_bytes: int, share: Hardware) -> float:
-    """The slowest hop of a block's way to the device: from disk, out of memory, over the own link, from the others."""
+    """Seconds of a block's slowest hop to the device: from disk, out of memory, over the link, from other devices."""
     nbytes = crossing.load_bytes or 0
     on_link = share.link_latency_seconds + nbytes / share.onload_bytes_per_second
     hops = [on_link + crossing.gather_seconds * (share.peer == OVER_LINK), crossing.gather_seconds]
@@ -103,17 +104,17 @@ def _load_seconds(crossing: Crossing, fetch_bytes: int, share: Hardware) -> floa
 
 
 def leaving_layers(case: Case) -> frozenset[int]:
-    """Indices of the layers whose activations leave: not the last one's, with which backward begins."""
+    """Indices of the layers whose activations leave: all but the last, with which backward begins."""
     if not case.trains or case.method.activations not in (Activations.OFFLOADED, Activations.SPILLED):
         return frozenset()
     return frozenset([index for index, block in enumerate(case.shape.blocks) if block.kind is BlockKind.LAYER][:-1])
 
 
 def block_seconds(block: BlockShape, work: Work, hardware: Hardware) -> tuple[float, float]:
-    """Compute of one forward and one backward of a micro-batch, without recomputation.
+    """Seconds of one forward and one backward of a micro-batch, without recomputation.
 
-    Operations over their rate, and no less than the weights that are used over the device's memory rate. Backward is
-    twice the forward where weights are trained, once where only the gradient passes through.
+    Forward takes its operations over their rate, but at least the weights that it reads over the device's memory rate.
+    Backward takes twice as long if weights are trained, and as long as forward if only the gradient passes through.
     """
     flops = block.forward_flops(work.tokens, work.sequence_length)
     if block.kind is BlockKind.EMBEDDING:
@@ -125,7 +126,7 @@ def block_seconds(block: BlockShape, work: Work, hardware: Hardware) -> tuple[fl
 
 
 def recompute_seconds(block: BlockShape, work: Work, method: Method, forward_seconds: float) -> float:
-    """What backward does again of a block's forward; heads and embeddings are not recomputed."""
+    """Seconds for which backward repeats a block's forward; heads and embeddings are not recomputed."""
     if method.activations is not Activations.RECOMPUTED or block.kind is not BlockKind.LAYER:
         return 0.0
     return forward_seconds * block.again_share(work.sequence_length)

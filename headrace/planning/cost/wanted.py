@@ -17,17 +17,17 @@ METHODS = {
     "stream-weights-from-disk": "weights=disk",
 }
 _PLACES = {place.value: place for place in Place}
-_PARTS: dict[str, dict[str, Any]] = {  # of a method, by name and value
+_PARTS: dict[str, dict[str, Any]] = {  # parts of a method, by name and value
     "weights": _PLACES,
     "state": _PLACES,
     "activations": {kind.value.split()[0]: kind for kind in Activations},
 }
 
-Wanted = dict[str, Any]  # of a method's parts, and of its `host_share`, those that must be so
+Wanted = dict[str, Any]  # the parts of a method, and its `host_share`, that are asked for
 
 
 def wanted(method: str | None, optimizer_fraction: float | None) -> Wanted:
-    """What `headrace plan --method` and `--optimizer-fraction` ask for. Raises ValueError naming what there is."""
+    """What `headrace plan --method` and `--optimizer-fraction` ask for. Raises ValueError naming the choices."""
     asked: Wanted = {}
     words = [] if method is None else [METHODS.get(word, word) for word in method.split(",")]
     for item in ",".join(words).split(",") if words else ():
@@ -49,7 +49,7 @@ def wanted(method: str | None, optimizer_fraction: float | None) -> Wanted:
 
 
 def admitted(methods: list[Method], asked: Wanted, training: Training) -> list[Method]:
-    """Those of `methods` that are as asked. Raises ValueError when none is."""
+    """The `methods` that have all that is asked for. Raises ValueError if none has."""
     parts, share = {name: value for name, value in asked.items() if name in _PARTS}, asked.get("host_share")
     if share is not None and training is Training.NONE:
         raise ValueError("optimizer_fraction is of an update, which training='inference' has none of; leave it out")
@@ -68,7 +68,7 @@ def admitted(methods: list[Method], asked: Wanted, training: Training) -> list[M
 
 
 def _divides(method: Method, host_share: float | None) -> bool:
-    """Whether the host may have that share of the optimizer."""
+    """Whether the method can give the host that share of the optimizer."""
     on_device = method.state is Place.DEVICE
     if not host_share:
         return on_device or host_share is None

@@ -22,7 +22,7 @@ class Training(Enum):
 
 
 class Place(Enum):
-    """A tier, as the rest place of weights or state."""
+    """A tier in which weights or state rest."""
 
     DEVICE = "device"
     HOST = "host"
@@ -30,7 +30,7 @@ class Place(Enum):
 
 
 class Activations(Enum):
-    """What becomes of what backward needs."""
+    """What becomes of the activations that backward needs."""
 
     KEPT = "kept"
     RECOMPUTED = "recomputed"
@@ -50,10 +50,10 @@ class Overlap(Enum):
 class Work:
     """One optimizer step of one replica: `micro_batches` of `batch_size` sequences of `sequence_length` tokens.
 
-    `state_bytes` per trained parameter: two moments in float32, 8 for Adam; `master_bytes`: a float32 copy of weights
-    in 16 bits is 4, the 16 bits that they lack are 2, weights in float32 need 0; `gradient_bytes` as they travel and
-    rest.
-    `clipped`: to a global norm, for which gradients are read once more.
+    Bytes are per trained parameter. `state_bytes` is 8 for Adam (two moments in float32). `master_bytes` is 4 for a
+    float32 copy of 16-bit weights, 2 for the 16 bits that these lack, and 0 for float32 weights. `gradient_bytes` is
+    the size in which gradients travel and rest. `clipped`: gradients are clipped to a global norm, for which they are
+    read once more.
     """
 
     training: Training = Training.FULL
@@ -74,7 +74,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch of one replica."""
+        """Tokens in one micro-batch of one replica."""
         return self.batch_size * self.sequence_length
 
     @property
@@ -109,11 +109,11 @@ class Spread:
 
     @property
     def ranks(self) -> int:
-        """Replicas of one node."""
+        """Replicas on one node."""
         return self.data // self.nodes
 
     def divided(self, amount: float, stage: int) -> float:
-        """A replica's own of what ZeRO divides from `stage` on: 1 master and state, 2 gradients."""
+        """A replica's own part of what ZeRO divides from `stage` on: 1 for master and state, 2 for gradients."""
         return amount / self.data if self.zero_stage >= stage else amount
 
 
@@ -121,9 +121,9 @@ class Spread:
 class Method:
     """A way to hold a run: where weights and optimizer state rest, and what becomes of activations.
 
-    Weights that rest on the device stay there; others visit it block by block. `host_share`: of the optimizer, where
-    its state is not on the device; the rest of the state is on the device, which updates it. `together`: micro-batches
-    that go through a block each time it is there (`forward_backward`).
+    Weights that rest on the device stay there; others visit it block by block. If the optimizer's state is not on the
+    device, the host updates `host_share` of the parameters; the device holds the state of the others, and updates them.
+    `together` micro-batches go through a block each time it is on the device (`forward_backward`).
     """
 
     weights: Place
@@ -135,7 +135,7 @@ class Method:
 
     @property
     def device_share(self) -> float:
-        """Of the optimizer, what the device updates."""
+        """The share of the parameters that the device updates."""
         return 1.0 if self.state is Place.DEVICE else 1.0 - self.host_share
 
     @property
@@ -144,11 +144,11 @@ class Method:
 
     @property
     def crossing_share(self) -> float:
-        """Of weights that stay on the device, those that the host updates come anew."""
+        """The share of the weights that crosses to the device: of weights that stay there, what the host updates."""
         return 1.0 if self.streamed else self.host_share
 
     def grouped(self, work: Work) -> Work:
-        """Micro-batches that go together move as much as a single one of as many tokens."""
+        """The work with micro-batches that go together as one, because they move as much as a single one."""
         rounds = math.ceil(work.micro_batches / self.together)
         return replace(work, batch_size=self.together * work.batch_size, micro_batches=rounds)
 
@@ -157,14 +157,14 @@ class Method:
         return Place.DISK in (self.weights, self.state) or self.activations is Activations.SPILLED
 
     def without_disk(self) -> Method:
-        """The same with host memory in its place."""
+        """The same method with host memory in place of the disk."""
         weights, state = (Place.HOST if place is Place.DISK else place for place in (self.weights, self.state))
         spilled = self.activations is Activations.SPILLED
         activations = Activations.OFFLOADED if spilled else self.activations
         return replace(self, weights=weights, state=state, activations=activations)
 
     def text(self, training: Training) -> str:
-        """In words."""
+        """The method in words."""
         parts = []
         if self.streamed:
             parts.append("weights streamed from " + ("disk" if self.weights is Place.DISK else "host memory"))
@@ -190,7 +190,7 @@ class Case:
 
     @cached_property
     def share(self) -> Hardware:
-        """What a device has of the node."""
+        """One device's share of the node."""
         return share_of(self.hardware)
 
     @property
@@ -199,20 +199,20 @@ class Case:
 
     @property
     def changes(self) -> bool:
-        """Whether weights change on the host at each step, and so cross to the device once at least."""
+        """Whether the host changes weights in each step, so that they cross to the device at least once."""
         return self.work.training is Training.FULL and self.method.state is not Place.DEVICE
 
     @property
     def shares(self) -> bool:
-        """Whether replicas have a copy on the host, which those of a node share."""
+        """Whether the replicas of a node share a copy on the host."""
         on_host = self.method.streamed or (self.trains and self.method.state is not Place.DEVICE)
         return self.spread.data > 1 and not self.spread.zero_stage and on_host
 
     @property
     def sent_in(self) -> int:
-        """Micro-batches over which gradients that the device adds up leave once; 1: each micro-batch's leave."""
+        """The number of micro-batches after which gradients leave; above 1, the device adds them up until then."""
         return self.work.micro_batches if self.method.host_share < 1 else 1
 
     def grouped(self) -> Case:
-        """The same with micro-batches that go together as one."""
+        """The same case with micro-batches that go together as one."""
         return replace(self, work=self.method.grouped(self.work))
