@@ -10,7 +10,8 @@ when a release of PyTorch changes that. The linter and a test refuse such names 
   `_forward_pre_hooks`, `_non_persistent_buffers_set`, `_call_impl`, `_compiled_call_impl`, `_apply`,
   `_named_members`, `_save_to_state_dict`, `_load_from_state_dict`; of recurrent ones `_flat_weights`,
   `_flat_weight_refs`, `_init_flat_weights`. Of optimizers: `_optimizer_state_dict_pre_hooks`,
-  `_optimizer_state_dict_post_hooks`, `_optimizer_load_state_dict_pre_hooks`. Of DTensors: `_local_tensor`;
+  `_optimizer_state_dict_post_hooks`, `_optimizer_load_state_dict_pre_hooks`. Of DTensors: `_local_tensor`. Of process
+  groups: `_get_backend`;
 - how a DTensor is made around a shard of ours: runtime/sharded.py.
 
 What is called often is not wrapped.
