@@ -383,13 +383,17 @@ def test_where_no_thread_can_be_started_nothing_is_left(
 ) -> None:
     model, optimizer = small()
     train(model, optimizer)
-    start, begun = threading.Thread.start, []
+    start, begun, failed = threading.Thread.start, [], threading.Event()
 
     def fails(thread: threading.Thread) -> None:
         if thread.name.startswith("headrace-save"):
             begun.append(thread)
             if len(begun) > threads:
+                failed.set()
                 raise RuntimeError("can't start new thread")
+            if len(begun) > 1:  # a writer: the next one is needed, as this one is busy until then
+                run = thread.run
+                thread.run = lambda: (failed.wait(10), run())  # type: ignore[method-assign]
         start(thread)
 
     with monkeypatch.context() as patch:
