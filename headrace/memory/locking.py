@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from headrace.config import format_bytes
+from headrace.memory.fork_safe import map_fork_safe
 from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.pages import map_pages
 from headrace.runtime.device import (
@@ -37,14 +38,18 @@ def host_memory(nbytes: int, device: torch.device, ledger: Ledger, purpose: str)
 
     Warns of the first refusal for each device.
     """
-    if is_accelerator(device) and not can_register_host_memory(device):
-        memory = _allocated(nbytes)
-        if memory is not None:
-            _keep_book(memory, nbytes, device, ledger, purpose, locked=True)
-            return memory, True
-    pages = map_pages(nbytes, touched=True)
-    pages.before_unmap = lock(pages, pages.address, nbytes, nbytes, device, ledger, purpose)
-    return pages, pages.before_unmap is not None
+    if is_accelerator(device) and can_register_host_memory(device):
+        memory, address = map_fork_safe(nbytes)
+        unlock = lock(memory, address, nbytes, nbytes, device, ledger, purpose)
+        if unlock is not None:
+            weakref.finalize(memory, unlock).atexit = False
+        return memory, unlock is not None
+    memory = _allocated(nbytes) if is_accelerator(device) else None
+    locked = memory is not None
+    if memory is None:
+        memory = map_pages(nbytes, touched=True)
+    _keep_book(memory, nbytes, device, ledger, purpose, locked=locked)
+    return memory, locked
 
 
 def lock(

@@ -4,59 +4,106 @@ From 4 MiB on, large pages (2 MiB) are requested: a drive takes four times as ma
 costs half the time of small pages, and readers look up fewer addresses. See docs/design/arenas.md.
 """
 
-import contextlib
 import ctypes
+import errno
+import functools
 import mmap
+import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
+from headrace.errors import DiskError
 from headrace.runtime.numa import interleave, nodes_of_process
+from headrace.runtime.system import NO_FILE_MEMORY, libc
 
-__all__ = ["Pages", "map_pages"]
+__all__ = [
+    "HUGEPAGE",
+    "LARGE_FROM_BYTES",
+    "LARGE_PAGE_BYTES",
+    "advise",
+    "libc_call",
+    "libc_error",
+    "map_file",
+    "map_pages",
+    "touch",
+    "unmap",
+]
 
-_LARGE_BYTES = 2 << 20
-_LARGE_FROM_BYTES = 2 * _LARGE_BYTES
+LARGE_PAGE_BYTES = 2 << 20
+LARGE_FROM_BYTES = 2 * LARGE_PAGE_BYTES
 # MADV_HUGEPAGE is Linux's own, MADV_POPULATE_WRITE is in Linux 5.14 and later. Systems refuse advice they do not know.
-_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", -1)
+HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", -1)
 _POPULATE_WRITE = 23 if sys.platform == "linux" else -1
 # On Windows all such memory is private, and there is no flag for that.
 _PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
-class Pages(mmap.mmap):
-    """Anonymous memory that calls `before_unmap` first: weak references to an mmap end only after it is unmapped."""
-
-    before_unmap: Callable[[], Any] | None = None
-
-    def __del__(self) -> None:
-        if self.before_unmap is not None and not sys.is_finalizing():
-            self.before_unmap()
-
-    @property
-    def address(self) -> int:
-        """The address of its first byte."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self))
-
-    def ask(self, advice: int, begin: int, nbytes: int) -> bool:
-        """Gives the system an advice of madvise(2) for `nbytes` from `begin` on. Whether the system took it."""
-        with contextlib.suppress(OSError, AttributeError):
-            self.madvise(advice, begin, nbytes)
-            return True
-        return False
-
-
-def map_pages(nbytes: int, *, touched: bool) -> Pages:
+def map_pages(nbytes: int, *, touched: bool) -> mmap.mmap:
     """Maps `nbytes` of zeros. `touched`: the pages are taken at once, in turn from all NUMA nodes of the process."""
-    pages = Pages(-1, nbytes, **_PRIVATE)
-    if nbytes >= _LARGE_FROM_BYTES:
+    pages = mmap.mmap(-1, nbytes, **_PRIVATE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    if nbytes >= LARGE_FROM_BYTES:
         # Whole large pages only: one across the border of two neighbouring mappings would outlive either of them.
-        begin = -pages.address % _LARGE_BYTES
-        pages.ask(_HUGEPAGE, begin, (nbytes - begin) // _LARGE_BYTES * _LARGE_BYTES)
+        begin = -address % LARGE_PAGE_BYTES
+        advise(address + begin, (nbytes - begin) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES, HUGEPAGE)
     if touched:
-        nodes = nodes_of_process()
-        if len(nodes) > 1:
-            interleave(pages.address, nbytes, nodes)
-        if not pages.ask(_POPULATE_WRITE, 0, nbytes):
-            ctypes.memset(pages.address, 0, nbytes)
+        touch(address, nbytes)
     return pages
+
+
+def touch(address: int, nbytes: int) -> None:
+    """Takes all pages of fresh memory at once, in turn from all NUMA nodes of the process."""
+    nodes = nodes_of_process()
+    if len(nodes) > 1:
+        interleave(address, nbytes, nodes)
+    if advise(address, nbytes, _POPULATE_WRITE) != 0:
+        ctypes.memset(address, 0, nbytes)
+
+
+# Calls of libc. Python's own mmap is not used for files, as it keeps a descriptor for each mapping.
+_READ_AND_WRITE = 1 | 2  # PROT_; these are the same numbers on Linux, macOS and BSD
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 1, 2, 16
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@functools.cache
+def libc_call(name: str, restype: Any, *argtypes: Any) -> Any:
+    """A function of libc, which is called without the interpreter lock; None if libc has none of that name."""
+    function = getattr(libc(), name, None)
+    if function is not None:
+        function.restype, function.argtypes = restype, argtypes
+    return function
+
+
+def libc_error(call: str) -> OSError:
+    """The error that `call`, a function of libc, has left behind on this thread."""
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")
+
+
+def map_file(descriptor: int, offset: int, nbytes: int, *, shared: bool, at: int | None = None) -> int:
+    """Maps bytes of an open file as memory, over what lies at the address `at`, if it is given. Returns the address.
+
+    Shared: writes reach the file. Private: they stay with this process. Raises DiskError where files cannot be mapped,
+    OSError where the system refuses.
+    """
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    call = libc_call("mmap", address, address, size, number, number, number, ctypes.c_int64)
+    if call is None:
+        raise DiskError(errno.ENOSYS, NO_FILE_MEMORY)
+    flags = (_MAP_SHARED if shared else _MAP_PRIVATE) | (0 if at is None else _MAP_FIXED)
+    mapped: int = call(at, nbytes, _READ_AND_WRITE, flags, descriptor, offset)
+    if mapped == _FAILED:
+        raise libc_error("mmap")
+    return mapped
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Gives memory that `map_file` has mapped back to the system."""
+    libc_call("munmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)(address, nbytes)
+
+
+def advise(address: int, nbytes: int, advice: int) -> int:
+    """Gives the system an advice of madvise(2). Returns 0 if the system took it."""
+    call = libc_call("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return -1 if call is None or advice < 0 else int(call(address, nbytes, advice))

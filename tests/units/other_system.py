@@ -34,8 +34,16 @@ from tests.support.models import linears, seeded
 
 PACKAGE = str(Path(__file__).parent.parent.parent / "headrace") + os.sep
 LINUX_ONLY = {
-    "os": ["sched_getaffinity", "sched_setaffinity", "posix_fallocate", "posix_fadvise", "O_DIRECT", "O_TMPFILE"],
-    "mmap": ["MADV_HUGEPAGE", "MAP_POPULATE", "MADV_DONTFORK"],
+    "os": [
+        "sched_getaffinity",
+        "sched_setaffinity",
+        "posix_fallocate",
+        "posix_fadvise",
+        "O_DIRECT",
+        "O_TMPFILE",
+        "memfd_create",
+    ],
+    "mmap": ["MADV_HUGEPAGE", "MAP_POPULATE", "MADV_DONTFORK", "MADV_REMOVE"],
 }
 UNIX_ONLY = {
     "os": [

@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 from headrace.memory import pages as pages_module
-from headrace.memory.pages import Pages, map_pages
+from headrace.memory.pages import map_pages
 
 MIB = 1 << 20
 
 
-def large_bytes(pages: Pages, nbytes: int) -> int:
+def address_of(pages: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(pages))
+
+
+def large_bytes(pages: mmap.mmap, nbytes: int) -> int:
     """Bytes of the mapping for which large pages were asked, as /proc/self/smaps has it. Whole ones, all of them."""
     found = begin = end = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -20,7 +24,7 @@ def large_bytes(pages: Pages, nbytes: int) -> int:
         if dash:
             begin, end = int(first, 16), int(last, 16)
         elif line.startswith("VmFlags:"):
-            inside = min(end, pages.address + nbytes) - max(begin, pages.address)
+            inside = min(end, address_of(pages) + nbytes) - max(begin, address_of(pages))
             if inside > 0 and "hg" in line.split():
                 assert (begin % (2 * MIB), end % (2 * MIB)) == (0, 0)
                 found += inside
@@ -28,10 +32,10 @@ def large_bytes(pages: Pages, nbytes: int) -> int:
     return found
 
 
-def present_bytes(pages: Pages, nbytes: int) -> int:
+def present_bytes(pages: mmap.mmap, nbytes: int) -> int:
     """Bytes of pages that are there."""
     states = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(pages.address), ctypes.c_size_t(nbytes), states) == 0
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address_of(pages)), ctypes.c_size_t(nbytes), states) == 0
     return sum(state & 1 for state in states) * mmap.PAGESIZE
 
 

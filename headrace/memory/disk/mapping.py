@@ -1,8 +1,6 @@
 """How does user code see bytes on disk? As memory: a mapping of a range of a file."""
 
 import ctypes
-import errno
-import functools
 import mmap
 import os
 import weakref
@@ -15,49 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.errors import DiskError
 from headrace.memory.disk.requests import Request
+from headrace.memory.pages import advise, libc_call, libc_error, map_file, unmap
 from headrace.memory.ranges import Range
-from headrace.runtime.system import NO_FILE_MEMORY, libc, read_some
+from headrace.runtime.system import read_some
 
 __all__ = ["Mapping", "Origin", "copy_on_disk", "origin_of", "release_pages"]
 
 _WAIT_WRITE_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_: waits for writes under way, writes dirty pages, waits for these
-_READ_AND_WRITE = 1 | 2  # PROT_; these are the same numbers on Linux, macOS and BSD
-_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 1, 2, 16
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(bit) for bit in (63, 62, 61))  # bits of an entry in a page map
 _COPIED_BYTES = 4 << 20
-_FAILED = ctypes.c_void_p(-1).value
-
-
-_address, _size, _int, _offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
-
-
-@functools.cache
-def _call(name: str, restype: Any, *argtypes: Any) -> Any:
-    """A function of libc, which is called without the interpreter lock; None if libc has none of that name.
-
-    (Python's own mmap is not used, as it keeps a descriptor for each mapping.)
-    """
-    function = getattr(libc(), name, None)
-    if function is not None:
-        function.restype, function.argtypes = restype, argtypes
-    return function
-
-
-def _mmap(*args: Any) -> Any:
-    call = _call("mmap", _address, _address, _size, _int, _int, _int, _offset)
-    if call is None:
-        raise DiskError(errno.ENOSYS, NO_FILE_MEMORY)
-    return call(*args)
-
-
-def _munmap(address: int, nbytes: int) -> None:
-    _call("munmap", _int, _address, _size)(address, nbytes)
-
-
-def _madvise(address: int, nbytes: int, advice: int) -> int:
-    return int(_call("madvise", _int, _address, _size, _int)(address, nbytes, advice))
 
 
 class Origin(ABC):
@@ -160,14 +125,14 @@ def release_pages(first: int, nbytes: int) -> None:
         begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
         end = min(first + nbytes, found[0] + found[1].nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
-            _madvise(begin, end - begin, mmap.MADV_DONTNEED)
+            advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def _unmap(address: int, nbytes: int) -> None:
     mapped = _table.remove(address)
     if mapped is not None and mapped.before_unmap is not None:
         mapped.before_unmap()
-    _munmap(address, nbytes)
+    unmap(address, nbytes)
 
 
 class Mapping:
@@ -178,10 +143,9 @@ class Mapping:
     """
 
     def __init__(self, descriptor: int, offset: int, nbytes: int, *, shared: bool) -> None:
-        flags = _MAP_SHARED if shared else _MAP_PRIVATE
         self._nbytes = max(nbytes, 1)
         self._offset = offset
-        self.address = self._map(None, flags, descriptor)
+        self.address = self._map(descriptor, shared=shared)
         self.memory = (ctypes.c_char * self._nbytes).from_address(self.address)  # lives as long as it is mapped
         self._mapped = _Mapped(self._nbytes, shared)
         _table.add(self.address, self._mapped)
@@ -203,15 +167,13 @@ class Mapping:
 
     def make_private(self, descriptor: int) -> None:
         """From now on, writes stay with this process; addresses stay the same. Raises OSError if that fails."""
-        self._map(self.address, _MAP_PRIVATE | _MAP_FIXED, descriptor)
+        self._map(descriptor, shared=False, at=self.address)
         self._mapped.origin, self._mapped.is_shared = None, False
 
-    def _map(self, where: int | None, flags: int, descriptor: int) -> int:
-        address: int = _mmap(where, self._nbytes, _READ_AND_WRITE, flags, descriptor, self._offset)
-        if address == _FAILED:
-            raise _error("mmap")
+    def _map(self, descriptor: int, *, shared: bool, at: int | None = None) -> int:
+        address = map_file(descriptor, self._offset, self._nbytes, shared=shared, at=at)
         # Readers (an optimizer, saving) read all of a tensor, in order: see docs/design/disk.md. This is only advice.
-        _madvise(address, self._nbytes, mmap.MADV_SEQUENTIAL)
+        advise(address, self._nbytes, mmap.MADV_SEQUENTIAL)
         return address
 
     def flush(self, descriptor: int) -> None:
@@ -219,11 +181,11 @@ class Mapping:
 
         Unlike msync, it does not wait until the bytes are safe from a loss of power: that takes ten times as long.
         """
-        sync = _call("sync_file_range", _int, _int, _offset, _offset, ctypes.c_uint)
+        sync = libc_call("sync_file_range", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
         if sync is None:  # only Linux has it
             os.fsync(descriptor)
         elif sync(descriptor, self._offset, self._nbytes, _WAIT_WRITE_WAIT) != 0:
-            raise _error("sync_file_range")
+            raise libc_error("sync_file_range")
 
     def written(self, offset: int = 0, nbytes: int | None = None) -> bool | None:
         """Whether a page of these bytes of a private mapping was written to; None if the system does not tell."""
@@ -257,10 +219,5 @@ class Mapping:
         """As `forget`, for the whole pages among these bytes; the mapping's last page may be partial."""
         end = offset + nbytes if offset + nbytes == self._nbytes else (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        if begin < end and _madvise(self.address + begin, end - begin, mmap.MADV_DONTNEED) != 0:
-            raise _error("madvise")
-
-
-def _error(call: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}")
+        if begin < end and advise(self.address + begin, end - begin, mmap.MADV_DONTNEED) != 0:
+            raise libc_error("madvise")
