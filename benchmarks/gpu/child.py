@@ -125,6 +125,7 @@ def measured(job: Job, stage: Stage, running: Running, device: torch.device) -> 
         "seconds": seconds,
         "tokens_per_second": stage.tokens / seconds,
         "device_peak_bytes": torch.accelerator.max_memory_allocated(device),
+        "device_reserved_peak_bytes": torch.accelerator.max_memory_reserved(device),
         "results": [told(result) for result in results],
     }
     if job.way == "plain":

@@ -5,12 +5,14 @@ bytes to its host memory, the collective runs there, and the result is copied ba
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import distributed
 
+from headrace.errors import StateError
 from headrace.runtime.node import Node
 
 __all__ = ["DeviceGroup"]
@@ -21,13 +23,22 @@ _reduce_scatter: Any = getattr(distributed, "reduce_scatter_single", None) or di
 
 
 class DeviceGroup:
-    """The ranks of a node, with tensors on `device`. All ranks make it, and call its methods in the same order."""
+    """The ranks of a node, with tensors on `device`. All ranks make it, and call its methods in the same order.
+
+    Raises StateError where collectives of the devices could block each other.
+    """
 
     def __init__(self, node: Node, device: torch.device) -> None:
         self._node = node
+        self.bounces = node.backend_of(device) == "gloo"  # by way of host memory
+        if not self.bounces and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise StateError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue for all streams, in which collectives that load"
+                " weights and collectives that add up gradients can wait for each other forever; unset it, or set it to"
+                " 8, before the ranks start"
+            )
         self._borrowed = node.borrow_group(device, self)
         self._group = self._borrowed.group
-        self.bounces = node.backend_of(device) == "gloo"  # by way of host memory
 
     def close(self) -> None:
         """Gives the process group back, so that others can borrow it."""
