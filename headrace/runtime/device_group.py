@@ -33,8 +33,8 @@ class DeviceGroup:
         self.bounces = node.backend_of(device) == "gloo"  # by way of host memory
         if not self.bounces and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise StateError(
-                "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue for all streams, in which collectives that load"
-                " weights and collectives that add up gradients can wait for each other forever; unset it, or set it to"
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue for all streams, in which collectives that"
+                " load weights and those that add up gradients can wait for each other forever; unset it, or set it to"
                 " 8, before the ranks start"
             )
         self._borrowed = node.borrow_group(device, self)
