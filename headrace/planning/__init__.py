@@ -7,6 +7,7 @@ from headrace.planning.keeping import Keeping, Key, passes_through
 from headrace.planning.plan import Plan, Prediction, Step
 from headrace.planning.planner import make_plan
 from headrace.planning.problem import Problem
+from headrace.planning.tables import goes_by_rows
 from headrace.planning.visit import Phase, Visit
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Step",
     "Visit",
     "bytes_bound",
+    "goes_by_rows",
     "lower_bound",
     "make_plan",
     "passes_through",

@@ -17,8 +17,8 @@ class Phase(Enum):
 class Visit:
     """One use of blocks on the device: all of `blocks` must be present while it computes for `compute_seconds`.
 
-    `other_load_seconds`: how long other copies that are issued during the visit (activations, experts that come one by
-    one) take the onload lane. They come behind the visit's own loads.
+    `other_load_seconds`: how long other copies that are issued during the visit (activations, single experts, rows
+    of tables) take the onload lane. They come behind the visit's own loads.
     """
 
     blocks: tuple[int, ...]

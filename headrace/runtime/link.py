@@ -10,17 +10,17 @@ __all__ = ["LaneUse", "LinkSpeed"]
 class LaneUse:
     """Bytes that have ever been submitted to the onload lane of one model, by kind.
 
-    `experts_bytes` is the part of `weights_bytes` for experts that were loaded one by one, within visits.
+    `parts_bytes` is the part of `weights_bytes` that was loaded within visits: single experts, and rows of tables.
     """
 
     weights_bytes: int = 0
-    experts_bytes: int = 0
+    parts_bytes: int = 0
     activations_bytes: int = 0
 
     @property
     def unplanned_bytes(self) -> int:
         """All bytes but those of blocks that were loaded whole."""
-        return self.activations_bytes + self.experts_bytes
+        return self.activations_bytes + self.parts_bytes
 
 
 class LinkSpeed:

@@ -128,12 +128,13 @@ class Meter(Counts):
     def rows_onloaded(self, nbytes: int) -> None:
         """Called when the onload of rows of a table was submitted."""
         self.onloaded(nbytes)
+        self.lane_use.parts_bytes += nbytes
         self.row_bytes += nbytes
 
     def expert_onloaded(self, nbytes: int) -> None:
         """Called when the onload of one expert was submitted."""
         self.onloaded(nbytes)
-        self.lane_use.experts_bytes += nbytes
+        self.lane_use.parts_bytes += nbytes
         self.expert_bytes += nbytes
         self.expert_loads += 1
 

@@ -13,6 +13,7 @@ from tests.cost.conftest import LLAMA_8B, LLAMA_70B
 
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "configs").glob("*.json")}
 GB = 10**9
+ROW = 2 * 2048  # bytes of a token's row in the table of qwen3-30b-a3b
 
 
 def planned(model: str, **settings: Any) -> RunPlan:
@@ -44,17 +45,20 @@ def test_published_models(model: str, parameters: int, experts: int, routed: int
 
 
 def test_bytes_and_seconds_of_a_token_by_the_share_that_is_there() -> None:
-    """Of 48 layers with 8 experts each for a token, a quarter is missing: 96 experts over the link, one at a time."""
+    """Of 48 layers with 8 experts each for a token, a quarter is missing: 96 experts over the link, one at a time.
+
+    Before them the token's row comes, after its number has gone to the host.
+    """
     plan = planned("qwen3-30b-a3b", expert_hit_rate=0.75, host_memory=GB * 1000)
     machine, decoding = MACHINES["4090"], plan.decoding
     assert decoding is not None
     assert decoding.given is not None
     missing = 48 * 8 * 0.25
     nbytes = 2 * 3 * 2048 * 768
-    assert decoding.given.onload_bytes == pytest.approx(missing * nbytes)
+    assert decoding.given.onload_bytes == missing * nbytes + ROW
     assert decoding.given.fetch_bytes == 0
-    waits = (48 + missing) * machine.link_latency_seconds  # one for each layer's router, and of each load
-    loads = missing * nbytes / machine.onload_bytes_per_second
+    waits = (48 + missing + 2) * machine.link_latency_seconds  # one for each layer's router, and of each load
+    loads = (missing * nbytes + ROW) / machine.onload_bytes_per_second
     seconds = waits + loads + decoding.compute_seconds
     assert decoding.given.tokens_per_second == pytest.approx(1 / seconds)
     speeds = [rate.tokens_per_second for rate in decoding.rates]
@@ -126,7 +130,7 @@ def test_a_prompt_loads_each_expert_and_waits_for_it() -> None:
     assert left > 0
     experts = (48 * 128 - left) * 2 * 3 * 2048 * 768
     moved = plan.run.step.moved_bytes[headrace.planning.cost.lanes.CostLane.ONLOAD]
-    assert moved == pytest.approx(experts, rel=1e-6)
+    assert moved == pytest.approx(experts + 2048 * ROW, rel=1e-6)
     loads = experts / MACHINES["4090"].onload_bytes_per_second
     assert plan.run.seconds == pytest.approx(loads + plan.run.floors.compute_seconds, rel=0.05)
 
@@ -146,7 +150,8 @@ def test_experts_beside_adapters_come_in_both_directions() -> None:
     banks = cut // one // 128
     assert banks >= 2
     moved = plan.run.step.moved_bytes[headrace.planning.cost.lanes.CostLane.ONLOAD]
-    assert moved == pytest.approx(2 * (48 - banks) * 128 * one, rel=1e-4)
+    rows = 2 * 2048 * ROW  # in forward alone
+    assert moved == pytest.approx(2 * (48 - banks) * 128 * one + rows, rel=1e-4)
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5])
@@ -183,7 +188,28 @@ def test_host_memory_beside_a_disk_has_experts_that_the_device_gave_up() -> None
     on_host = (1 - decoding.disk_share) * experts
     assert 0 < on_host < experts - decoding.cut.slots
     assert decoding.experts_disk_share == pytest.approx(1 - on_host / (experts - decoding.cut.slots))
-    missing = 48 * 8 * 0.5 * decoding.cut.expert_bytes
+    missing = 48 * 8 * 0.5 * decoding.cut.expert_bytes + ROW
     assert decoding.given.fetch_bytes == pytest.approx(missing * decoding.experts_disk_share, rel=1e-6)
     assert decoding.given.onload_bytes == pytest.approx(missing)
     assert f"{1 - decoding.experts_disk_share:.0%} of the others are in host memory" in plan.to_text()
+
+
+def test_when_a_table_travels_by_rows() -> None:
+    """A frozen one that is no head, and that is not small beside a layer; only where not all weights have room."""
+    settings: dict[str, Any] = {"hardware": "4090", "method": "stream-weights", "sequence_length": 64}
+    for config, others, expected in [
+        (LLAMA_8B, {"training": "inference"}, {0}),
+        (LLAMA_8B, {"training": "adapter"}, {0}),
+        (LLAMA_8B, {"training": "full"}, set()),  # it is not larger than the head
+        (LLAMA_8B | {"tie_word_embeddings": True}, {"training": "inference"}, set()),
+        (LLAMA_8B | {"vocab_size": 10_000}, {"training": "inference"}, set()),
+        (LLAMA_8B, {"training": "inference", "devices": 2}, set()),
+        (LLAMA_8B, {"training": "inference", "device_memory": 64 * GB}, set()),
+    ]:
+        plan = headrace.plan(config, **{"device_memory": 8 * GB} | settings | others)
+        assert plan.tiers.tables == expected, others
+    token = headrace.plan(LLAMA_8B, **settings | {"sequence_length": 1}, training="inference", device_memory=8 * GB)
+    assert token.decoding is not None
+    room = token.tiers.streaming_bytes - token.decoding.cache_bytes
+    beside = token.model.weight_bytes - 2 * 128256 * 4096 - room
+    assert token.decoding.whole.onload_bytes == beside + 2 * 4096

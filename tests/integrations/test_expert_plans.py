@@ -193,7 +193,7 @@ def test_training_beside_frozen_experts_loads_what_is_planned(banks: list[int], 
     cut = cut_of(case, limit)
     assert cut is not None
     assert cut.banks == (len(banks), banks[0])
-    loads = [own.experts for own in traffic_of(case, cut)]
+    loads = [own.parts for own in traffic_of(case, cut)]
     moved = after.expert_bytes - before.expert_bytes
     assert moved == pytest.approx(2 * sum(one.nbytes for one in loads), rel=1e-6)
 
@@ -210,7 +210,7 @@ def test_a_prompt_loads_what_is_planned() -> None:
     shape = shape_of_config(CONFIG).frozen()
     work = Work(training=Training.NONE, batch_size=4, sequence_length=64)
     case = Case(shape, work, Spread(), STREAMED, MACHINE)
-    loads = [own.experts for own in traffic_of(case, cut_of(case, limit))]
+    loads = [own.parts for own in traffic_of(case, cut_of(case, limit))]
     moved = after.expert_bytes - before.expert_bytes
     assert moved == pytest.approx(sum(one.nbytes for one in loads), rel=1e-6)
 

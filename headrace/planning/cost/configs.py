@@ -114,6 +114,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
             active_parameters=0,
             trainable=embedding + positions,
             weight_bits=wide,
+            row_parameters=0 if tied or positions else hidden,
         )
     ]
     blocks += [_layer(numbers, index, bits) for index in range(numbers.need("layers"))]

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.planning.cost.experts import ExpertCut, ExpertLoads, cut_of, loads_of
+from headrace.planning.cost.experts import ExpertCut, PartLoads, cut_of, loads_of
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import mean_read_share
+from headrace.planning.cost.rows import row_loads, without_tables
 from headrace.planning.cost.shape import BlockKind, BlockShape
 from headrace.planning.cost.tiers import Tiers
 from headrace.planning.cost.work import Case, Place, Work
@@ -93,6 +94,8 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
         room = tiers.capacity[Place.HOST] - tiers.total(Place.HOST)
         disk_share = min(1.0, max(0.0, 1.0 - room / shape.weight_bytes))
     compute = sum(_compute_seconds(block, token, work.sequence_length, hardware) for block in shape.blocks)
+    visiting = without_tables(case, tiers.tables)
+    rows = [row_loads(shape.blocks[index], case, token.tokens) for index in tiers.tables]
     one = _Token(token.tokens, hardware, compute, len(shape.blocks), disk_share * mean_read_share(case))
     found = Decoding(
         sequences=work.batch_size,
@@ -100,9 +103,9 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
         cache_bytes=cache_bytes,
         compute_seconds=compute,
         disk_share=disk_share,
-        whole=one.rate(1.0, max(0, shape.weight_bytes - budget), []),
+        whole=one.rate(1.0, max(0, visiting.shape.weight_bytes - budget), rows),
     )
-    cut = cut_of(replace(case, work=token), budget)
+    cut = cut_of(replace(visiting, work=token), budget)
     if cut is None:
         return found
     wanted = max(block.wanted_experts(token.tokens) for block in shape.blocks)
@@ -112,6 +115,7 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
 
     def rate(there: float) -> DecodingRate:
         loads = [loads_of(block, token.tokens, there, hardware, from_disk=from_disk) for block in shape.blocks]
+        loads += rows
         return one.rate(there, cut.other_bytes - cut.other_room_bytes, loads, from_disk)
 
     return replace(
@@ -145,7 +149,7 @@ class _Token:
     read_share: float  # the share of visiting weights that is read from disk
 
     def rate(
-        self, there: float, visiting_bytes: float, experts: Sequence[ExpertLoads], from_disk: float = 0.0
+        self, there: float, visiting_bytes: float, experts: Sequence[PartLoads], from_disk: float = 0.0
     ) -> DecodingRate:
         """The rate, if missing experts come while nothing computes, and then visiting weights come beside compute."""
         hardware, visits = self.hardware, 0.0

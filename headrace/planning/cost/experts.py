@@ -15,7 +15,7 @@ from headrace.planning.keeping import passes_through
 __all__ = [
     "NO_EXPERTS",
     "ExpertCut",
-    "ExpertLoads",
+    "PartLoads",
     "can_cut",
     "cut_of",
     "least_cut_bytes",
@@ -137,24 +137,27 @@ def others_of(block: BlockShape) -> BlockShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertLoads:
-    """The experts that each visit to a layer loads once its router has computed. The visit waits for them."""
+class PartLoads:
+    """The experts that each visit to a layer loads once its router has computed, or the rows of a table that a lookup
+    loads. The visit waits for them.
+    """
 
     nbytes: float
     link_seconds: float
     disk_seconds: float  # 0: all come from host memory
+    in_backward: bool = True  # whether a visit in backward loads them, too
 
     @property
     def seconds(self) -> float:
         return max(self.link_seconds, self.disk_seconds)
 
 
-NO_EXPERTS = ExpertLoads(nbytes=0.0, link_seconds=0.0, disk_seconds=0.0)
+NO_EXPERTS = PartLoads(nbytes=0.0, link_seconds=0.0, disk_seconds=0.0)
 
 
 def loads_of(
     block: BlockShape, tokens: int, hit_rate: float, hardware: Hardware, *, from_disk: float = 0.0
-) -> ExpertLoads:
+) -> PartLoads:
     """What a call loads, if `hit_rate` of its experts are on the device, and `from_disk` of the others on disk.
 
     The host first reads the router's result, which takes one transfer's latency. `hardware` is the device's share of
@@ -167,10 +170,10 @@ def loads_of(
     disk = 0.0
     if from_disk and nbytes:
         disk = wait + hardware.disk_latency_seconds + from_disk * nbytes / hardware.disk_read_bytes_per_second
-    return ExpertLoads(nbytes=nbytes, link_seconds=link, disk_seconds=disk)
+    return PartLoads(nbytes=nbytes, link_seconds=link, disk_seconds=disk)
 
 
-def pass_loads(block: BlockShape, case: Case, cut: ExpertCut | None) -> ExpertLoads:
+def pass_loads(block: BlockShape, case: Case, cut: ExpertCut | None) -> PartLoads:
     """The experts that a visit to the block loads in a forward, and again in a backward.
 
     A prompt finds the experts that the prompt before it has left. In training, backward and the next forward each begin

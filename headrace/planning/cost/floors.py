@@ -61,13 +61,13 @@ def floors_of(traffic: Sequence[BlockTraffic], case: Case, room_bytes: int) -> F
     whole = total(lambda own: own.block_bytes)
     loaded = passes * max(0.0, whole - room_bytes) if method.streamed else 0.0
     loaded = max(loaded, whole) if case.changes else loaded
-    experts = passes * total(lambda own: own.experts.nbytes)
+    parts = batches * total(lambda own: own.parts.nbytes * (2 if case.trains and own.parts.in_backward else 1))
     activations = batches * total(lambda own: own.activation_bytes)
     spilled = activations if method.activations is Activations.SPILLED else 0.0
     on_disk = total(lambda own: own.state_bytes + own.spill_bytes) + spilled
-    onload = least(lambda own: own.load_bytes or 0) + experts + activations
+    onload = least(lambda own: own.load_bytes or 0) + parts + activations
     offload = batches * total(lambda own: own.gradient_bytes) + activations
-    fetch = least(lambda own: own.fetch_bytes) + experts * (method.weights is Place.DISK) + on_disk
+    fetch = least(lambda own: own.fetch_bytes) + parts * (method.weights is Place.DISK) + on_disk
     among = least(lambda own: own.gather_seconds)
     among += total(lambda own: own.reduce_seconds * (batches if own.reduces_always else 1))
     on_link = any(own.over_link for own in traffic)

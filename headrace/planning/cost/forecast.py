@@ -90,7 +90,7 @@ class Run:
 
     @property
     def resident_fraction(self) -> float:
-        """The share of the weights' bytes that stays on the device, without experts that come one by one."""
+        """The share of the weights' bytes that stays on the device, without what comes in parts: experts and tables."""
         problem = self.visits.problem
         return sum(problem.block_bytes[b] for b in self.visits.kept) / max(1, sum(problem.block_bytes))
 
@@ -99,8 +99,8 @@ def option_of(case: Case, streaming_bytes: int | None = None) -> Option:
     """The option of `case`, with `streaming_bytes` of the device for weights that come and go; None: what is left."""
     grouped = case.grouped()
     tiers = tiers_of(grouped, streaming_bytes)
-    traffic = traffic_of(grouped, tiers.cut)
-    room = tiers.streaming_bytes if tiers.cut is None else tiers.cut.other_room_bytes
+    traffic = traffic_of(grouped, tiers.cut, tiers.tables)
+    room = tiers.streaming_bytes - tiers.rows_bytes if tiers.cut is None else tiers.cut.other_room_bytes
     floors = floors_of(traffic, grouped, room)
     return Option(case=case, tiers=tiers, traffic=traffic, room_bytes=room, floors=floors)
 
@@ -156,7 +156,7 @@ def _problem(option: Option, batches: int) -> Problem:
         backward.append(Visit(blocks=uses, phase=Phase.BACKWARD, compute_seconds=own.backward_seconds))
     visits = forward + backward[::-1] if case.trains else forward
     sizes = tuple(own.block_bytes for own in traffic)
-    trained = (index for index, block in enumerate(shape.blocks) if block.trainable and case.changes)
+    trained = (index for index, block in enumerate(shape.blocks) if block.trainable and case.changes and sizes[index])
     return Problem(
         block_bytes=sizes,
         load_seconds=tuple(own.load_seconds for own in traffic),

@@ -74,13 +74,13 @@ class StepGraph:
         plan_step, backward = self.plan.step(cycle, index), visit.phase is Phase.BACKWARD
         waits = self._evict(plan_step.evictions)
         self._load_missing(visit.blocks)
-        experts = [task for block in visit.blocks for task in self._experts(block)]
+        parts = [task for block in visit.blocks for task in self._load_parts(block, visit.phase)]
         self._load_missing(plan_step.loads)
         if backward:
             self._bring_back(index)
             waits += [self.back[block] for block in visit.blocks if block in self.back]
         waits += [self.arrival[block] for block in visit.blocks if self.arrival[block] >= 0]
-        waits += experts
+        waits += parts
         leaving = _back(self.leaving, GRADIENT_BLOCKS) if backward else _back(self.sent, ACTIVATION_LAYERS)
         return waits + leaving
 
@@ -243,16 +243,16 @@ class StepGraph:
         if own.fetch_bytes:
             self.fetched.append(self.arrival[block])
 
-    def _experts(self, block: int) -> list[int]:
-        """Adds the loads of a visit's experts. They begin after its router, which takes no time here."""
-        own = self.traffic[block].experts
-        if not own.seconds:
+    def _load_parts(self, block: int, phase: Phase) -> list[int]:
+        """Adds the loads of a visit's experts, or rows. They begin after its router, which takes no time here."""
+        own = self.traffic[block].parts
+        if not own.seconds or (phase is Phase.BACKWARD and not own.in_backward):
             return []
         nbytes = round(own.nbytes)
         waits = self._now()
         if self.arrival[block] >= 0:
             waits.append(self.arrival[block])
-        name = f"experts {block}"
+        name = f"{'experts' if own.in_backward else 'rows'} {block}"
         tasks = []
         if own.disk_seconds:
             tasks.append(self._add(CostLane.FETCH, name, own.disk_seconds, waits, nbytes=nbytes))

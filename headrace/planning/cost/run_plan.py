@@ -127,7 +127,7 @@ class RunPlan:
     @property
     def hiding_tokens(self) -> dict[str, float]:
         """For each lane, the number of tokens from which it hides behind compute."""
-        return hiding_tokens(traffic_of(self._option.case), self._option.case)
+        return hiding_tokens(traffic_of(self._option.case, tables=self._option.tiers.tables), self._option.case)
 
     @property
     def written_bytes(self) -> int:

@@ -32,6 +32,7 @@ class BlockShape:
     - `expert_parameters`: those of its parameters that belong to routed experts; `experts`: how many experts there are
       (0: none, or none that could travel one by one); `experts_per_token`: how many a token goes to.
     - `cache_elements`: elements of a token's keys and values, which decoding keeps.
+    - `row_parameters`: those of one row of an embedding that is only looked up (0: none).
     - `last_parameters`: those of its last matrix. Recomputation leaves it out: backward does not need its output.
     """
 
@@ -50,6 +51,7 @@ class BlockShape:
     experts_per_token: int = 1
     experts: int = 0
     cache_elements: int = 0
+    row_parameters: int = 0
 
     @property
     def trains_experts(self) -> bool:

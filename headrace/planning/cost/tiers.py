@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headrace.planning.cost.experts import ExpertCut, can_cut, cut_of, least_cut_bytes
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import packed_bytes, packs
+from headrace.planning.cost.rows import row_loads, tables_of, without_tables
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.sharing import crossing_of
 from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, block_seconds
@@ -16,6 +17,7 @@ from headrace.planning.cost.work import Activations, Case, Overlap, Place, Train
 __all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
+_MOST_ROWS_SHARE = 1 / 4  # of the room for weights, left free for rows of tables
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
 
 
@@ -36,6 +38,8 @@ class Tiers:
     capacity: dict[Place, int]
     streaming_bytes: int  # what is left on the device for blocks that come and go (0: none come)
     cut: ExpertCut | None = None  # experts that come one by one, within `streaming_bytes`
+    tables: frozenset[int] = frozenset()  # indices of embeddings whose tables travel by rows
+    rows_bytes: int = 0  # the part of `streaming_bytes` that is left free for rows
 
     def total(self, place: Place) -> int:
         return sum(held.nbytes for held in self.held if held.place is place)
@@ -72,14 +76,23 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
         held.append(Held(Place.DISK, "packed weights", packed_bytes(shape)))
     used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
     left = capacity[Place.DEVICE] - used if streaming_bytes is None else streaming_bytes
-    least = least_cut_bytes(shape) if not case.trains and can_cut(case) else _least(shape)
+    tables, rows = tables_of(case), 0
+    visiting = without_tables(case, tables)
+    cuts = not case.trains and can_cut(case)
+    least = least_cut_bytes(visiting.shape) if cuts else _least(visiting.shape)
     room = max(least, min(shape.weight_bytes, left))
-    cut = cut_of(case, room)
+    if room >= shape.weight_bytes:
+        tables, visiting = frozenset(), case
+    if tables:
+        wanted = sum(round(row_loads(shape.blocks[index], case, case.work.tokens).nbytes) for index in tables)
+        room = min(room, visiting.shape.weight_bytes + wanted)
+        rows = max(0, min(wanted, int(room * _MOST_ROWS_SHARE), room - least))
+    cut = cut_of(visiting, room - rows)
     banks = 0 if cut is None else cut.bank_bytes
     held.append(Held(Place.DEVICE, "weights", room - banks))
     if banks:
         held.append(Held(Place.DEVICE, "experts", banks))
-    return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room, cut=cut)
+    return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room, cut=cut, tables=tables, rows_bytes=rows)
 
 
 def activation_bytes(case: Case) -> tuple[int, int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.planning.cost.experts import NO_EXPERTS, ExpertCut, ExpertLoads, others_of, pass_loads
+from headrace.planning.cost.experts import NO_EXPERTS, ExpertCut, PartLoads, others_of, pass_loads
 from headrace.planning.cost.hardware import OVER_LINK, Hardware
 from headrace.planning.cost.packing import packs, read_share
+from headrace.planning.cost.rows import row_loads, without_tables
 from headrace.planning.cost.shape import BlockKind, BlockShape
 from headrace.planning.cost.sharing import Crossing, crossing_of
 from headrace.planning.cost.work import Activations, Case, Method, Place, Training, Work
@@ -31,8 +32,8 @@ STAGED_BLOCKS = 3  # of weights, or of state, between disk and host
 class BlockTraffic(Crossing):
     """What one block moves and computes, for one device's range of a shared copy.
 
-    - `block_bytes` visit, without experts that come one by one. Each load takes `load_seconds`, those of its slowest
-      hop. Before each load, `fetch_bytes` of weights that rest on disk are read.
+    - `block_bytes` visit, without what comes in parts: single experts, and rows of tables. Each load takes
+      `load_seconds`, those of its slowest hop. Before each load, `fetch_bytes` of weights that rest on disk are read.
     - Each micro-batch computes for `forward_seconds` and `backward_seconds` (with recomputation). `activation_bytes`
       leave after forward and return before backward; if `activations_spill`, they go on to disk.
     - Once a step, `norm_bytes` are read for the norm of all gradients, as each arrives. The update takes `update_bytes`
@@ -53,21 +54,27 @@ class BlockTraffic(Crossing):
     activation_bytes: int = 0
     activations_spill: bool = False
     over_link: bool = False  # whether devices send to each other over their links to the host
-    experts: ExpertLoads = NO_EXPERTS  # those that come one by one within each visit
+    parts: PartLoads = NO_EXPERTS  # experts that come one by one within each visit, or rows of a table
 
 
-def traffic_of(case: Case, cut: ExpertCut | None = None) -> tuple[BlockTraffic, ...]:
-    """The traffic of each block, on a device that has its share of the node. `cut`: experts that come one by one."""
+def traffic_of(
+    case: Case, cut: ExpertCut | None = None, tables: frozenset[int] = frozenset()
+) -> tuple[BlockTraffic, ...]:
+    """The traffic of each block, on a device that has its share of the node.
+
+    `cut`: experts that come one by one; `tables`: embeddings whose tables travel by rows.
+    """
     work, spread, method, share = case.work, case.spread, case.method, case.share
+    without = without_tables(case, tables).shape.blocks
     held = 1 / spread.ranks if case.shares else 1.0
     packed, leaving = packs(case), leaving_layers(case)
 
     def of_block(index: int, block: BlockShape) -> BlockTraffic:
-        visiting = block if cut is None else others_of(block)
+        visiting = without[index] if cut is None else others_of(without[index])
         crossing = crossing_of(visiting, case)
         read = read_share(visiting) if packed else 1.0
         fetched = round(held * round(read * visiting.weight_bytes)) if method.weights is Place.DISK else 0
-        forward, backward = block_seconds(block, work, share)
+        forward, backward = block_seconds(without[index], work, share)
         again = recompute_seconds(block, work, method, forward)
         own = spread.divided(block.trainable, 1) if case.trains else 0.0
         trained = held * int(method.host_share * own) if method.state is not Place.DEVICE else 0.0
@@ -86,7 +93,7 @@ def traffic_of(case: Case, cut: ExpertCut | None = None) -> tuple[BlockTraffic, 
             activation_bytes=round(block.activation_bytes(work.tokens)) if index in leaving else 0,
             activations_spill=method.activations is Activations.SPILLED,
             over_link=case.shares and share.peer == OVER_LINK,
-            experts=pass_loads(block, case, cut),
+            parts=row_loads(block, case, work.tokens) if index in tables else pass_loads(block, case, cut),
         )
 
     return tuple(of_block(index, block) for index, block in enumerate(case.shape.blocks))

@@ -100,12 +100,14 @@ class Inventory:
         parameters = [self.members[key].parameter for key in keys]
         return sum(p.nbytes for p in parameters if travel_dtype(p, self.param_dtype) != p.dtype)
 
-    def can_be_cut(self, key: int) -> bool:
-        """Whether rows of a parameter can travel alone: nothing else holds it or its memory, and it has no hooks."""
+    def can_be_cut(self, key: int, places: int = 1) -> bool:
+        """Whether rows of a parameter can travel alone: nothing but so many places holds it, nothing else holds its
+        memory, and it has no hooks.
+        """
         member = self.members[key]
         parameter = member.parameter
         return (
-            len(member.places) == 1  # tied to no other
+            len(member.places) == places
             and not isinstance(parameter, AliasParam)
             and key not in self._sharing
             and not parameter._backward_hooks

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from headrace.config import BlocksSpec, parse_bytes
-from headrace.planning import Key
+from headrace.planning import Key, goes_by_rows
 from headrace.weights.model.experts import Experts, experts_of, lists_experts
 from headrace.weights.model.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
 from headrace.weights.model.tables import FEWEST_ROWS, row_bytes_of
@@ -152,7 +152,7 @@ class _Cutter:
                 self._add_part(module, experts=experts)
 
     def _cut_tables_by_rows(self, kept_bytes: int) -> None:
-        """Has embedding tables larger than every other block travel by rows, unless all weights stay on the device."""
+        """Has embedding tables travel by rows where that pays, unless all weights stay on the device."""
         sizes = [self._nbytes(part.keys) for part in self._parts]
         if kept_bytes + sum(sizes) <= self._budget_bytes:
             return
@@ -160,7 +160,8 @@ class _Cutter:
         whole = [part.experts is None and not row_bytes for part, row_bytes in zip(self._parts, rows, strict=True)]
         largest = max((size for size, is_whole in zip(sizes, whole, strict=True) if is_whole), default=0)
         for part, size, row_bytes in zip(self._parts, sizes, rows, strict=True):
-            if size > max(largest, FEWEST_ROWS * row_bytes):
+            trained = self._model.training and self._inventory.members[part.keys[0]].parameter.requires_grad
+            if size > FEWEST_ROWS * row_bytes and goes_by_rows(size, largest, trained=trained):
                 part.row_bytes = row_bytes
 
     def _repeated_layer_bytes(self) -> int:

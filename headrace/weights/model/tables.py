@@ -1,4 +1,4 @@
-"""Which weights may travel by rows? Those of embeddings that are used for nothing but looking rows up.
+"""Which weights may travel by rows? Those of embeddings, if all that hold them only look rows up.
 
 See docs/design/tables.md. This is decided once for a table; each lookup decides for itself whether it goes by rows.
 """
@@ -25,12 +25,20 @@ def gathering_bytes(table_bytes: int, row_bytes: int) -> int:
 
 
 def row_bytes_of(keys: Sequence[int], modules: Sequence[nn.Module], inventory: Inventory) -> int:
-    """Bytes of one row on the device, if these parameters are one table and nothing else; 0 if they travel whole."""
-    if len(keys) != 1 or len(modules) != 1 or not looks_rows_up(modules[0]):
+    """Bytes of one row on the device, if these parameters are one table and nothing else; 0 if they travel whole.
+
+    Several embeddings may hold the table, as in T5, whose encoder and decoder do.
+    """
+    if len(keys) != 1 or len(modules) != 1:
         return 0
-    parameter = inventory.members[keys[0]].parameter
-    alone = inventory.owned.get(modules[0]) == list(keys) and inventory.can_be_cut(keys[0]) and parameter.dim() == 2
-    return parameter.shape[1] * travel_dtype(parameter, inventory.param_dtype).itemsize if alone else 0
+    key = keys[0]
+    parameter = inventory.members[key].parameter
+    holders = [module for module, own in inventory.owned.items() if key in own]
+    alone = parameter.dim() == 2 and inventory.can_be_cut(key, places=len(holders))
+    only_looked_up = all(looks_rows_up(module) and inventory.owned[module] == [key] for module in holders)
+    if not (alone and only_looked_up):
+        return 0
+    return parameter.shape[1] * travel_dtype(parameter, inventory.param_dtype).itemsize
 
 
 def looks_rows_up(module: Any) -> bool:

@@ -229,7 +229,7 @@ class Executor:
         self._clock += 1
         if not again and len(self._records) < _MOST_RECORDED_VISITS:
             began, held, use = self._lanes.tick(), self._meter.sample(), self._meter.lane_use
-            self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.experts_bytes, held))
+            self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.parts_bytes, held))
 
     def _visit_called(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
         """Makes experts that are modules present for a visit, and in backward loads the one that is needed next."""
@@ -457,7 +457,7 @@ class Executor:
         self._book.enter(entry, visits, self._compute_seconds(records, end), self._other_bytes(records))
 
     def _other_bytes(self, records: list[VisitRecord]) -> tuple[int, ...]:
-        """For each visit, the bytes of activations and experts (not blocks) that it sent for; empty: none."""
+        """For each visit, the bytes of activations, experts and rows (not blocks) that it sent for; empty: none."""
         counts = [*(record.other_bytes for record in records), self._meter.lane_use.unplanned_bytes]
         return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()
 

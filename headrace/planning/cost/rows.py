@@ -1,0 +1,57 @@
+"""Which embeddings travel by rows, and what do lookups load? As `weights/model/partition.py` decides, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.planning.cost.experts import NO_EXPERTS, PartLoads, can_cut, others_of
+from headrace.planning.cost.shape import BlockShape
+from headrace.planning.cost.work import Case, Place
+from headrace.planning.tables import goes_by_rows
+
+__all__ = ["row_loads", "tables_of", "without_tables"]
+
+Tables = frozenset[int]
+
+
+def tables_of(case: Case) -> Tables:
+    """The indices of embeddings whose tables travel by rows if not all weights have room on the device."""
+    if not case.method.streamed or case.spread.data > 1:
+        return frozenset()
+    blocks = case.shape.blocks
+    whole = [others_of(block) if can_cut(case) else block for block in blocks if not block.row_parameters]
+    largest = max((block.weight_bytes for block in whole), default=0)
+    return frozenset(
+        index
+        for index, block in enumerate(blocks)
+        if block.row_parameters and goes_by_rows(block.weight_bytes, largest, trained=block.trainable > 0)
+    )
+
+
+def without_tables(case: Case, tables: Tables) -> Case:
+    """The case with what visits the device: none of these tables; the gradients of the rows that were looked up."""
+
+    def visiting(index: int, block: BlockShape) -> BlockShape:
+        if index not in tables:
+            return block
+        return replace(block, parameters=0, trainable=min(block.trainable, _looked_up(block, case.work.tokens)))
+
+    blocks = tuple(visiting(index, block) for index, block in enumerate(case.shape.blocks))
+    return replace(case, shape=replace(case.shape, blocks=blocks))
+
+
+def row_loads(block: BlockShape, case: Case, tokens: int) -> PartLoads:
+    """What a lookup of so many different tokens loads. The host first waits for their numbers, as for a router's."""
+    nbytes = _looked_up(block, tokens) * block.weight_bits / 8
+    if not nbytes:
+        return NO_EXPERTS
+    hardware = case.share
+    link = 2 * hardware.link_latency_seconds + nbytes / hardware.onload_bytes_per_second
+    on_disk = case.method.weights is Place.DISK
+    disk = hardware.disk_latency_seconds + nbytes / hardware.disk_read_bytes_per_second if on_disk else 0.0
+    return PartLoads(nbytes=nbytes, link_seconds=link, disk_seconds=disk, in_backward=False)
+
+
+def _looked_up(block: BlockShape, tokens: int) -> int:
+    """Parameters of the rows of so many different tokens."""
+    return min(tokens * block.row_parameters, block.parameters)
