@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from headrace import live
-from headrace.accumulating import MicroBatches
 from headrace.activation_offloading import ActivationOffloading
 from headrace.activations.calls import refuse_watched
 from headrace.activations.targets import check_targets
@@ -33,6 +32,7 @@ from headrace.config import (
 from headrace.errors import StateError
 from headrace.memory.disk import Checkpoint, StagingRing
 from headrace.memory.ledger import Ledger, Tier
+from headrace.micro_batches import MicroBatches
 from headrace.optim.optimizer import HostOptimizer
 from headrace.planning import Plan
 from headrace.report import Planned, Report, RunRecord, Stats

@@ -59,7 +59,7 @@ def loaded(block: Block) -> torch.Tensor:
     block.buffer = buffer
     block.loaded = -1
     block.leaves.point([layout.view(buffer) for layout in block.layouts])
-    for destination, source in block.copies_in():
+    for destination, source in block.prepare_copies():
         destination.copy_(source.detach())
     return buffer
 
@@ -171,11 +171,13 @@ def test_only_what_changed_is_copied_into_a_buffer_that_is_there() -> None:
     block = block_of(*parameters)
     loaded(block)
     change_in_place(parameters[2])
-    copies = block.copies_in(only_changes=True)
+    copies = block.prepare_copies(only_changes=True)
     assert [source.nbytes for _, source in copies] == [64]
     for parameter in parameters[:3]:
         change_in_place(parameter)
-    assert [source.nbytes for _, source in block.copies_in(only_changes=True)] == [block.nbytes]  # one copy for most
+    assert [source.nbytes for _, source in block.prepare_copies(only_changes=True)] == [
+        block.nbytes
+    ]  # one copy for most
 
 
 def test_a_cast_is_renewed_when_its_home_changes() -> None:
@@ -307,7 +309,7 @@ def test_presence_changes_only_as_its_table_says(weight: nn.Parameter) -> None:
     with pytest.raises(StateError, match="ARRIVING and cannot become ABSENT"):
         block.becomes(Presence.ABSENT)
     with pytest.raises(StateError, match="has no buffer to copy into"):
-        block.copies_in()
+        block.prepare_copies()
 
 
 def test_ctrl_c_as_a_block_goes_leaves_none_that_seems_present(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,12 +189,15 @@ class Block:
             self._homes = [one.shown for one in self.slots]
 
     # bytes ------------------------------------------------------------------------------------------------------------
-    def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
-        """The copies from host memory that bring the buffer up to what the homes hold.
+    def prepare_copies(self, *, only_changes: bool = False) -> list[Copy]:
+        """Prepares the homes to be read, and returns the copies from host memory that bring the buffer up to them.
 
-        These are the whole arena, and then the homes that the user re-pointed. With `only_changes`, the buffer holds an
-        older state: only the parameters that changed are copied, unless most have. A block on disk is fetched whole, so
-        that only its re-pointed homes are copied.
+        Notes the copies as made: the caller submits them at once or, where that fails, gives up the buffer
+        (`Residency._undo`).
+
+        The copies are the whole arena, and then the homes that the user re-pointed. With `only_changes`, the buffer
+        holds an older state: only the parameters that changed are copied, unless most have. A block on disk is fetched
+        whole, so that only its re-pointed homes are copied.
         """
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")

@@ -381,7 +381,7 @@ class Residency:
     def _submit(self, block: Block, buffer: torch.Tensor, by: Gathers | None) -> None:
         # A copy into a new buffer begins as soon as its memory is free: compute submitted since then does not use it.
         after, block.allocated = block.allocated or self._lanes.mark(), None
-        copies = block.copies_in(only_changes=by is None and block.presence is not Presence.RESERVED)
+        copies = block.prepare_copies(only_changes=by is None and block.presence is not Presence.RESERVED)
         if by is not None:
             self._submitted.pop(block, None)
             block.arrival, read = by.onload(block, buffer, copies, after)
