@@ -559,30 +559,25 @@ class Offloaded(Handle):
         """Does what `remove()` does in any state, and all of it, even if some of it fails. Raises what failed."""
         if self._attachment is None:
             return
-        with contextlib.ExitStack() as steps:  # the last one first
-            steps.callback(self._tiers.close)
-            steps.callback(self._lanes.close)
-            steps.callback(self._pace.close)
-            if self._gathers is not None:
-                steps.callback(self._gathers.close)
-            if self._fetching is not None:
-                steps.callback(self._fetching.close)
-            if self._leave_grad_scaler is not None:
-                steps.callback(self._leave_grad_scaler)
-            steps.callback(self._steps.unwatch)
-            steps.callback(live.handles.discard, self)
-            steps.callback(setattr, self, "_attachment", None)
-            steps.callback(self._attachment.detach)
-            steps.callback(self._executor.close)
-            if self.activations is not None:
-                steps.callback(self.activations.remove)
-            steps.callback(self._gradients.close)
-            steps.callback(self._engine.release_everything)
-            if is_accelerator(self._config.device):
-                steps.callback(torch.accelerator.synchronize, self._config.device)
-            for block in self._blocks():
-                steps.callback(block.wait_for_reads)
-            steps.callback(self._engine.updates.wait)
+        steps: list[Callable[[], object]] = [self._engine.updates.wait]
+        steps += [block.wait_for_reads for block in reversed(self._blocks())]
+        if is_accelerator(self._config.device):
+            steps.append(partial(torch.accelerator.synchronize, self._config.device))
+        steps += [self._engine.release_everything, self._gradients.close]
+        if self.activations is not None:
+            steps.append(self.activations.remove)
+        steps += [self._executor.close, self._attachment.detach, partial(setattr, self, "_attachment", None)]
+        steps += [partial(live.handles.discard, self), self._steps.unwatch]
+        if self._leave_grad_scaler is not None:
+            steps.append(self._leave_grad_scaler)
+        if self._fetching is not None:
+            steps.append(self._fetching.close)
+        if self._gathers is not None:
+            steps.append(self._gathers.close)
+        steps += [self._pace.close, self._lanes.close, self._tiers.close]
+        with contextlib.ExitStack() as all_of_them:
+            for step in reversed(steps):  # the stack calls the last one first
+                all_of_them.callback(step)
 
     def _block(self, name: str, members: Sequence[Member]) -> Block:
         block = Block(name, members, self._config.device, self._tiers, self._config.param_dtype)

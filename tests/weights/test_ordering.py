@@ -202,7 +202,7 @@ def test_edge_5_a_gradient_stays_until_its_copy_is_done(emu_device, decoder, tok
 def test_edge_6_backward_returns_when_gradients_are_home(emu_device, decoder, tokens, monkeypatch):
     def deliver(self: Gradients, _in_hooks: Callable[[], None]) -> None:
         self._submit_ready()
-        arrived = self._arriving
+        arrived = self._targets
         self._forget()
         for slot, gradient in arrived.items():
             slot.home.grad = gradient

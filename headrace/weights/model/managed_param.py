@@ -61,9 +61,10 @@ class Layout:
 class ManagedParam:
     """One managed parameter.
 
-    `home` is the user's own Parameter, on the host; `leaf` is the Parameter that autograd sees, on the device. Both
-    live as long as the model is offloaded. `rest` is the slot's place in the block's arena. The home's data lies there,
-    unless the user re-pointed it (`p.data = t`), shared it with other processes, or it travels in another dtype.
+    `home` is the user's own Parameter, on the host, until `adopt` makes another one the home. `leaf` is the Parameter
+    that autograd sees, on the device, as long as the model is offloaded. `rest` is the slot's place in the block's
+    arena. The home's data lies there, unless the user re-pointed it (`p.data = t`), shared it with other processes, or
+    it travels in another dtype.
     """
 
     def __init__(

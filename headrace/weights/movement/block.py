@@ -19,14 +19,14 @@ from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from headrace.runtime.pending import LostUpdate, Pending, Watcher
 from headrace.weights.model.experts import Experts
 from headrace.weights.model.layout import lay_out
-from headrace.weights.model.managed_param import Layout, ManagedParam
+from headrace.weights.model.managed_param import REMOVED, Layout, ManagedParam
 from headrace.weights.model.places import Member, Places
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
 from headrace.weights.rest.fetching import Fetch, Fetching
 from headrace.weights.rest.placement import HostTiers
 from headrace.weights.rest.reads import Range
 
-__all__ = ["Block", "BlockPart", "Presence"]
+__all__ = ["Block", "BlockPart", "Presence", "block_of"]
 
 _KINDS: dict[tuple[Layout, ...], int] = {}  # a number for each layout: blocks of one kind have the same layout
 _VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -62,6 +62,7 @@ class Block:
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
+        # How it travels: `offload()` sets `index`, `row_bytes`, `experts` and `called` of blocks that stream.
         self.index = -1  # its number among the blocks that stream; -1: it is resident
         self.row_bytes = 0  # the size of a row, if only rows of it travel (movement/rows.py); 0: it travels whole
         self.experts: Experts | None = None  # if they travel one by one (movement/slices.py); None: it travels whole
@@ -173,7 +174,7 @@ class Block:
 
     @property
     def is_current(self) -> bool:
-        """Whether there is a device copy, and it has what the homes hold."""
+        """Whether there is a device copy, and it has what the homes hold. Looks at the homes now (`look`)."""
         return self.look() == self.loaded
 
     def _changed(self, slot: ManagedParam, written: bool) -> None:
@@ -272,7 +273,7 @@ class Block:
         self._last_read = done
 
     def wait_for_reads(self) -> None:
-        """The host waits until no copy reads the homes."""
+        """The host waits until no copy reads the homes. A fetch that nobody has asked for is withdrawn."""
         if self._last_read is not None:
             self._last_read.synchronize()
             self._last_read = None
@@ -410,7 +411,7 @@ class Block:
 
     @property
     def in_files(self) -> bool:
-        """Whether the files hold what the homes hold."""
+        """Whether the files hold what the homes hold. Looks at the homes now (`look`)."""
         return self.rest.has_own_files and self._flushed == self.look() and self.rest.flushed
 
     def note_flushed(self) -> None:
@@ -475,7 +476,9 @@ class Block:
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether a backward has yet to use leaves themselves, which autograd saved in a pass without visits."""
+        """Whether a backward has yet to use leaves themselves, which autograd saved in a pass without visits. Clears
+        `may_be_saved` where none has.
+        """
         if self.may_be_saved:
             self.may_be_saved = self.buffer is not None and self.leaves.are_saved()
         return self.may_be_saved
@@ -502,6 +505,13 @@ class Block:
             slot.release()
         for compound in self.compounds:
             compound.release()
+
+
+def block_of(slot: ManagedParam) -> Block:
+    """The block that a parameter travels in. Raises StateError after the model was let go of."""
+    if not isinstance(slot.unit, Block):
+        raise StateError(REMOVED)
+    return slot.unit
 
 
 def _flush(block: "weakref.ref[Block]", generation: int, ranges: Sequence[Range] | None) -> None:

@@ -19,7 +19,7 @@ from headrace.runtime.counters import Counters
 from headrace.runtime.node import Node
 from headrace.runtime.pending import OtherRanks
 from headrace.weights.model.managed_param import ManagedParam
-from headrace.weights.movement.block import Block
+from headrace.weights.movement.block import Block, block_of
 from headrace.weights.rest.tiers import CheckpointRest, SharedRest
 
 __all__ = ["CommonHomes"]
@@ -253,8 +253,8 @@ class CommonHomes:
 
     def place_of(self, slot: ManagedParam) -> torch.Tensor:
         """The memory of a home as all ranks see it, in the home's shape."""
-        block = slot.unit
-        if not isinstance(block, Block) or not isinstance(block.rest, SharedRest):
+        block = block_of(slot)
+        if not isinstance(block.rest, SharedRest):
             raise StateError(f"parameter {slot.name!r} is not in memory that the ranks share")
         home = block.rest.place_of_home(block.slots.index(slot))
         return block.rest.common_places([slot.layout])[0] if home is None else home
@@ -263,8 +263,9 @@ class CommonHomes:
     def updated(self, slots: Iterable[ManagedParam]) -> None:
         """Called when an optimizer has written these homes for all ranks: casts those that travel in another dtype."""
         for slot in slots:
-            if slot.casts and isinstance(slot.unit, Block) and isinstance(slot.unit.rest, SharedRest):
-                slot.unit.rest.common_places([slot.layout])[0].copy_(self.place_of(slot))
+            rest = block_of(slot).rest if slot.casts else None
+            if isinstance(rest, SharedRest):
+                rest.common_places([slot.layout])[0].copy_(self.place_of(slot))
 
     def _is_written(self, block: Block) -> bool:
         """Whether this rank's user has written to the block, as the users of all other ranks should have."""

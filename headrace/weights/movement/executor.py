@@ -1,8 +1,9 @@
 """When do blocks come and go? When the plan for the expected trace says so; blocks that it lacks come on demand.
 
 The first cycle of its kind is recorded while blocks come on demand. From its trace, sizes, measured speeds and the
-budget the planner makes a plan; the executor walks it without deciding. Where a cycle strays from the trace, blocks are
-loaded on demand, the one that is needed again last makes room, and the trace is learned anew.
+budget the planner makes a plan, and the executor walks it. One thing it decides itself: a block that the plan gives up
+only because an update is expected stays until the update comes, or others need its room. Where a cycle strays from the
+trace, blocks are loaded on demand, the one that is needed again last makes room, and the trace is learned anew.
 """
 
 import itertools
@@ -84,9 +85,11 @@ class Executor:
         return self._entry is not None and self._entry.gradients
 
     def take_turn(self, *, first: bool, last: bool) -> None:
-        """Called when another of several micro-batches computes. They make the same visits in turn, and then the trace
-        goes on. Visits of the `last` one advance the plan, so that nothing goes while others need it; so does the next
-        visit of the `first` one, so that the loads behind it begin early.
+        """Called when another of several micro-batches computes; one that is alone is the `first` and the `last`.
+
+        They make the same visits in turn, and each visit is recorded, and advances the plan, once for all of them: the
+        next one when the `first` makes it, so that the loads behind it begin early; those after it in the same turn
+        when the `last` makes them, so that nothing goes while others need it.
         """
         self._is_first, self._is_last = first, last
 
@@ -203,10 +206,10 @@ class Executor:
             return
         key: VisitKey = (indexes, phase)
         asked = self._lanes.tick()
-        again = bool(self._records) and self._records[-1].phase is phase and self._records[-1].blocks == indexes
-        again |= not (self._is_first or self._is_last)
+        was_recorded = bool(self._records) and self._records[-1].phase is phase and self._records[-1].blocks == indexes
+        was_recorded |= not (self._is_first or self._is_last)  # or it will be, by the last micro-batch
         self._is_first = False
-        step = None if self._course is None or again else self._course.advance(key)
+        step = None if self._course is None or was_recorded else self._course.advance(key)
         if step is not None and step.evictions:
             self._let_go(step.evictions, but_not=indexes)
         for block in blocks:
@@ -227,9 +230,10 @@ class Executor:
                 block.order = len(self._records)
             self._last_used[block] = self._clock
         self._clock += 1
-        if not again and len(self._records) < _MOST_RECORDED_VISITS:
+        if not was_recorded and len(self._records) < _MOST_RECORDED_VISITS:
             began, held, use = self._lanes.tick(), self._meter.sample(), self._meter.lane_use
-            self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.experts_bytes, held))
+            so_far = use.activations_bytes + use.experts_bytes  # `unplanned_bytes`, without a call
+            self._records.append(VisitRecord(*key, name, asked, began, so_far, held))
 
     def _visit_called(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
         """Makes experts that are modules present for a visit, and in backward loads the one that is needed next."""
@@ -409,8 +413,8 @@ class Executor:
             and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for the whole cycle
-            now, other_bytes = self._lanes.tick(), self._meter.lane_use.unplanned_bytes
-            self._records.append(VisitRecord((), entry.phase, entry.site, now, now, other_bytes, self._meter.sample()))
+            now, so_far = self._lanes.tick(), self._meter.lane_use.unplanned_bytes
+            self._records.append(VisitRecord((), entry.phase, entry.site, now, now, so_far, self._meter.sample()))
 
     def _follow_first_rank(self, gathers: Gathers, entry: Entry) -> None:
         """Agrees with the other ranks on the course of this pass, and on the blocks that are gathered in it."""
@@ -458,7 +462,7 @@ class Executor:
 
     def _other_bytes(self, records: list[VisitRecord]) -> tuple[int, ...]:
         """For each visit, the bytes of activations and experts (not blocks) that it sent for; empty: none."""
-        counts = [*(record.other_bytes for record in records), self._meter.lane_use.unplanned_bytes]
+        counts = [*(record.other_bytes_so_far for record in records), self._meter.lane_use.unplanned_bytes]
         return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()
 
     def _compute_seconds(self, records: list[VisitRecord], end: object) -> tuple[float, ...]:

@@ -50,7 +50,7 @@ class Residency:
         self.pace = pace
         self.gathers = gathers  # None: no rank helps another
         self.fetch_from(fetching)
-        self.open_way: Callable[[], None] = lambda: None  # makes `fetching`, see `Room`
+        self.open_way: Callable[[], None] = lambda: None  # makes `fetching`; set by `Room`
         self.packed_loads = PackedLoads(device, pace.lanes, ledger, meter, wanted=packed)
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         # Copies that compute was told to wait for, and the host has not waited for. Of those from host memory, the last
@@ -62,7 +62,6 @@ class Residency:
         self.next_use: NextUse = lambda _: 0.0  # the block that is needed last makes room first
         self.intact = True  # False: an interrupt has struck during an onload or an eviction, see `mend`
         self.addresses = Addresses(device)
-        self.block_of = self.addresses.block_of
 
     @property
     def streaming_budget_bytes(self) -> int:
@@ -171,12 +170,12 @@ class Residency:
         wanted = self.gathers.part_of(block) if gathered and self.gathers is not None else block
         return not block.being_updated and self.fetching.ahead(wanted, self.streaming_budget_bytes)
 
-    def load_seconds(self, block: Block, link: LinkSpeed, among: LinkSpeed | None = None) -> float:
-        """Seconds that the slowest part of the way to the device takes for a block; `among`: the speed of gathers."""
-        if among is not None and self.gathers is not None:
+    def load_seconds(self, block: Block, link: LinkSpeed, gather_link: LinkSpeed | None = None) -> float:
+        """Seconds that the slowest part of the way to the device takes for a block; `gather_link`: where gathered."""
+        if gather_link is not None and self.gathers is not None:
             own_bytes = self.gathers.part_of(block).own_bytes
             fetch_seconds = 0.0 if self.fetching is None or not block.is_fetched else self.fetching.seconds(own_bytes)
-            return max(fetch_seconds, link.load_seconds(own_bytes), among.load_seconds(block.nbytes))
+            return max(fetch_seconds, link.load_seconds(own_bytes), gather_link.load_seconds(block.nbytes))
         if not block.is_fetched:
             return link.load_seconds(self.packed_loads.load_bytes(block))
         read_bytes = block.nbytes - block.packed.saved_bytes

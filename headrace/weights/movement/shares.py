@@ -17,13 +17,13 @@ _FEWEST_CALLED = 2  # experts: one comes while another computes
 class Shares:
     """The shares of the budget for blocks that come and go, which `budget_bytes` gives. Asked between passes.
 
-    `banks_bytes`: gives the bytes that banks of experts take, made or not. `Slices`, which makes the banks, sets it.
+    `banks_bytes`: gives the bytes that banks of experts take, made or not.
     """
 
     def __init__(self, blocks: Sequence[Block], budget_bytes: Callable[[], int]) -> None:
         self._blocks = blocks
         self.budget_bytes = budget_bytes
-        self.banks_bytes: Callable[[], int] = lambda: 0
+        self.banks_bytes: Callable[[], int] = lambda: 0  # set by `Slices`
         self.rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in blocks), default=0)  # kept free by plans
         called = [block.nbytes for block in blocks if block.called is not None]
         self.largest_called_bytes, self._all_called_bytes = max(called, default=0), sum(called)

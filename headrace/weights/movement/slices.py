@@ -152,8 +152,8 @@ class Slices:
         """The block that an expert is of."""
         return next(block for block in self._blocks if block.index == key[0])
 
-    def parts_of(self, block: Block) -> list[SlicePart]:
-        """Where the parts of one expert of the block lie, in the order of the block's parameters."""
+    def slice_parts_of(self, block: Block) -> list[SlicePart]:
+        """Where the slices of one expert of the block lie, in the order of the block's parameters."""
         return self._parts[block]
 
     def put_back_weights(self) -> None:

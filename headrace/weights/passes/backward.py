@@ -24,7 +24,7 @@ from headrace.runtime.autograd import (
     without_overrides,
 )
 from headrace.runtime.tensors import tensors_in
-from headrace.runtime.threads import on_own_thread
+from headrace.runtime.threads import on_headrace_thread
 from headrace.weights.model.home import Leaf
 from headrace.weights.model.managed_param import REMOVED, ManagedParam
 from headrace.weights.movement.batch_sums import BatchSums
@@ -74,14 +74,13 @@ class Backward:
         self._under_way: object | None = None  # a token of the outermost backward; None: none is under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # None when autograd has let go
         self._computing_again = contextlib.ExitStack()  # until backward ends, lends leaves to what is recomputed
-        self._within: dict[
-            ManagedParam, str
-        ] = {}  # weights with which a user's autograd Function computes now, and the Function's name
+        # Weights with which a user's autograd Function computes now, and the Function's name.
+        self._in_function: dict[ManagedParam, str] = {}
         # Gradients of rows that are not complete yet, also by autograd's number of the backward: a nested backward adds
         # up its own.
         self._of_rows: dict[tuple[ManagedParam, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._task = -1  # autograd's number of the outermost backward
-        self._given_within: list[ManagedParam] = []  # parameters that got gradients from nested backwards
+        self._nested: list[ManagedParam] = []  # parameters that got gradients from nested backwards
         self.settling = threading.RLock()  # a backward that raised may end on autograd's thread, in the next pass
         self.refused = False  # whether the model has been let go of
         self.ended = 0  # how many backwards have ended
@@ -153,9 +152,9 @@ class Backward:
         @unseen
         def over(*_: object) -> None:
             hook.remove()
-            self._within.pop(slot, None)
+            self._in_function.pop(slot, None)
 
-        self._within[slot] = function.name()
+        self._in_function[slot] = function.name()
         hook = function.register_hook(over)
 
     def rows_ready(self, slot: ManagedParam, rows: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -182,7 +181,7 @@ class Backward:
             return
         self._abandon_gradients()  # left over from a backward whose end was interrupted
         self.site, self._bound = None, ()
-        self._within.clear()
+        self._in_function.clear()
         self._task = backward_task()
         one = object()
         end = EndOfBackward(functools.partial(self._ended, one))
@@ -202,7 +201,7 @@ class Backward:
         headrace's own it does nothing, as it would wait for that very thread: the next look or pass finds that the
         backward is over.
         """
-        if not completed and on_own_thread():
+        if not completed and on_headrace_thread():
             return
         with self.settling:
             if one is not self._under_way:
@@ -211,7 +210,7 @@ class Backward:
                 self._finish(completed=completed)
             except BaseException:
                 if self._progress.calls:
-                    self._progress.state = PassState.FORWARD
+                    self._progress.settle(PassState.FORWARD)
                 else:
                     self._recover()
                 raise
@@ -234,21 +233,19 @@ class Backward:
             self._executor.abandon_cycle()
             self.drop_gradients()
             self._bindings.reset()  # an interrupt may have struck between a release and its note
-        self._progress.state = (
-            PassState.FORWARD if self._progress.calls else PassState.AT_REST
-        )  # set, because any state may come before
+        self._progress.settle(PassState.FORWARD if self._progress.calls else PassState.AT_REST)
         if completed:
             with self._progress.hooks_of_homes() as in_hooks:
                 self._gradients.deliver(in_hooks)
             self._updates.changed()
 
     def _forget_nested(self) -> None:
-        for slot in self._given_within:
-            slot.leaf.gave_up = None
-        self._given_within.clear()
+        for slot in self._nested:
+            slot.leaf.got_nested_gradient = None
+        self._nested.clear()
 
-    def undo(self) -> None:
-        """Drops whatever is left of a backward: none is under way any more."""
+    def forget(self) -> None:
+        """Called when the model is put at rest: drops what is left of a backward that `_finish` has not ended."""
         self.site, self._bound = None, ()
         self._forget_nested()
         if self._under_way is not None:
@@ -283,9 +280,9 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
         return
     if self._under_way is None:  # nothing announced it: a block that saves nothing is never unpacked
         self.begin()
-    if slot in self._within:
+    if slot in self._in_function:
         raise StateError(
-            f"{self._within[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"
+            f"{self._in_function[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"
             " leaves the device, and is no `.grad` of what it saved; use torch.autograd.grad(output, [..., weight])"
             " there, and return that"
         )
@@ -300,6 +297,6 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
         if gradient.requires_grad:
             refuse_graph(slot, gradient)
         (self.batch_sums or self._gradients).take(slot, gradient)
-    if backward_task() != self._task and leaf.gave_up is None:
-        leaf.gave_up = slot.name
-        self._given_within.append(slot)
+    if backward_task() != self._task and leaf.got_nested_gradient is None:
+        leaf.got_nested_gradient = slot.name
+        self._nested.append(slot)

@@ -249,7 +249,7 @@ def _brought_back(leaf: AwayLeaf) -> torch.Tensor:
 
 
 AwayLeaf.__torch_function__ = classmethod(_use_away_leaf)  # type: ignore[assignment]
-AwayLeaf.brought_back = staticmethod(_brought_back)  # type: ignore[method-assign]
+AwayLeaf.brought_back = staticmethod(_brought_back)
 
 
 def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -74,7 +74,7 @@ def saved_experts_of(
         if not held:
             return None
         block = slices.block_of(held[number])
-    parts = slices.parts_of(block)
+    parts = slices.slice_parts_of(block)
     index = bisect_right([part.offset for part in parts], at) - 1
     slot = block.slots[index]
     experts = {number: key[1] for number, key in held.items()}

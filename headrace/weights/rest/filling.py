@@ -16,7 +16,7 @@ from headrace.memory.pages import map_pages
 from headrace.weights.model.managed_param import Layout
 from headrace.weights.rest.reads import DiskRead, Range
 
-__all__ = ["Source", "fill", "from_files", "from_memory", "parts_of"]
+__all__ = ["Source", "fill", "from_files", "from_memory", "memory_of"]
 
 _AHEAD = 3  # grains that are read, or written, while one is put together
 # Begins to read bytes `first` to `end` of an image. The function that it returns lays them out in memory.
@@ -40,7 +40,7 @@ def from_memory(parts: Sequence[tuple[int, torch.Tensor]]) -> Source:
     return begin
 
 
-def parts_of(parameters: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> list[tuple[int, torch.Tensor]] | None:
+def memory_of(parameters: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> list[tuple[int, torch.Tensor]] | None:
     """The `parts` for `from_memory`, if all parameters lie in the block as they do in the CPU's memory; else None."""
     parts = []
     for parameter, layout in zip(parameters, layouts, strict=True):

@@ -20,7 +20,7 @@ from headrace.runtime.node import Node
 from headrace.weights.meter import Meter
 from headrace.weights.model.layout import lay_out
 from headrace.weights.model.managed_param import Layout, ManagedParam
-from headrace.weights.rest.filling import from_memory, parts_of
+from headrace.weights.rest.filling import from_memory, memory_of
 from headrace.weights.rest.materialize import Materialized
 from headrace.weights.rest.packing import PackedCopy
 from headrace.weights.rest.tiers import CheckpointRest, DiskRest, HostRest, Rest, SharedRest
@@ -141,7 +141,7 @@ class HostTiers:
         self._stores: dict[Path, DiskStore] = {}
         self.in_place = HandedOut()
         # Moves blocks to disk until host memory has room for so many bytes of what comes after the model; returns
-        # whether it has. Replaced by whoever can move blocks; until then it does nothing and returns True.
+        # whether it has. `offload()` sets it to `Room.make`, which can move blocks; until then there is room.
         self.make_room: Callable[[int], bool] = lambda nbytes: True
         if placement != Placement() and self.store is not None and materialized is None:
             self.store.check_free(placement.disk_bytes)
@@ -192,7 +192,7 @@ class HostTiers:
                 parameter.data = place
             homes.flush()
         on_disk = self._writable(name, nbytes)
-        if (parts := parts_of(parameters, layouts)) is not None:
+        if (parts := memory_of(parameters, layouts)) is not None:
             places = on_disk.places(layouts)
             on_disk.fill(from_memory(parts))
             for parameter, place in zip(parameters, places, strict=True):
