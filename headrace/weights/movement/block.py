@@ -99,7 +99,6 @@ class Block:
         )
         # Makes leaves the modules' attributes; with `adopts`, what users put in place of homes becomes the home first.
         self.bind: Callable[..., None] = self.places.bind
-        self._own_references = self._references()  # counts of references to the homes' memory while no user has any
         self._flushed = self.generation if self.rest.filled else -1  # the generation that the files hold; -1: none
         self._flushed_ranges: Sequence[Range] | None = None  # the ranges that `_flushed` is known of; None: all
         self._flush(self.generation)
@@ -243,11 +242,7 @@ class Block:
     @property
     def memory_is_kept(self) -> bool:
         """Whether a user refers to the memory in which homes lie (`kept = p.data`), so that a move frees nothing."""
-        pairs = zip(self.slots, self._references(), self._own_references, strict=True)
-        return any(slot.in_place and now > own for slot, now, own in pairs)
-
-    def _references(self) -> list[int]:
-        return [references_beside(slot.data) for slot in self.slots]
+        return any(slot.in_place and slot.memory_is_kept for slot in self.slots)
 
     @property
     def travels_in_parts(self) -> bool:

@@ -71,15 +71,13 @@ class Backward:
         self._recover = recover
         self.site: Site | None = None  # the site that backward is at
         self._bound: tuple[Block, ...] = ()  # for that site; none while the whole model is on the device, to stay
-        self._under_way: object | None = None  # a token of the outermost backward; None: none is under way
-        self._ending: Callable[[], EndOfBackward | None] = lambda: None  # None when autograd has let go
+        self._under_way: _Outermost | None = None
         self._computing_again = contextlib.ExitStack()  # until backward ends, lends leaves to what is recomputed
         # Weights with which a user's autograd Function computes now, and the Function's name.
         self._in_function: dict[ManagedParam, str] = {}
         # Gradients of rows that are not complete yet, also by autograd's number of the backward: a nested backward adds
         # up its own.
         self._of_rows: dict[tuple[ManagedParam, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._task = -1  # autograd's number of the outermost backward
         self._nested: list[ManagedParam] = []  # parameters that got gradients from nested backwards
         self.settling = threading.RLock()  # a backward that raised may end on autograd's thread, in the next pass
         self.refused = False  # whether the model has been let go of
@@ -96,7 +94,7 @@ class Backward:
     @property
     def is_held(self) -> bool:
         """Whether a backward is under way, and autograd still holds it."""
-        return self._under_way is not None and self._ending() is not None
+        return self._under_way is not None and self._under_way.end() is not None
 
     def watch_output(self, site: Site, output: Any) -> None:
         """Watches a site's output: its gradient comes before any unpack of the site, and so announces its backward.
@@ -173,28 +171,29 @@ class Backward:
                 rows, gradients = sum_of_rows(parts)
                 (self.batch_sums or self._gradients).take(slot, *gradients, rows=rows)
 
-    def begin(self) -> None:
+    def begin(self) -> "_Outermost":
         """Begins the outermost backward, unless it has begun. Nested backwards (of reentrant checkpoints) are a part of
         it, and end before it.
         """
         if self._under_way is not None:
-            return
+            return self._under_way
         self._abandon_gradients()  # left over from a backward whose end was interrupted
         self.site, self._bound = None, ()
         self._in_function.clear()
-        self._task = backward_task()
-        one = object()
+        one = _Outermost(backward_task())
         end = EndOfBackward(functools.partial(self._ended, one))
         end.queue()
-        self._under_way, self._ending = one, weakref.ref(end)
+        one.end = weakref.ref(end)
+        self._under_way = one
         self._progress.becomes(PassState.BACKWARD)
         with without_overrides():
             self._executor.begin_backward()
         self._bindings.begin()
         self._updates.changed()
         self._computing_again.enter_context(lending_leaves(self._lending))
+        return one
 
-    def _ended(self, one: object, *, completed: bool) -> None:
+    def _ended(self, one: "_Outermost", *, completed: bool) -> None:
         """A backward has returned or raised: modules get their homes back; gradients are delivered or dropped.
 
         Called by autograd: on the thread that ends the backward or, after an exception, on any thread. On a thread of
@@ -266,6 +265,14 @@ class Backward:
         self._gradients.abandon()
 
 
+class _Outermost:
+    """The outermost backward that is under way. `task`: autograd's number of it."""
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self.end: Callable[[], EndOfBackward | None] = lambda: None  # gives None when autograd has let go of the end
+
+
 @unseen
 def _reach(backward: Backward, site: Site, _gradient: torch.Tensor) -> None:
     """The hook of a site's output. Called by autograd, on the thread of the device."""
@@ -278,8 +285,7 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
     self, slot = backward(), leaf.owner()
     if self is None or slot is None or slot.on_gradient is None:  # the model was let go of
         return
-    if self._under_way is None:  # nothing announced it: a block that saves nothing is never unpacked
-        self.begin()
+    outermost = self._under_way or self.begin()  # unannounced: a block that saves nothing is never unpacked
     if slot in self._in_function:
         raise StateError(
             f"{self._in_function[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"
@@ -297,6 +303,6 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
         if gradient.requires_grad:
             refuse_graph(slot, gradient)
         (self.batch_sums or self._gradients).take(slot, gradient)
-    if backward_task() != self._task and leaf.got_nested_gradient is None:
+    if backward_task() != outermost.task and leaf.got_nested_gradient is None:
         leaf.got_nested_gradient = slot.name
         self._nested.append(slot)
