@@ -60,7 +60,9 @@ class Residency:
         self._submitted: dict[Block, int] = {}  # the numbers of copies from host memory that are under way
         self._submissions = 0
         self.next_use: NextUse = lambda _: 0.0  # the block that is needed last makes room first
-        self.intact = True  # False: an interrupt has struck during an onload or an eviction, see `mend`
+        # Onloads and evictions that have begun and not ended, also of banks; they nest. Above 0 while nothing runs: an
+        # exception, or Ctrl-C, has broken one off, and `mend` is due.
+        self.changes = 0
         self.addresses = Addresses(device)
         self.block_of = self.addresses.block_of
 
@@ -98,7 +100,7 @@ class Residency:
 
     def reserve(self, block: Block) -> None:
         """Allocates a buffer, to be filled later by `renew`. The caller has seen to it that the block fits."""
-        self.intact = False
+        self.changes += 1
         with plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
@@ -113,7 +115,7 @@ class Residency:
             except BaseException:
                 self._undo(block, buffer)
                 raise
-        self.intact = True
+        self.changes -= 1
 
     def renew(self, block: Block, *, gathered: bool = False) -> None:
         """Submits copies of what changed in the homes since the buffer was filled: of everything, if it never was.
@@ -125,14 +127,14 @@ class Residency:
         buffer = block.buffer
         if buffer is None:
             raise StateError(f"block {block.name!r} has no buffer to renew")
-        self.intact = False
+        self.changes += 1
         with plain_tensors():
             try:
                 self._submit(block, buffer, self.gathers if gathered else None)
             except BaseException:
                 self._undo(block, buffer)
                 raise
-        self.intact = True
+        self.changes -= 1
 
     def arrive(self, block: Block) -> None:
         """Compute waits for the block's last copy. Raises the error that kept a block from coming from disk."""
@@ -198,9 +200,9 @@ class Residency:
 
     def _end_packed_loads(self) -> None:
         if self.packed_loads.held_bytes:
-            self.intact = False
+            self.changes += 1
             self.take_back(self.packed_loads.close())
-            self.intact = True
+            self.changes -= 1
 
     def wait_for_consumed_reads(self) -> None:
         """The host waits until every copy that compute relies on has read its homes."""
@@ -213,7 +215,7 @@ class Residency:
 
     def evict(self, block: Block) -> None:
         """Lets go of the buffer. Whoever still refers to its memory keeps the memory, and reads the right values."""
-        self.intact = False
+        self.changes += 1
         if block.lent:
             block.take_back()
         # The memory goes back to the compute lane, so a copy into it must end before.
@@ -222,7 +224,7 @@ class Residency:
             block.keep_leaf_writes()
             block.becomes(Presence.ABSENT)
             self._let_go(block, block.buffer)
-        self.intact = True
+        self.changes -= 1
 
     def _outlive(self, block: Block) -> bool:
         """Compute waits for a copy that is no longer wanted. False: it failed, and the block is away.
@@ -339,7 +341,7 @@ class Residency:
         self._buffers.limit(self.budget_bytes)
 
     def mend(self, blocks: Iterable[Block], beside_bytes: int) -> None:
-        """Called after Ctrl-C during an eviction or an onload: makes each block wholly present or wholly absent.
+        """Called after an eviction or an onload was broken off: makes each block wholly present or wholly absent.
 
         `beside_bytes`: the bytes that banks of experts hold.
         """
@@ -369,7 +371,7 @@ class Residency:
         self._residents_bytes = sum(block.nbytes for block in held if block.index < 0)
         self.held_bytes += self.packed_loads.held_bytes + beside_bytes
         self._buffers.rebook(self.held_bytes)
-        self.intact = True
+        self.changes = 0
 
     def close(self) -> None:
         """Evicts everything, also blocks that could not come from disk."""
