@@ -232,9 +232,8 @@ class Block:
         if others:
             with without_overrides():
                 torch.autograd.graph.increment_version([slot.leaf for slot in others])
-                self.leaves.note_writes_kept()  # raising a version wrote nothing
             for slot in others:
-                slot.note_version_raised()
+                slot.kept_version += 1  # raising a version wrote nothing
 
     @property
     def memory_is_kept(self) -> bool:
