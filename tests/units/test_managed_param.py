@@ -40,7 +40,7 @@ class Waits:
 
 def was_written(block: Block) -> bool:
     """Whether a home was written to since the last device copy was made, as far as anybody has looked."""
-    return 0 <= block.last_loaded < block.written
+    return 0 <= block.last_loaded_generation < block.written_generation
 
 
 def block_of(*parameters: nn.Parameter, ledger: Ledger | None = None, param_dtype: torch.dtype | None = None) -> Block:
@@ -57,7 +57,7 @@ def loaded(block: Block) -> torch.Tensor:
     """A buffer with what the block's homes hold, made as a load makes it."""
     buffer = torch.zeros(block.nbytes, dtype=torch.uint8)
     block.buffer = buffer
-    block.loaded = -1
+    block.loaded_generation = -1
     block.leaves.point([layout.view(buffer) for layout in block.layouts])
     for destination, source in block.copies_in():
         destination.copy_(source.detach())
@@ -198,7 +198,7 @@ def test_a_changed_shape_is_refused(slot: ManagedParam) -> None:
 
 def test_an_absent_leaf_is_nan_of_the_right_shape_and_no_memory(slot: ManagedParam) -> None:
     slot.block.buffer = None
-    slot.block.loaded = -1
+    slot.block.loaded_generation = -1
     slot.block.leaves.point(None)
     assert slot.leaf.shape == (2, 3)
     with without_overrides():

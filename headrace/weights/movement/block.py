@@ -76,14 +76,13 @@ class Block:
         self.updates: list[Pending] = []  # these write the homes; whoever reads the homes waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # they are told when gradients are complete
         self.common: object = None  # the `CommonHomes` of a node whose ranks have one copy of the homes
-        self.agreed = -1  # the last generation that this rank has compared with what all ranks see
         self.order = -1  # its place in the order in which a forward needs blocks
         self.presence = Presence.ABSENT  # only `becomes` and `lost` change it
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
         self.generation = 0  # a number for what the homes held at the last look, see `look`
-        self.loaded = -1  # the generation that the device copy has; -1: there is none
-        self.last_loaded = -1  # the generation of the last device copy, which may be gone
-        self.written = 0  # the generation at which a home was last written to (handing one out does not count)
+        self.loaded_generation = -1  # that of the device copy; -1: there is none, or it cannot be known
+        self.last_loaded_generation = -1  # that of the last device copy, which may be gone
+        self.written_generation = 0  # that at which a home was last written (handing one out does not count)
         self._as_arena = -1  # the generation for which a copy of the arena alone was enough
         self._tiers = tiers
         self.manager: object = tiers  # each offloaded model has one
@@ -156,7 +155,7 @@ class Block:
             for slot, version, last_version, address, last_address in seen:
                 slot.home.follow()
                 if version != last_version:
-                    self.written = slot.generation = self.generation
+                    self.written_generation = slot.generation = self.generation
                 elif address != last_address:
                     slot.generation = self.generation
             self._versions, self._addresses = versions, addresses
@@ -174,14 +173,14 @@ class Block:
     @property
     def is_current(self) -> bool:
         """Whether there is a device copy, and it has what the homes hold."""
-        return self.look() == self.loaded
+        return self.look() == self.loaded_generation
 
     def _changed(self, slot: ManagedParam, written: bool) -> None:
         """Called when a home may have changed: it was `written`, or its memory was handed out."""
         self.generation += 1
         slot.generation = self.generation
         if written:
-            self.written = self.generation
+            self.written_generation = self.generation
         self.leaves.touched()
         if self.users:
             self.places.hide_leaves()  # a module that is asked for a leaf brings the block once more
@@ -204,10 +203,10 @@ class Block:
             self.keep_leaf_writes()  # the copies would overwrite them
         generation = self.look()
         if self._as_arena == generation and not only_changes:  # so no shape has changed either
-            self.loaded = self.last_loaded = generation
+            self.loaded_generation = self.last_loaded_generation = generation
             return [] if self.rest.memory is None else [(self.buffer, self.rest.memory)]
         self.make_homes_readable()
-        changed = [slot for slot in self.slots if slot.generation > self.loaded or slot.others_may_write]
+        changed = [slot for slot in self.slots if slot.generation > self.loaded_generation or slot.others_may_write]
         copies: list[Copy] = []
         if not only_changes or self.is_fetched or 2 * len(changed) > len(self.slots):
             if self.rest.memory is not None:
@@ -218,9 +217,9 @@ class Block:
         self.tell_autograd()
         for slot in self.slots:
             slot.loaded_token = slot.token
-        self.loaded = self.last_loaded = generation
+        self.loaded_generation = self.last_loaded_generation = generation
         if any(slot.others_may_write for slot in self.slots):
-            self.loaded = -1  # it cannot be known
+            self.loaded_generation = -1  # it cannot be known
         self._as_arena = generation if all(slot.in_place for slot in self.slots) else -1
         return copies
 
@@ -344,7 +343,7 @@ class Block:
     def spill(self, *, keeps: bool = True) -> None:
         """Moves the block to disk, from host memory or a checkpoint. Its memory is freed with its last user."""
         self.wait_until_free()
-        before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded
+        before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded_generation
         rest, keeps = self._tiers.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
         for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
             slot.move_to(place, keeps=keeps)
@@ -352,7 +351,7 @@ class Block:
         rest.take_homes(self.slots, keeps=keeps)
         self.see_homes()
         if was_loaded and keeps:
-            self.loaded = self.generation  # their values are unchanged
+            self.loaded_generation = self.generation  # their values are unchanged
         if rest.filled:
             self.note_flushed()
         if not memory_is_kept:
@@ -439,11 +438,11 @@ class Block:
 
     def _changed_alike(self, slot: ManagedParam) -> None:
         """Called when a home got what the model wrote to its leaf: the device copy is as current as it was before."""
-        was_current = self.loaded == self.generation
+        was_current = self.loaded_generation == self.generation
         self.generation += 1
         slot.generation = self.generation
         if was_current:
-            self.loaded = self.generation
+            self.loaded_generation = self.generation
 
     def _before_touch(self) -> None:
         """Called before the user gets the memory of a home, and may write to it: waits until nobody else uses it."""

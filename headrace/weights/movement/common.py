@@ -75,6 +75,7 @@ class CommonHomes:
         self._blocks = blocks
         self.passes = 0  # how many passes with gradients have begun
         self._agreements = 0
+        self._agreed: dict[Block, int] = {}  # the last generation that this rank has compared with what all ranks see
         self._places: dict[Block, int] = {}
         self._said: Counters | None = None  # for each block: whether it was written, its updates, its digest
         self._updates: dict[Block, _Updates] = {}
@@ -161,7 +162,7 @@ class CommonHomes:
     def _look(self) -> None:
         """Prepares a pass without gradients, which computes with what this rank has, whatever the others do."""
         for block in self._blocks():
-            if block.look() != block.agreed:
+            if block.look() != self._agreed.get(block):
                 written = self._is_written(block)
                 if isinstance(block.rest, SharedRest):
                     block.rest.reads_own(written)
@@ -172,7 +173,7 @@ class CommonHomes:
                     )
                 if written:
                     _renew(block)
-                block.agreed = block.look()
+                self._agreed[block] = block.look()
 
     def _check_alike(self, blocks: Sequence[Block], written: Sequence[int], said: Counters, what: str) -> None:
         """Raises StateError where ranks have written different values."""
@@ -197,7 +198,7 @@ class CommonHomes:
             self._accept(block)
 
     def _accept(self, block: Block) -> None:
-        block.agreed = block.look()
+        self._agreed[block] = block.look()
         for slot in block.slots if isinstance(block.rest, SharedRest) and block.rest.homes is not None else ():
             slot.is_cast()  # all ranks see the cast, too
 
@@ -228,7 +229,7 @@ class CommonHomes:
 
     def unwritten(self) -> list[Block]:
         """The blocks that nobody but headrace has written since the ranks last agreed."""
-        return [block for block in self._blocks() if block.look() == block.agreed]
+        return [block for block in self._blocks() if block.look() == self._agreed.get(block)]
 
     def still_unwritten(self, blocks: Iterable[Block]) -> None:
         """Called after a step: notes that its announcement alone made these blocks count as changed."""
@@ -274,7 +275,7 @@ class CommonHomes:
             for slot in block.slots:
                 slot.return_home()
         is_own = isinstance(block.rest, SharedRest) and block.rest.is_own
-        if block.look() == block.agreed and not is_own:
+        if block.look() == self._agreed.get(block) and not is_own:
             return False
         block.make_homes_readable()
         written = block.rest.is_written

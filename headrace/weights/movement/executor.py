@@ -136,13 +136,17 @@ class Executor:
 
     def _note_changes(self) -> None:
         for block in self._blocks:
-            if block.look() != block.loaded and 0 <= block.last_loaded < block.written:
+            if block.look() != block.loaded_generation and 0 <= block.last_loaded_generation < block.written_generation:
                 self._changed_now.add(block.index)
                 block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
         for block in list(self._residency.present()):
-            if block.index >= 0 and block.presence is not Presence.RESERVED and block.loaded != block.generation:
+            if (
+                block.index >= 0
+                and block.presence is not Presence.RESERVED
+                and block.loaded_generation != block.generation
+            ):
                 self.evict(block)
         gathers = self._gathers
         if gathers is not None and self._entry is None:
@@ -255,7 +259,7 @@ class Executor:
         if not self.everything_is_here:
             return False
         for block in blocks:  # noqa: SIM110  # asked at every visit
-            if block.look() != block.loaded:
+            if block.look() != block.loaded_generation:
                 return False
         return True
 
@@ -286,7 +290,7 @@ class Executor:
             self._residency.make_room(block, keep)
             self._residency.onload(block)
             self._meter.demand_onloads += late
-        elif block.look() != block.loaded:
+        elif block.look() != block.loaded_generation:
             self._meter.demand_onloads += late and block.presence is not Presence.RESERVED
             self._residency.renew(block)
 
@@ -294,7 +298,7 @@ class Executor:
         """Loads the block before it is needed, if there is room for it."""
         if block.buffer is None and (self._residency.fits(block) or self._make_way(block)):
             self._residency.reserve(block)
-        if block.buffer is not None and block.look() != block.loaded:
+        if block.buffer is not None and block.look() != block.loaded_generation:
             # `_put_off`: loads keep the order in which they are needed.
             if self._pauses or self._put_off or (block.updates and block.being_updated):
                 self._put_off[block] = None
@@ -426,7 +430,7 @@ class Executor:
         updated.
         """
         for block in blocks:
-            if block.presence is not Presence.PRESENT or block.updates or block.loaded != block.generation:
+            if block.presence is not Presence.PRESENT or block.updates or block.loaded_generation != block.generation:
                 return False
         return True
 

@@ -108,7 +108,7 @@ class Residency:
             try:
                 self.addresses.add(block, buffer)
                 block.buffer = buffer
-                block.loaded = -1
+                block.loaded_generation = -1
                 block.leaves.point(self._buffers.views(buffer, block.kind, block.layouts))
                 block.allocated = self._lanes.mark()  # the copy comes after all earlier uses of this memory
                 block.becomes(Presence.RESERVED)
@@ -240,7 +240,7 @@ class Residency:
 
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
         with plain_tensors():
-            block.loaded = -1
+            block.loaded_generation = -1
             block.leaves.point(None)
         self.addresses.remove(block)
         self.held_bytes -= block.nbytes
@@ -356,7 +356,7 @@ class Residency:
             if block.presence is not Presence.ABSENT and self.addresses.has(block):
                 held.append(block)
                 if block.presence is Presence.RESERVED:
-                    block.loaded = -1  # it counts as not loaded, whatever was being submitted
+                    block.loaded_generation = -1  # it counts as not loaded, whatever was being submitted
             elif buffer is not None or block.presence is not Presence.ABSENT:
                 self._finish_copies(block)
                 block.lost()

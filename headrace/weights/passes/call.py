@@ -228,6 +228,6 @@ class Site:
             return False
         with without_overrides():
             for block in self.blocks:
-                if block.look() != block.loaded:
+                if block.look() != block.loaded_generation:
                     return False
         return is_lending(self._lender)
