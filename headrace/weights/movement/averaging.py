@@ -202,7 +202,7 @@ class AveragedGradients(GradientFlow):
         """Compute waits for gradients that are leaving the device, but for those of the `last` newest rounds."""
         while len(self._leaving) > last:
             self._leaving[0].transfer.done_while(self._keep_up)
-            self._let_go()
+            self._release_oldest()
 
     # rounds ----------------------------------------------------------------------------------------------------------
     def _average_up_to(self, place: int) -> None:

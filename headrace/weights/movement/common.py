@@ -99,7 +99,7 @@ class CommonHomes:
             if self.node.across is not None:
                 self.node.meet(f"block {block.name!r}, as the first node has it")
             if self.node.across is not None or rest.homes is not None:
-                _renew(block)
+                _mark_changed(block)
         self._accept(block)
 
     def begin_pass(self, *, with_gradients: bool) -> None:
@@ -156,7 +156,7 @@ class CommonHomes:
             rest = blocks[index].rest
             if isinstance(rest, SharedRest):
                 rest.drop()
-            _renew(blocks[index])
+            _mark_changed(blocks[index])
         self.accept()
 
     def _look(self) -> None:
@@ -172,7 +172,7 @@ class CommonHomes:
                         " rank: ranks agree on that when a pass with gradients begins, on all of them; begin one first"
                     )
                 if written:
-                    _renew(block)
+                    _mark_changed(block)
                 self._agreed[block] = block.look()
 
     def _check_alike(self, blocks: Sequence[Block], written: Sequence[int], said: Counters, what: str) -> None:
@@ -286,7 +286,7 @@ class CommonHomes:
         return written
 
 
-def _renew(block: Block) -> None:
+def _mark_changed(block: Block) -> None:
     """Marks the homes as changed: a device copy may be from after the user's write, but of what all ranks saw then."""
     for slot in block.slots:
         slot.changed_untraced()

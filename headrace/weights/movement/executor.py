@@ -52,7 +52,9 @@ class Executor:
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
         self._changed_now: set[int] = set()  # streamed blocks whose homes changed after this cycle began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
-        self._leaving: dict[Block, None] = {}  # blocks that may go, see `_let_go`; the last one is needed last
+        self._leaving: dict[
+            Block, None
+        ] = {}  # blocks that may go, see `_follow_evictions`; the last one is needed last
         self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes, or for a pause to end
         self._pauses = 0  # how many calls of `pause` have no `resume` yet
         self._clock = 0  # visits so far
@@ -114,7 +116,7 @@ class Executor:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
             self._at_boundary = [block for block in loads if self._followed or block.index in self._changed]
-            self._let_go(step.evictions)
+            self._follow_evictions(step.evictions)
             for block in loads:
                 if block not in self._at_boundary:
                     self.prefetch(block)
@@ -153,7 +155,7 @@ class Executor:
             return  # all ranks gather the blocks that a pass with gradients begins with
         for block in self._old_residents() if renew else ():
             if not (block.being_updated or (gathers is not None and gathers.is_due(block, -1))):
-                self._residency.renew(block)  # before loads ahead: every pass begins with the residents
+                self._residency.submit_copies(block)  # before loads ahead: every pass begins with the residents
         waiting, self._at_boundary = self._at_boundary, []
         for block in waiting:
             self.prefetch(block)
@@ -212,7 +214,7 @@ class Executor:
         self._is_first = False
         step = None if self._course is None or again else self._course.advance(key)
         if step is not None and step.evictions:
-            self._let_go(step.evictions, but_not=indexes)
+            self._follow_evictions(step.evictions, but_not=indexes)
         for block in blocks:
             self.bring(block, keep=blocks)
         if self._put_off:
@@ -292,7 +294,7 @@ class Executor:
             self._meter.demand_onloads += late
         elif block.look() != block.loaded_generation:
             self._meter.demand_onloads += late and block.presence is not Presence.RESERVED
-            self._residency.renew(block)
+            self._residency.submit_copies(block)
 
     def prefetch(self, block: Block) -> None:
         """Loads the block before it is needed, if there is room for it."""
@@ -303,7 +305,7 @@ class Executor:
             if self._pauses or self._put_off or (block.updates and block.being_updated):
                 self._put_off[block] = None
             else:
-                self._residency.renew(block)
+                self._residency.submit_copies(block)
 
     @property
     def _reached(self) -> float:
@@ -329,9 +331,9 @@ class Executor:
             if is_used and block.buffer is None and self._make_way(block):
                 self._residency.reserve(block)
             if is_used and block.buffer is not None and not block.is_current:
-                self._residency.renew(block, gathered=True)
+                self._residency.submit_copies(block, gathered=True)
             else:
-                gathers.take_part(block)
+                gathers.gather_for_others(block)
 
     def _load_updated(self) -> None:
         """Submits the loads that were put off, up to the first block whose update is not done."""
@@ -350,7 +352,7 @@ class Executor:
             if not self._residency.fetch_ahead(self._blocks[index], gathered=gathered):
                 return
 
-    def _let_go(self, indexes: Iterable[int], but_not: Sequence[int] = ()) -> None:
+    def _follow_evictions(self, indexes: Iterable[int], but_not: Sequence[int] = ()) -> None:
         """Evicts blocks that the plan no longer needs, unless they are in `but_not`.
 
         The plan may give up a block only because it expects the homes to change before the next cycle. A further

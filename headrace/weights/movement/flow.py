@@ -86,7 +86,7 @@ class GradientFlow(ABC):
     def abandon(self) -> None:
         """Called when backward raised: drops what it computed, once nothing is in flight."""
         while self._leaving:
-            self._let_go()
+            self._release_oldest()
         self.ledger.add(Tier.DEVICE, PURPOSE, -self.ledger.held_bytes(Tier.DEVICE, PURPOSE))
 
     @abstractmethod
@@ -97,7 +97,7 @@ class GradientFlow(ABC):
         """The dtype that the gradient in the home has."""
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
 
-    def _let_go(self) -> None:
+    def _release_oldest(self) -> None:
         """Compute waits for the copies of the oldest gradients under way; then their device memory is free."""
         leaving = self._leaving.popleft()
         self.lanes.wait(leaving.transfer.done)

@@ -79,7 +79,7 @@ class Gradients(GradientFlow):
             elif memory.next is None and (
                 (home.grad is None and not being_updated) or slot.node_is_watched or home._backward_hooks
             ):
-                memory.renew()
+                memory.make_next()
         return missing
 
     def _make(self, wanted: list[Wanted]) -> None:
@@ -174,7 +174,7 @@ class Gradients(GradientFlow):
     def leave_block(self) -> None:
         self._submit_ready()
         while self._leaving and self._leaving[0].number < self._blocks_left:
-            self._let_go()
+            self._release_oldest()
         self._blocks_left += 1
 
     def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
@@ -238,7 +238,7 @@ class Gradients(GradientFlow):
     def _forget(self) -> None:
         """Called when backward is over: forgets what it noted, once compute has waited for what left."""
         while self._leaving:
-            self._let_go()
+            self._release_oldest()
         self._arriving, self._added, self._replaced, self._announced = {}, {}, set(), set()
 
     def _submit_ready(self) -> None:

@@ -1,4 +1,4 @@
-"""Which blocks are on the device? Onload, arrival, eviction and renewal of buffers, within the budget.
+"""Which blocks are on the device? Onload, arrival and eviction of their buffers, within the budget.
 
 The order of these operations across lanes is the subject of docs/design/ordering.md.
 """
@@ -96,10 +96,10 @@ class Residency:
     def onload(self, block: Block) -> None:
         """Allocates a buffer and submits the copy. The caller has seen to it that the block fits."""
         self.reserve(block)
-        self.renew(block)
+        self.submit_copies(block)
 
     def reserve(self, block: Block) -> None:
-        """Allocates a buffer, to be filled later by `renew`. The caller has seen to it that the block fits."""
+        """Allocates a buffer, to be filled later by `submit_copies`. The caller has seen to it that the block fits."""
         self.changes += 1
         with plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
@@ -117,7 +117,7 @@ class Residency:
                 raise
         self.changes -= 1
 
-    def renew(self, block: Block, *, gathered: bool = False) -> None:
+    def submit_copies(self, block: Block, *, gathered: bool = False) -> None:
         """Submits copies of what changed in the homes since the buffer was filled: of everything, if it never was.
 
         `gathered`: every rank copies its part of the whole block, and the devices exchange these parts.
@@ -126,7 +126,7 @@ class Residency:
             self.reserve(block)
         buffer = block.buffer
         if buffer is None:
-            raise StateError(f"block {block.name!r} has no buffer to renew")
+            raise StateError(f"block {block.name!r} has no buffer to copy into")
         self.changes += 1
         with plain_tensors():
             try:
@@ -201,7 +201,7 @@ class Residency:
     def _end_packed_loads(self) -> None:
         if self.packed_loads.held_bytes:
             self.changes += 1
-            self.take_back(self.packed_loads.close())
+            self.free(self.packed_loads.close())
             self.changes -= 1
 
     def wait_for_consumed_reads(self) -> None:
@@ -223,7 +223,7 @@ class Residency:
         if outlived and block.buffer is not None:
             block.keep_leaf_writes()
             block.becomes(Presence.ABSENT)
-            self._let_go(block, block.buffer)
+            self._free_buffer(block, block.buffer)
         self.changes -= 1
 
     def _outlive(self, block: Block) -> bool:
@@ -238,7 +238,7 @@ class Residency:
             return False
         return True
 
-    def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
+    def _free_buffer(self, block: Block, buffer: torch.Tensor) -> None:
         with plain_tensors():
             block.loaded_generation = -1
             block.leaves.point(None)
@@ -252,7 +252,7 @@ class Residency:
         """Lets go of the buffer after an error or Ctrl-C during a copy: its contents are unknown."""
         self._finish_copies(block)
         block.lost()
-        self._let_go(block, buffer)
+        self._free_buffer(block, buffer)
 
     def _finish_copies(self, block: Block) -> None:
         """The host waits until nothing is being copied into the block's buffer, whether the copies succeed or not."""
@@ -314,7 +314,7 @@ class Residency:
         self.held_bytes += nbytes
         return buffer
 
-    def take_back(self, buffer: torch.Tensor) -> None:
+    def free(self, buffer: torch.Tensor) -> None:
         """The inverse of `allot`: the caller gives up its reference."""
         self.held_bytes -= buffer.nbytes
         self._buffers.release(buffer)

@@ -146,7 +146,7 @@ class Slices:
     def _let_go(self, bank: Bank) -> None:
         if self._host_cache is not None:
             self._lanes.wait(self._host_cache.all_left())
-        self._residency.take_back(bank.buffer)
+        self._residency.free(bank.buffer)
 
     def block_of(self, key: Key) -> Block:
         """The block that an expert is of."""

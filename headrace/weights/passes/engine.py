@@ -189,7 +189,7 @@ class Engine:
         call, around = MethodCall(site, name), self._methods.get(this)
         try:
             self._methods[this] = call
-            self._take_part(call, with_gradients=torch.is_grad_enabled(), in_method=True)
+            self._enter(call, with_gradients=torch.is_grad_enabled(), in_method=True)
             call.opened()
             output = method(*args, **kwargs)
             if call.used:
@@ -409,7 +409,7 @@ class Engine:
         with_gradients = torch.is_grad_enabled() or len(self._calls) == 1  # gradients may be switched on inside
         if torch.is_grad_enabled() and self.progress.straight_for == call.thread and saving_is_left_to_autograd():
             with_gradients = False  # autograd may save weights themselves: they stay
-        self._take_part(call, with_gradients=with_gradients)
+        self._enter(call, with_gradients=with_gradients)
 
     def _visit(self, call: Call) -> None:
         """A site's call, or its recomputation, makes its blocks present until it ends."""
@@ -432,7 +432,7 @@ class Engine:
             for block in call.lent:
                 block.take_back()
 
-    def _take_part(self, call: Call, *, with_gradients: bool, in_method: bool = False) -> None:
+    def _enter(self, call: Call, *, with_gradients: bool, in_method: bool = False) -> None:
         """From now on to the end of the call, homes are lent, and autograd saves handles of weights."""
         if not is_lending(self.lending):
             lending = lending_leaves(self.lending)
