@@ -219,9 +219,9 @@ class ManagedParam:
     def cast(self) -> None:
         """Casts the home into `rest`, which nobody may be reading."""
         self.rest.copy_(self.data)
-        self.is_cast()
+        self.note_cast()
 
-    def is_cast(self) -> None:
+    def note_cast(self) -> None:
         """Notes that `rest` holds the cast of the home's present contents."""
         self._cast = self.generation
 

@@ -129,15 +129,15 @@ class Block:
         if new not in _NEXT[was]:
             raise StateError(f"block {self.name!r} is {was.name} and cannot become {new.name}")
         if new is Presence.PRESENT:  # leaves first: Ctrl-C must not leave a PRESENT block with leaves that are away
-            self.leaves.are(present=True)
+            self.leaves.set_present(present=True)
         self.presence = new
         if was is Presence.PRESENT:
-            self.leaves.are(present=False)
+            self.leaves.set_present(present=False)
 
     def lost(self) -> None:
         """Makes the block ABSENT, whatever its state: a copy was broken off."""
         self.presence = Presence.ABSENT
-        self.leaves.are(present=False)
+        self.leaves.set_present(present=False)
 
     def look(self) -> int:
         """The generation of what the homes hold now. It is a new number where a home may have changed.

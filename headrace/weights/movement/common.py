@@ -165,7 +165,7 @@ class CommonHomes:
             if block.look() != self._agreed.get(block):
                 written = self._is_written(block)
                 if isinstance(block.rest, SharedRest):
-                    block.rest.reads_own(written)
+                    block.rest.read_own(written)
                 elif written:
                     raise StateError(
                         f"block {block.name!r} is read from its checkpoint, and parameters of it were written on this"
@@ -200,7 +200,7 @@ class CommonHomes:
     def _accept(self, block: Block) -> None:
         self._agreed[block] = block.look()
         for slot in block.slots if isinstance(block.rest, SharedRest) and block.rest.homes is not None else ():
-            slot.is_cast()  # all ranks see the cast, too
+            slot.note_cast()  # all ranks see the cast, too
 
     def note_step(self, alike: Sequence[int]) -> None:
         """Notes that the ranks of this node agreed on an optimizer's step; `alike`: the values that all have."""

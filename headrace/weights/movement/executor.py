@@ -189,7 +189,7 @@ class Executor:
         self.slices.leave_host()
         self._residency.close()
 
-    def travels_whole(self, block: Block) -> None:
+    def let_travel_whole(self, block: Block) -> None:
         """Called when a block that travels in parts was needed as a whole: from now on it travels whole."""
         block.row_bytes, block.experts = 0, None
         self.shares.sort()

@@ -31,18 +31,18 @@ class Leaves:
         for compound in compounds:
             compound.make_leaf({path: by_home[id(part)] for path, part in compound.parts.items()})
 
-    def are(self, *, present: bool) -> None:
+    def set_present(self, *, present: bool) -> None:
         """Sets whether the leaves' memory is on the device. If not, using a leaf that was kept brings its block."""
         kind = Leaf if present else AwayLeaf
         for leaf in self._leaves:
             leaf.__class__ = kind
         for compound in self._compounds:
-            compound.leaf_is(present=present)
+            compound.set_leaf_present(present=present)
 
     def touched(self) -> None:
         """Called when a home was written to: using a compound's leaf then brings the block again."""
         for compound in self._compounds:
-            compound.leaf_is(present=False)
+            compound.set_leaf_present(present=False)
 
     def point(self, views: Sequence[torch.Tensor] | None) -> None:
         """Makes the leaves these views of a buffer; None: NaN of the right shape, read-only and without memory."""

@@ -88,7 +88,7 @@ class ExpertDispatch:
             found = self._of_own_module(call) if is_marked(module) else self._of_transformers(call)
         elif names is not None and not is_marked(module) and not self._gradients.trains(block):
             with without_overrides():
-                self._executor.travels_whole(block)
+                self._executor.let_travel_whole(block)
         if found is _NEEDS_ALL:
             found = self._call(site, own, args, kwargs)
             self._gradients.came_whole(block, found)

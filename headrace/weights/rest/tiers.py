@@ -175,7 +175,7 @@ class SharedRest(Rest):
         self.range_bytes = Rest.range_bytes if disk is None else disk.range_bytes
         self._view = common.own_view()
         self.common, self._own = common.tensor(0, nbytes), self._view.tensor(0, nbytes)
-        self.reads_own(False)
+        self.read_own(False)
 
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         return _carve(layouts, self._view.tensor)
@@ -227,7 +227,7 @@ class SharedRest(Rest):
         own = xxhash.xxh3_64_intdigest(self._own.numpy().data) >> 1 if len(self._own) else 0
         return own if self.homes is None else own ^ self.homes.digest()
 
-    def reads_own(self, own: bool) -> None:
+    def read_own(self, own: bool) -> None:
         """Sets whether copies to the device read this rank's own view, with what it alone has written."""
         self.is_own = own
         self.memory = self._own if own else None if self._disk is not None else self.common
@@ -242,7 +242,7 @@ class SharedRest(Rest):
     def drop(self) -> None:
         """Drops what this rank alone has written: it sees what all ranks see."""
         self._view.forget()
-        self.reads_own(False)
+        self.read_own(False)
         if self.homes is not None:
             self.homes.drop()
 
