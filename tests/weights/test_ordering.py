@@ -173,7 +173,7 @@ def test_edge_3_a_buffer_that_is_arriving_is_not_let_go(emu_device, decoder, tok
         for _ in range(3):
             decoder(tokens)
         residency, block = residencies[0], handle.settled_blocks("a look")[0]
-        for other in list(residency.present()):
+        for other in list(residency.with_buffers()):
             residency.evict(other)
         residency.onload(block)  # sent for, and let go before anybody waited
         residency.evict(block)

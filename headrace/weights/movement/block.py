@@ -36,7 +36,7 @@ _ADDRESS_OF = torch.Tensor.data_ptr
 class Presence(Enum):
     """The state of a block's device copy."""
 
-    ABSENT = auto()
+    ABSENT = auto()  # `buffer` is None exactly then, but while Residency makes or frees it
     RESERVED = auto()  # there is a buffer, but no copy into it was submitted yet
     ARRIVING = auto()  # a copy into the buffer was submitted, and compute has not waited for it
     PRESENT = auto()

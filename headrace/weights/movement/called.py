@@ -66,7 +66,7 @@ class CalledExperts:
 
     def make_room(self, block: Block, keep: Sequence[Block]) -> None:
         """Evicts other experts until there is room for `block`, but none that are in `keep` or in use."""
-        held = {one.called: one for one in self._residency.present() if one.called is not None}
+        held = {one.called: one for one in self._residency.with_buffers() if one.called is not None}
         room_bytes = self._shares.called_bytes - block.nbytes - sum(one.nbytes for one in held.values())
         stay = {one.called for one in keep if one.called is not None}
         while room_bytes < 0 and not stay.issuperset(held):

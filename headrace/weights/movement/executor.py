@@ -143,7 +143,7 @@ class Executor:
                 block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
-        for block in list(self._residency.present()):
+        for block in list(self._residency.with_buffers()):
             if (
                 block.index >= 0
                 and block.presence is not Presence.RESERVED
@@ -161,7 +161,7 @@ class Executor:
             self.prefetch(block)
 
     def _old_residents(self) -> list[Block]:
-        return [one for one in self._residency.present() if one.index < 0 and not one.is_current]
+        return [one for one in self._residency.with_buffers() if one.index < 0 and not one.is_current]
 
     def replan(self) -> None:
         """Called when the budget for blocks that come and go has changed: makes room, and drops all plans."""

@@ -85,8 +85,8 @@ class Residency:
             raise StateError("a block rests on disk, and there is no way from there")
         return self.fetching
 
-    def present(self) -> Collection[Block]:
-        """The blocks that have a buffer."""
+    def with_buffers(self) -> Collection[Block]:
+        """The blocks that have a buffer, also those that have yet to arrive in it."""
         return self.addresses.blocks()
 
     def fits(self, block: Block) -> bool:
@@ -278,7 +278,7 @@ class Residency:
             self._end_packed_loads()
         if self.fits(block):
             return
-        in_use = ", ".join(repr(other.name) for other in self.present())
+        in_use = ", ".join(repr(other.name) for other in self.with_buffers())
         whole = " as a whole, as more is done with it than looking rows up," if block.row_bytes else ""
         raise BudgetError(
             f"block {block.name!r} needs {format_bytes(block.nbytes)}{whole} while {format_bytes(self.held_bytes)} are"
@@ -295,7 +295,7 @@ class Residency:
         kept = {id(other) for other in keep}
         candidates = [
             other
-            for other in self.present()
+            for other in self.with_buffers()
             if other.index >= 0
             and (not other.users or other.may_be_taken_back)
             and id(other) not in kept
@@ -335,7 +335,7 @@ class Residency:
     def shrink(self, nbytes: int) -> None:
         """Makes the budget `nbytes` smaller, and evicts blocks that no longer fit. Not to be called during a pass."""
         self.budget_bytes -= nbytes
-        for block in [block for block in self.present() if block.index >= 0]:
+        for block in [block for block in self.with_buffers() if block.index >= 0]:
             if self.held_bytes > self.budget_bytes and not block.is_in_graph:
                 self.evict(block)
         self._buffers.limit(self.budget_bytes)
@@ -375,7 +375,7 @@ class Residency:
 
     def close(self) -> None:
         """Evicts everything, also blocks that could not come from disk."""
-        for block in list(self.present()):
+        for block in list(self.with_buffers()):
             self.evict(block)
         self._end_packed_loads()
         self._buffers.close()

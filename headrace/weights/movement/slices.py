@@ -111,7 +111,7 @@ class Slices:
 
     def has_room_for_all_of(self, block: Block) -> bool:
         """Whether all experts of the block fit beside the blocks in use."""
-        in_use = (one for one in self._residency.present() if one.users and one.index >= 0 and one is not block)
+        in_use = (one for one in self._residency.with_buffers() if one.users and one.index >= 0 and one is not block)
         return block.nbytes + sum(one.nbytes for one in in_use) <= self._residency.streaming_budget_bytes
 
     def _make_banks(self) -> None:
