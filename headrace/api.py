@@ -280,7 +280,8 @@ class Offloaded(Handle):
         streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
         residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
         for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
-            block.index, block.row_bytes, block.experts, block.called = index, part.row_bytes, part.experts, part.called
+            block.index, block.row_bytes = index, part.row_bytes
+            block.experts, block.expert_key = part.experts, part.expert_key
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)

@@ -319,7 +319,7 @@ def test_ctrl_c_as_a_block_goes_leaves_none_that_seems_present(monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Leaves, "are", interrupted)
+        patch.setattr(Leaves, "set_present", interrupted)
         with pytest.raises(KeyboardInterrupt):
             block.becomes(Presence.ABSENT)
     assert block.presence is Presence.ABSENT

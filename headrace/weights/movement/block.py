@@ -66,7 +66,7 @@ class Block:
         self.row_bytes = 0  # the size of a row, if only rows of it travel (movement/rows.py); 0: it travels whole
         self.experts: Experts | None = None  # if they travel one by one (movement/slices.py); None: it travels whole
         self.trains_whole = False  # whether its experts were used as a whole weight while they were trained
-        self.called: Key | None = None  # layer and number of an expert that is a module (movement/called.py)
+        self.expert_key: Key | None = None  # of an expert that is a module: layer, number (module_experts.py)
         self.buffer: torch.Tensor | None = None
         self.allocated: Event | None = None  # when the last user of the buffer's memory is done with it
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer

@@ -16,8 +16,8 @@ from headrace.runtime.lanes import Lanes
 from headrace.weights.meter import Meter, VisitRecord
 from headrace.weights.model.home import AliasHome
 from headrace.weights.movement.block import Block, Presence
-from headrace.weights.movement.called import CalledExperts
 from headrace.weights.movement.gathering import Gathers
+from headrace.weights.movement.module_experts import ModuleExperts
 from headrace.weights.movement.planner import Planner
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.rows import Rows
@@ -61,7 +61,7 @@ class Executor:
         self._cycle_clock = 0  # visits before the cycle under way
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
-        self._has_called = any(block.called is not None for block in self._blocks)
+        self._has_module_experts = any(block.expert_key is not None for block in self._blocks)
         quantised = any(isinstance(slot.home, AliasHome) for block in self._blocks for slot in block.slots)
         plain = self._gathers is None and not quantised
         self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
@@ -69,7 +69,7 @@ class Executor:
         residency.next_use = self._next_use
         self.shares = Shares(self._blocks, lambda: residency.streaming_budget_bytes)
         self.rows = Rows(self._blocks, self.shares, residency, lanes, meter)
-        self._called = CalledExperts(self._blocks, self.shares, residency, meter, self.evict)
+        self._module_experts = ModuleExperts(self._blocks, self.shares, residency, meter, self.evict)
         self.slices = Slices(self._blocks, self.shares, residency, lanes, meter)
         self.everything_is_here = False  # in this cycle: all blocks are current, and stay
 
@@ -198,8 +198,8 @@ class Executor:
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
         """Makes the blocks present, and does what the plan has for this visit (no plan has module experts)."""
-        if self._has_called and any(block.called for block in blocks):
-            self._visit_called(blocks, phase, name)
+        if self._has_module_experts and any(block.expert_key for block in blocks):
+            self._visit_module_experts(blocks, phase, name)
             return
         indexes = self._indexes.get(blocks)
         if indexes is None:
@@ -237,23 +237,23 @@ class Executor:
             began, held, use = self._lanes.tick(), self._meter.sample(), self._meter.lane_use
             self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.experts_bytes, held))
 
-    def _visit_called(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
+    def _visit_module_experts(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
         """Makes experts that are modules present for a visit, and in backward loads the one that is needed next."""
         self._clock += 1
-        called = [block for block in blocks if block.called is not None]
-        if len(called) < len(blocks):  # an expert shares weights with others
-            self.visit(tuple(block for block in blocks if block.called is None), phase, name)
-        for block in called:
-            self._called.note_use(block)
-            with self._called.counting():
+        experts = [block for block in blocks if block.expert_key is not None]
+        if len(experts) < len(blocks):  # an expert shares weights with others
+            self.visit(tuple(block for block in blocks if block.expert_key is None), phase, name)
+        for block in experts:
+            self._module_experts.note_use(block)
+            with self._module_experts.counting():
                 self.bring(block, blocks)
-        following = self._called.follow(called, phase, gradients_follow=self.gradients_follow)
+        following = self._module_experts.follow(experts, phase, gradients_follow=self.gradients_follow)
         if following is not None:
             if following.buffer is None:
-                self._called.make_room(following, blocks)
-            with self._called.counting():
+                self._module_experts.make_room(following, blocks)
+            with self._module_experts.counting():
                 self.prefetch(following)
-        for block in called:
+        for block in experts:
             self._residency.arrive(block)
 
     def are_here(self, blocks: Iterable[Block]) -> bool:
@@ -281,19 +281,19 @@ class Executor:
             block.wait_for_updates()
         self._put_off.pop(block, None)
         self._leaving.pop(block, None)
-        late = block.index >= 0 and block.called is None
+        counts = block.index >= 0 and block.expert_key is None
         if block.buffer is None:
             if (block.experts is not None or block.index < 0) and not self._residency.fits(block):
                 self.slices.give_way()
-            if block.called is not None:
-                self._called.make_room(block, keep)
+            if block.expert_key is not None:
+                self._module_experts.make_room(block, keep)
             if self._leaving:
                 self._make_way(block)
             self._residency.make_room(block, keep)
             self._residency.onload(block)
-            self._meter.demand_onloads += late
+            self._meter.demand_onloads += counts
         elif block.look() != block.loaded_generation:
-            self._meter.demand_onloads += late and block.presence is not Presence.RESERVED
+            self._meter.demand_onloads += counts and block.presence is not Presence.RESERVED
             self._residency.submit_copies(block)
 
     def prefetch(self, block: Block) -> None:
@@ -378,7 +378,7 @@ class Executor:
             self._residency.evict(block)
 
     def _next_use(self, block: Block) -> float:
-        if block.called is not None:
+        if block.expert_key is not None:
             return 0  # experts that are modules make room among themselves
         if self._course is not None:
             return self._course.next_use(block.index)
@@ -387,7 +387,7 @@ class Executor:
     # learning ---------------------------------------------------------------------------------------------------------
     def _open(self, entry: Entry) -> None:
         self._meter.cycle_begins()
-        self._called.begin_cycle()
+        self._module_experts.begin_cycle()
         last, self._course = self._course, None
         self._entry, self._records = entry, []
         self.take_turn(first=True, last=True)
@@ -407,7 +407,10 @@ class Executor:
             self._follow_first_rank(self._gathers, entry)
         self._drop_old_copies()
         self.everything_is_here = (
-            (not entry.gradients or (self._may_keep_weights and not self._has_called and not self.shares.in_parts))
+            (
+                not entry.gradients
+                or (self._may_keep_weights and not self._has_module_experts and not self.shares.in_parts)
+            )
             and self._course is not None
             and self._course.trace.refined
             and self.shares.beside_experts_bytes + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
@@ -479,7 +482,8 @@ class Executor:
             plan = self._planner.make(
                 trace,
                 self._changed,
-                in_parts_bytes=self.shares.called_bytes + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
+                in_parts_bytes=self.shares.module_experts_bytes
+                + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
                 rows_bytes=self.shares.rows_bytes,
             )
         trace.keep_plan(key, plan)

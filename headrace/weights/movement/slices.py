@@ -66,7 +66,7 @@ class Slices:
         if not experts:
             return 0, 0
         count = max(one.count for one in experts)
-        beside_bytes = self._shares.beside_experts_bytes + self._shares.least_called_bytes
+        beside_bytes = self._shares.beside_experts_bytes + self._shares.least_module_experts_bytes
         room = max(0, self._residency.streaming_budget_bytes - beside_bytes) // self.slot_bytes
         slots = max(min(room, sum(one.count for one in experts)), max(one.routed for one in experts))
         banks = max(1, slots // count)

@@ -156,7 +156,7 @@ class ExpertDispatch:
             for slot in slots:
                 slices.arrive(bank, slot)
             stand_ins = slices.views(block, bank, 0, span)
-            bank.called = block, tuple(slots)
+            bank.in_call = block, tuple(slots)
         for place, own_slot in enumerate(block.slots):
             stand_ins[place] = self._gradients.bank(block, own_slot, used.tolist(), slots, stand_ins[place])
         numbers = torch.tensor(slots, device="cpu")[routing.where].to(self._device, routing.dtype)
