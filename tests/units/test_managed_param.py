@@ -20,7 +20,8 @@ from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.model.places import Member, Place
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.leaves import Leaves
-from headrace.weights.rest.placement import HostTiers, Placement
+from headrace.weights.rest.placement import Placement
+from headrace.weights.rest.tiers import Tiers
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def block_of(*parameters: nn.Parameter, ledger: Ledger | None = None, param_dtyp
     """A block whose places are a list of the parameters."""
     container = list(parameters)
     members = [Member(f"p{index}", one, [Place(container, index)]) for index, one in enumerate(parameters)]
-    tiers = HostTiers(CPU, ledger or Ledger(), Meter(open_lanes(CPU)), Placement(), None)
+    tiers = Tiers(CPU, ledger or Ledger(), Meter(open_lanes(CPU)), Placement(), None)
     block = Block("block", members, CPU, tiers, param_dtype)
     block.container = container  # type: ignore[attr-defined]
     return block

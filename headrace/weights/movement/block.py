@@ -23,8 +23,8 @@ from headrace.weights.model.managed_param import Layout, ManagedParam
 from headrace.weights.model.places import Member, Places
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
 from headrace.weights.rest.fetching import Fetch, Fetching
-from headrace.weights.rest.placement import HostTiers
 from headrace.weights.rest.reads import Range
+from headrace.weights.rest.tiers import Tiers
 
 __all__ = ["Block", "BlockPart", "Presence"]
 
@@ -58,7 +58,7 @@ class Block:
         name: str,
         members: Sequence[Member],
         device: torch.device,
-        tiers: HostTiers,
+        tiers: Tiers,
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
@@ -113,7 +113,7 @@ class Block:
             ManagedParam(
                 member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch, self._before_write
             )
-            for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
+            for member, layout, rest in zip(members, layouts, self.rest.tensors(layouts), strict=True)
         ]
         for slot in self.slots:
             slot.unit = self
@@ -345,7 +345,7 @@ class Block:
         self.wait_until_free()
         before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded_generation
         rest, keeps = self._tiers.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
-        for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
+        for slot, place in zip(self.slots, rest.tensors([slot.layout for slot in self.slots]), strict=True):
             slot.move_to(place, keeps=keeps)
         self.rest, self._flushed, self._flushed_ranges = rest, -1, None
         rest.take_homes(self.slots, keeps=keeps)
@@ -446,7 +446,7 @@ class Block:
 
     def _before_touch(self) -> None:
         """Called before the user gets the memory of a home, and may write to it: waits until nobody else uses it."""
-        self._tiers.in_place.handed_out(self)
+        self._tiers.read_in_place.handed_out(self)
         self.keep_leaf_writes()
         self.wait_until_free()
         before_write(slot.home for slot in self.slots)

@@ -20,7 +20,7 @@ from headrace.runtime.node import Node
 from headrace.runtime.pending import OtherRanks
 from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block
-from headrace.weights.rest.tiers import CheckpointRest, SharedRest
+from headrace.weights.rest.rests import CheckpointRest, SharedRest
 
 __all__ = ["CommonHomes"]
 
@@ -88,17 +88,17 @@ class CommonHomes:
         block.common = self
         rest = block.rest
         if isinstance(rest, SharedRest):
-            if rest.homes is not None:
+            if rest.wide is not None:
                 rest.publish(self.node.part)  # publishes the casts that each rank has made
                 self.node.meet(f"block {block.name!r}, as it travels")
             rest.drop()
-            for shared in () if self.node.across is None else (rest, *([] if rest.homes is None else [rest.homes])):
+            for shared in () if self.node.across is None else (rest, *([] if rest.wide is None else [rest.wide])):
                 part = shared.common[self.node.part(len(shared.common))]
                 with self.node.together(f"block {block.name!r}, as the first node has it", across=True):
                     distributed.broadcast(part, group_src=0, group=self.node.across)
             if self.node.across is not None:
                 self.node.meet(f"block {block.name!r}, as the first node has it")
-            if self.node.across is not None or rest.homes is not None:
+            if self.node.across is not None or rest.wide is not None:
                 _mark_changed(block)
         self._accept(block)
 
@@ -199,7 +199,7 @@ class CommonHomes:
 
     def _accept(self, block: Block) -> None:
         self._agreed[block] = block.look()
-        for slot in block.slots if isinstance(block.rest, SharedRest) and block.rest.homes is not None else ():
+        for slot in block.slots if isinstance(block.rest, SharedRest) and block.rest.wide is not None else ():
             slot.note_cast()  # all ranks see the cast, too
 
     def note_step(self, alike: Sequence[int]) -> None:
@@ -258,14 +258,14 @@ class CommonHomes:
         if not isinstance(block, Block) or not isinstance(block.rest, SharedRest):
             raise StateError(f"parameter {slot.name!r} is not in memory that the ranks share")
         home = block.rest.place_of_home(block.slots.index(slot))
-        return block.rest.common_places([slot.layout])[0] if home is None else home
+        return block.rest.common_tensors([slot.layout])[0] if home is None else home
 
     @torch.no_grad()
     def updated(self, slots: Iterable[ManagedParam]) -> None:
         """Called when an optimizer has written these homes for all ranks: casts those that travel in another dtype."""
         for slot in slots:
             if slot.casts and isinstance(slot.unit, Block) and isinstance(slot.unit.rest, SharedRest):
-                slot.unit.rest.common_places([slot.layout])[0].copy_(self.place_of(slot))
+                slot.unit.rest.common_tensors([slot.layout])[0].copy_(self.place_of(slot))
 
     def _is_written(self, block: Block) -> bool:
         """Whether this rank's user has written to the block, as the users of all other ranks should have."""

@@ -16,7 +16,7 @@ from headrace.weights.meter import Meter
 from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.host_gradients import offsets_of
-from headrace.weights.rest.placement import HostTiers
+from headrace.weights.rest.tiers import Tiers
 
 __all__ = ["PURPOSE", "GradientFlow", "Leaving", "Wanted"]
 
@@ -39,7 +39,7 @@ class GradientFlow(ABC):
     """Moves the gradients of one model's blocks from the leaves that receive them to the homes that keep them."""
 
     def __init__(
-        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: HostTiers, grad_dtype: torch.dtype | None
+        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: Tiers, grad_dtype: torch.dtype | None
     ) -> None:
         self.lanes, self.ledger, self.meter = lanes, ledger, meter
         self._tiers = tiers

@@ -30,7 +30,7 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.flow import PURPOSE, GradientFlow, Leaving, Wanted
 from headrace.weights.movement.host_gradients import HostGradient, laid_out
 from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, remainders_of
-from headrace.weights.rest.placement import GradientMemory, HostTiers
+from headrace.weights.rest.tiers import GradientMemory, Tiers
 
 __all__ = ["Gradients", "refuse_graph", "sum_of_rows"]
 
@@ -42,7 +42,7 @@ class Gradients(GradientFlow):
     """The gradient flow of one process: each home gets its leaf's gradient, added to the one that it had."""
 
     def __init__(
-        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: HostTiers, grad_dtype: torch.dtype | None
+        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: Tiers, grad_dtype: torch.dtype | None
     ) -> None:
         super().__init__(lanes, ledger, meter, tiers, grad_dtype)
         self._memory: dict[ManagedParam, HostGradient] = {}
@@ -339,7 +339,7 @@ def refuse_graph(slot: ManagedParam, gradient: torch.Tensor) -> None:
         )
 
 
-def _more_memory(tiers: HostTiers, staging: Staging, name: str, nbytes: int) -> GradientMemory:
+def _more_memory(tiers: Tiers, staging: Staging, name: str, nbytes: int) -> GradientMemory:
     """Makes more memory for a gradient. A function, as a bound method would keep the `Gradients` alive."""
     return tiers.gradient_memory(name, nbytes, missing_bytes=staging.missing_bytes)
 

@@ -11,7 +11,7 @@ from headrace.memory.arena import aligned
 from headrace.memory.disk import Mapping
 from headrace.memory.shared import Common
 from headrace.weights.model.managed_param import ManagedParam
-from headrace.weights.rest.placement import DiskGradients, GradientMemory
+from headrace.weights.rest.tiers import DiskGradients, GradientMemory
 
 __all__ = ["HostGradient", "NodeGradients", "elements_of", "flat", "laid_out", "offsets_of", "strides_of"]
 
