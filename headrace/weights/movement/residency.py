@@ -62,7 +62,7 @@ class Residency:
         self.next_use: NextUse = lambda _: 0.0  # the block that is needed last makes room first
         # Onloads and evictions that have begun and not ended, also of banks; they nest. Above 0 while nothing runs: an
         # exception, or Ctrl-C, has broken one off, and `mend` is due.
-        self.changes = 0
+        self.changing = 0
         self.addresses = Addresses(device)
         self.block_of = self.addresses.block_of
 
@@ -100,7 +100,7 @@ class Residency:
 
     def reserve(self, block: Block) -> None:
         """Allocates a buffer, to be filled later by `submit_copies`. The caller has seen to it that the block fits."""
-        self.changes += 1
+        self.changing += 1
         with plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
@@ -115,7 +115,7 @@ class Residency:
             except BaseException:
                 self._undo(block, buffer)
                 raise
-        self.changes -= 1
+        self.changing -= 1
 
     def submit_copies(self, block: Block, *, gathered: bool = False) -> None:
         """Submits copies of what changed in the homes since the buffer was filled: of everything, if it never was.
@@ -127,14 +127,14 @@ class Residency:
         buffer = block.buffer
         if buffer is None:
             raise StateError(f"block {block.name!r} has no buffer to copy into")
-        self.changes += 1
+        self.changing += 1
         with plain_tensors():
             try:
                 self._submit(block, buffer, self.gathers if gathered else None)
             except BaseException:
                 self._undo(block, buffer)
                 raise
-        self.changes -= 1
+        self.changing -= 1
 
     def arrive(self, block: Block) -> None:
         """Compute waits for the block's last copy. Raises the error that kept a block from coming from disk."""
@@ -200,9 +200,9 @@ class Residency:
 
     def _end_packed_loads(self) -> None:
         if self.packed_loads.held_bytes:
-            self.changes += 1
+            self.changing += 1
             self.free(self.packed_loads.close())
-            self.changes -= 1
+            self.changing -= 1
 
     def wait_for_consumed_reads(self) -> None:
         """The host waits until every copy that compute relies on has read its homes."""
@@ -215,7 +215,7 @@ class Residency:
 
     def evict(self, block: Block) -> None:
         """Lets go of the buffer. Whoever still refers to its memory keeps the memory, and reads the right values."""
-        self.changes += 1
+        self.changing += 1
         if block.lent:
             block.take_back()
         # The memory goes back to the compute lane, so a copy into it must end before.
@@ -224,7 +224,7 @@ class Residency:
             block.keep_leaf_writes()
             block.becomes(Presence.ABSENT)
             self._free_buffer(block, block.buffer)
-        self.changes -= 1
+        self.changing -= 1
 
     def _outlive(self, block: Block) -> bool:
         """Compute waits for a copy that is no longer wanted. False: it failed, and the block is away.
@@ -371,7 +371,7 @@ class Residency:
         self._residents_bytes = sum(block.nbytes for block in held if block.index < 0)
         self.held_bytes += self.packed_loads.held_bytes + beside_bytes
         self._buffers.rebook(self.held_bytes)
-        self.changes = 0
+        self.changing = 0
 
     def close(self) -> None:
         """Evicts everything, also blocks that could not come from disk."""

@@ -318,7 +318,7 @@ class Engine:
                 f"{name!r} cannot be captured in a CUDA graph while its model is offloaded, because a replay would copy"
                 " weights into memory that others have by then; run it without graphs, or handle.remove() first"
             )
-        if self.progress.state not in (PassState.AT_REST, PassState.BETWEEN) or self._residency.changes:
+        if self.progress.state not in (PassState.AT_REST, PassState.BETWEEN) or self._residency.changing:
             self._recover()
         self.progress.becomes(PassState.FORWARD)
         self.progress.thread = own_thread()
