@@ -65,7 +65,8 @@ from headrace.weights.passes.steps import OptimizerSteps
 from headrace.weights.rest.budgets import Budgets
 from headrace.weights.rest.fetching import Fetching
 from headrace.weights.rest.materialize import Materialized, materialize
-from headrace.weights.rest.placement import HostTiers, Placement
+from headrace.weights.rest.placement import Placement
+from headrace.weights.rest.tiers import Tiers
 
 __all__ = ["Offloaded", "offload"]
 
@@ -208,7 +209,7 @@ class Offloaded(Handle):
             self._pace = Pace(self._lanes)
             self._meter = Meter(self._lanes, self._ledger)
             among = self._ledger, self._meter, placement, config.disk, materialized, self._node
-            self._tiers = HostTiers(config.device, *among, packed=config.packed is not False)
+            self._tiers = Tiers(config.device, *among, packed=config.packed is not False)
             undo.callback(self._tiers.close)
             undo.callback(self._release_blocks)
             self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
@@ -280,7 +281,8 @@ class Offloaded(Handle):
         streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
         residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
         for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
-            block.index, block.row_bytes, block.experts, block.called = index, part.row_bytes, part.experts, part.called
+            block.index, block.row_bytes = index, part.row_bytes
+            block.experts, block.expert_key = part.experts, part.expert_key
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)

@@ -65,7 +65,7 @@ class Calls(Participant):
         with self.calling(module, args, kwargs):
             return forward(*args, **kwargs)
 
-    def compiling(self, module: nn.Module) -> bool:
+    def stops_compiler(self, module: nn.Module) -> bool:
         """A layer may be compiled through; the model may not."""
         if module is self._model():
             torch.compiler.disable(_refuse_compilation_of_all)()  # not at import: `disable` loads the compiler

@@ -32,7 +32,7 @@ from headrace.weights.movement.flow import PURPOSE, GradientFlow, Leaving, Wante
 from headrace.weights.movement.gathering import Gathers
 from headrace.weights.movement.host_gradients import NodeGradients, elements_of
 from headrace.weights.movement.sums import DeviceSums, HostSums, Round, Sums
-from headrace.weights.rest.placement import HostTiers
+from headrace.weights.rest.tiers import Tiers
 
 __all__ = ["AveragedGradients"]
 
@@ -49,7 +49,7 @@ class AveragedGradients(GradientFlow):
         lanes: Lanes,
         ledger: Ledger,
         meter: Meter,
-        tiers: HostTiers,
+        tiers: Tiers,
         grad_dtype: torch.dtype | None,
         common: CommonHomes,
         gathers: Gathers | None,
@@ -204,7 +204,7 @@ class AveragedGradients(GradientFlow):
         """Compute waits for gradients that are leaving the device, but for those of the `last` newest rounds."""
         while len(self._leaving) > last:
             self._leaving[0].transfer.done_while(self._keep_up)
-            self._let_go()
+            self._release_oldest()
 
     # rounds ----------------------------------------------------------------------------------------------------------
     def _average_up_to(self, place: int) -> None:

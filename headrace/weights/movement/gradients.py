@@ -30,7 +30,7 @@ from headrace.weights.movement.completeness import Completeness, tell_of_failure
 from headrace.weights.movement.flow import PURPOSE, GradientFlow, Leaving, Wanted
 from headrace.weights.movement.host_gradients import HostGradient, laid_out
 from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, remainders_of
-from headrace.weights.rest.placement import GradientMemory, HostTiers
+from headrace.weights.rest.tiers import GradientMemory, Tiers
 
 __all__ = ["Gradients", "refuse_graph", "sum_of_rows"]
 
@@ -42,7 +42,7 @@ class Gradients(GradientFlow):
     """The gradient flow of one process: each home gets its leaf's gradient, added to the one that it had."""
 
     def __init__(
-        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: HostTiers, grad_dtype: torch.dtype | None
+        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: Tiers, grad_dtype: torch.dtype | None
     ) -> None:
         super().__init__(lanes, ledger, meter, tiers, grad_dtype)
         self._memory: dict[ManagedParam, HostGradient] = {}
@@ -79,7 +79,7 @@ class Gradients(GradientFlow):
             elif memory.next is None and (
                 (home.grad is None and not being_updated) or slot.node_is_watched or home._backward_hooks
             ):
-                memory.renew()
+                memory.make_next()
         return missing
 
     def _make(self, wanted: list[Wanted]) -> None:
@@ -174,7 +174,7 @@ class Gradients(GradientFlow):
     def leave_block(self) -> None:
         self._submit_ready()
         while self._leaving and self._leaving[0].number < self._blocks_passed:
-            self._let_go()
+            self._release_oldest()
         self._blocks_passed += 1
 
     def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
@@ -238,7 +238,7 @@ class Gradients(GradientFlow):
     def _forget(self) -> None:
         """Called when backward is over: forgets what it noted, once compute has waited for what left."""
         while self._leaving:
-            self._let_go()
+            self._release_oldest()
         self._targets, self._added, self._replaced, self._announced = {}, {}, set(), set()
 
     def _submit_ready(self) -> None:
@@ -341,7 +341,7 @@ def refuse_graph(slot: ManagedParam, gradient: torch.Tensor) -> None:
         )
 
 
-def _more_memory(tiers: HostTiers, staging: Staging, name: str, nbytes: int) -> GradientMemory:
+def _more_memory(tiers: Tiers, staging: Staging, name: str, nbytes: int) -> GradientMemory:
     """Makes more memory for a gradient. A function, as a bound method would keep the `Gradients` alive."""
     return tiers.gradient_memory(name, nbytes, missing_bytes=staging.missing_bytes)
 

@@ -77,5 +77,5 @@ class Planner:
             changing=changed,
             cyclic=trace.repeats,
             max_ahead=self._max_ahead,
-            by_rows=frozenset(block.index for block in self._blocks if block.travels_in_parts or block.called),
+            by_rows=frozenset(block.index for block in self._blocks if block.travels_in_parts or block.expert_key),
         )

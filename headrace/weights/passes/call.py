@@ -200,7 +200,7 @@ class Site:
         self.blocks = blocks
         self.main = main
         self._may_be_inside = bool(blocks) and not main
-        self.may_be_idle = len(blocks) == 1 and blocks[0].called is not None
+        self.may_be_idle = len(blocks) == 1 and blocks[0].expert_key is not None
         self.encloses = encloses
         self.table = table  # the table in which the module looks rows up; only its rows travel
         self.all_experts = all_experts  # for calls that need all of the module's experts, which travel one by one
@@ -233,6 +233,6 @@ class Site:
             return False
         with without_overrides():
             for block in self.blocks:
-                if block.look() != block.loaded:
+                if block.look() != block.loaded_generation:
                     return False
         return is_lending(self._lender)

@@ -189,7 +189,7 @@ class Engine:
         call, around = MethodCall(site, name), self.progress.methods.get(this)
         try:
             self.progress.methods[this] = call
-            self._take_part(call, with_gradients=torch.is_grad_enabled(), in_method=True)
+            self._enter(call, with_gradients=torch.is_grad_enabled(), in_method=True)
             call.opened()
             output = method(*args, **kwargs)
             if call.used:
@@ -323,7 +323,7 @@ class Engine:
                 f"{name!r} cannot be captured in a CUDA graph while its model is offloaded, because a replay would copy"
                 " weights into memory that others have by then; run it without graphs, or handle.remove() first"
             )
-        if self.progress.state not in (PassState.AT_REST, PassState.BETWEEN) or not self._residency.intact:
+        if self.progress.state not in (PassState.AT_REST, PassState.BETWEEN) or self._residency.changing:
             self._recover()
         self.progress.becomes(PassState.FORWARD)
         self.progress.thread = calling_thread()
@@ -420,7 +420,7 @@ class Engine:
         with_gradients = torch.is_grad_enabled() or len(self.progress.calls) == 1  # gradients may be switched on inside
         if torch.is_grad_enabled() and self.progress.straight_for == call.thread and saving_is_left_to_autograd():
             with_gradients = False  # autograd may save weights themselves: they stay
-        self._take_part(call, with_gradients=with_gradients)
+        self._enter(call, with_gradients=with_gradients)
 
     def _visit(self, call: Call) -> None:
         """A site's call, or its recomputation, makes its blocks present until it ends."""
@@ -443,7 +443,7 @@ class Engine:
             for block in call.lent:
                 block.take_back()
 
-    def _take_part(self, call: Call, *, with_gradients: bool, in_method: bool = False) -> None:
+    def _enter(self, call: Call, *, with_gradients: bool, in_method: bool = False) -> None:
         """From now on to the end of the call, homes are lent, and autograd saves handles of weights."""
         if not is_lending(self.lending):
             lending = lending_leaves(self.lending)
