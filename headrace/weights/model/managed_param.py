@@ -109,7 +109,7 @@ class ManagedParam:
         self.leaf.__class__ = AwayLeaf
         self.home: Home = as_home(parameter, self)
         self._move_in()
-        self._own_references = references_beside(self.rest) - self.in_place  # those to its place
+        self._own_references = 0  # to its place
 
     @property
     def shown(self) -> torch.Tensor:
@@ -296,7 +296,10 @@ class ManagedParam:
             if self.in_place:
                 self.home.point(rest)
             self._keep(rest)
-        self._own_references = references_beside(rest) - self.in_place
+
+    def count_references(self) -> None:
+        """Called when the place is new, and nobody else can have it: counts the references that are ours."""
+        self._own_references = references_beside(self.rest) - self.in_place
 
     def live_at(self, place: torch.Tensor, *, keeps: bool = False) -> None:
         """Makes a home that casts lie at `place` from now on; `keeps`: with its contents."""

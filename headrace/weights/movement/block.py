@@ -98,6 +98,8 @@ class Block:
         )
         # Makes leaves the modules' attributes; with `adopts`, what users put in place of homes becomes the home first.
         self.bind: Callable[..., None] = self.places.bind
+        for slot in self.slots:
+            slot.count_references()
         self._flushed = self.generation if self.rest.filled else -1  # the generation that the files hold; -1: none
         self._flushed_ranges: Sequence[Range] | None = None  # the ranges that `_flushed` is known of; None: all
         self._flush(self.generation)
@@ -252,7 +254,7 @@ class Block:
         `always`: each fetch of this block has the same ranges.
         """
         generation = self.readable_generation()
-        nbytes = self.nbytes if ranges is None else sum(nbytes for _, nbytes, _ in ranges)
+        nbytes = self.nbytes if ranges is None else sum(one.nbytes for one in ranges)
         pieces = self.rest.pieces(by.chunk_bytes, ranges)
         if ranges is None:
             pieces = self.packed.pieces(pieces, self.slots, by, generation, self.rest)
@@ -349,6 +351,8 @@ class Block:
         self.rest, self._flushed, self._flushed_ranges = rest, -1, None
         rest.take_homes(self.slots, keeps=keeps)
         self.see_homes()
+        for slot in self.slots:
+            slot.count_references()
         if was_loaded and keeps:
             self.loaded_generation = self.generation  # their values are unchanged
         if rest.filled:
@@ -525,7 +529,7 @@ class BlockPart:
     @property
     def own_bytes(self) -> int:
         """The bytes of the ranges."""
-        return sum(nbytes for _, nbytes, _ in self.ranges)
+        return sum(one.nbytes for one in self.ranges)
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,7 @@ from headrace.weights.movement.block import Block, BlockPart
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.trace import Course, VisitKey
 from headrace.weights.rest.fetching import Fetch, Fetching, Target
+from headrace.weights.rest.reads import Range
 
 __all__ = ["Agreed", "Gathered", "Gathers"]
 
@@ -190,7 +191,7 @@ class Gathers:
         length = block.nbytes // ranks // unit * unit
         own = self._node.rank * length, length
         behind = ranks * length, block.nbytes - ranks * length
-        ranges = tuple((first, nbytes, first) for first, nbytes in (own, behind) if nbytes)
+        ranges = tuple(Range(first, nbytes, first) for first, nbytes in (own, behind) if nbytes)
         return OwnPart(block, ranges, ranks * length)
 
     def gather_for_others(self, block: Block) -> None:

@@ -70,7 +70,7 @@ class Gradients(GradientFlow):
         being_updated = bool(block.updates) and block.being_updated
         for slot in block.slots:
             home = slot.home
-            if slot.node_is_watched or home._backward_hooks:
+            if slot.node_is_watched or home._backward_hooks:  # `gradient_is_watched`, without a call
                 slot.look_for_watchers()
             memory = self._memory.get(slot)
             if memory is None:
@@ -187,7 +187,7 @@ class Gradients(GradientFlow):
         seen: dict[ManagedParam, list[torch.Tensor]] = {}
         for slot in slots:
             home = slot.home
-            if slot.node_is_watched or home._backward_hooks:
+            if slot.node_is_watched or home._backward_hooks:  # `gradient_is_watched`, without a call
                 hooked[slot] = None
                 if slot in arrived:
                     seen[slot] = [arrived.pop(slot)]

@@ -289,7 +289,7 @@ class Slices:
         for part, own, place in zip(self._parts[block], block.slots, places, strict=True):
             if own.casts or own.in_place:
                 first = part.layout.offset + expert * part.nbytes
-                ranges.append((first, part.nbytes, slot * self.slot_bytes + part.offset))
+                ranges.append(Range(first, part.nbytes, slot * self.slot_bytes + part.offset))
             else:  # `p.data = t`
                 more.append((place[0], own.source[expert]))
         one = BlockPart(block, tuple(ranges))

@@ -64,14 +64,14 @@ def from_files(
 
     def begin(first: int, end: int) -> Callable[[torch.Tensor], None]:
         cut = [(max(first, place), min(end, place + nbytes)) for place, nbytes in regions]
-        ranges = [(begin, stop - begin, begin - first) for begin, stop in cut if begin < stop]
+        ranges = [Range(begin, stop - begin, begin - first) for begin, stop in cut if begin < stop]
         chunks = [(piece, free.pop() if free else _pages(most_bytes)) for piece in pieces(most_bytes, ranges)]
         reads = [(piece, chunk, piece.read(chunk)) for piece, chunk in chunks]
 
         def lay_out(image: torch.Tensor) -> None:
             for piece, chunk, reading in reads:
                 reading.synchronize()
-                for begin, nbytes, to in piece.parts:
+                for begin, nbytes, to in piece.ranges:
                     ctypes.memmove(image.data_ptr() + to, chunk.data_ptr() + begin, nbytes)
                 free.append(chunk)
 

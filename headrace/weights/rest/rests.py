@@ -129,8 +129,8 @@ class DiskRest(Rest):
         pieces = []
         for run in runs:
             nbytes = min(disk_pages(run.end), pages) - run.first
-            as_it_lies = run.parts == [(0, nbytes, run.first)]
-            pieces.append(self._piece(run.first, nbytes, () if as_it_lies else tuple(run.parts)))
+            as_it_lies = run.ranges == [(0, nbytes, run.first)]
+            pieces.append(self._piece(run.first, nbytes, () if as_it_lies else tuple(run.ranges)))
         return pieces
 
     def flush(self, ranges: Sequence[Range] | None = None) -> None:
@@ -146,16 +146,16 @@ class DiskRest(Rest):
     def flushed(self) -> bool:
         return self.filled or (self._flushing is not None and self._flushing.error is None)
 
-    def _piece(self, first: int, nbytes: int, parts: tuple[Range, ...] = ()) -> DiskRead:
+    def _piece(self, first: int, nbytes: int, ranges: tuple[Range, ...] = ()) -> DiskRead:
         def read_into(_: torch.Tensor, buffer: torch.Tensor) -> tuple[ReadEvent, Callable[[], None]] | None:
-            if parts or (buffer.data_ptr() + first) % DISK_ALIGNMENT_BYTES:
+            if ranges or (buffer.data_ptr() + first) % DISK_ALIGNMENT_BYTES:
                 return None
             return self.store.read(self.extent, buffer, first, within=slice(first, first + nbytes)), lambda: None
 
         return DiskRead(
             read=lambda chunk: self.store.read(self.extent, chunk[:nbytes], first),
             nbytes=nbytes,
-            parts=parts or ((0, nbytes, first),),
+            ranges=ranges or (Range(0, nbytes, first),),
             read_into=read_into,
         )
 
@@ -291,7 +291,7 @@ class CheckpointRest(Rest):
         wanted = []
         for name, layout in zip(self._names, self._layouts, strict=True):
             record = self._checkpoint.records[name]
-            whole = [(layout.offset, record.nbytes, layout.offset)]
+            whole = [Range(layout.offset, record.nbytes, layout.offset)]
             for first, nbytes, to in whole if ranges is None else ranges:
                 begin, end = max(first, layout.offset), min(first + nbytes, layout.offset + record.nbytes)
                 if begin < end:
@@ -306,27 +306,27 @@ class CheckpointRest(Rest):
             return self._checkpoint.read_range(run.path, run.first, [Part(chunk, 0, nbytes)], what=self._what)
 
         def read_into(chunk: torch.Tensor, buffer: torch.Tensor) -> tuple[ReadEvent, Callable[[], None]] | None:
-            memory, finish = _scattered(run.parts, nbytes, chunk, buffer)
+            memory, finish = _scattered(run.ranges, nbytes, chunk, buffer)
             if finish is None:
                 return None
             return self._checkpoint.read_range(run.path, run.first, memory, what=self._what), finish
 
-        return DiskRead(read=read, nbytes=nbytes, parts=tuple(run.parts), read_into=read_into)
+        return DiskRead(read=read, nbytes=nbytes, ranges=tuple(run.ranges), read_into=read_into)
 
 
 def _scattered(
-    parts: Sequence[tuple[int, int, int]], nbytes: int, chunk: torch.Tensor, buffer: torch.Tensor
+    ranges: Sequence[Range], nbytes: int, chunk: torch.Tensor, buffer: torch.Tensor
 ) -> tuple[list[Part], Callable[[], None] | None]:
     """The memory for a read of `nbytes`, and a function that finishes it; None for that if the chunk takes everything.
 
-    Whole pages of `parts` (see DiskRead) go to the buffer, less than a page behind their places; the function moves
+    Whole pages of `ranges` (see DiskRead) go to the buffer, less than a page behind their places; the function moves
     them there. All other bytes go to the chunk. So neighbouring reads never write the same page of the buffer.
     """
     memory: list[Part] = []
     moves: list[tuple[int, int, int]] = []  # addresses, to and from, and bytes
     at, landed = 0, False
     to, of = buffer.data_ptr(), chunk.data_ptr()
-    for begin, length, place in parts:
+    for begin, length, place in ranges:
         first = disk_pages(begin)
         where = place + first - begin
         behind = -(to + where) % DISK_ALIGNMENT_BYTES
@@ -364,7 +364,7 @@ class _Run:
     path: str
     first: int  # first byte in the file, at the start of a page
     end: int = 0
-    parts: list[tuple[int, int, int]] = field(default_factory=list)  # (in the chunk, bytes, in the block)
+    ranges: list[Range] = field(default_factory=list)  # of the chunk
 
     def reaches(self, path: str, begin: int, chunk_bytes: int) -> bool:
         """Whether the same read can also bring the range that begins at `begin` in `path`, or a part of it."""
@@ -383,7 +383,7 @@ def _runs(wanted: Iterable[tuple[str, int, int, int]], chunk_bytes: int) -> list
             run = runs[-1]
             nbytes = min(total_bytes - at, run.first + chunk_bytes - begin)
             run.end = begin + nbytes
-            run.parts.append((begin - run.first, nbytes, to + at))
+            run.ranges.append(Range(begin - run.first, nbytes, to + at))
             at += nbytes
     return runs
 
