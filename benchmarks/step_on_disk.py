@@ -32,7 +32,7 @@ import headrace
 from headrace.cli.noise import without_noise
 from headrace.config import format_bytes, parse_bytes
 from headrace.optim import elements
-from headrace.weights.rest.tiers import CheckpointRest
+from headrace.weights.rest.rests import CheckpointRest
 
 BYTES_READ, BYTES_WRITTEN = 6, 4  # for each parameter: weight, gradient and remainder; weight and remainder
 PARTS = 4  # of what the plain loop moves: the file that it writes has room for one

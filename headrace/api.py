@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from headrace import live
-from headrace.accumulating import MicroBatches
 from headrace.activation_offloading import ActivationOffloading
 from headrace.activations.calls import refuse_watched
 from headrace.activations.targets import check_targets
@@ -33,6 +32,7 @@ from headrace.config import (
 from headrace.errors import StateError
 from headrace.memory.disk import Checkpoint, StagingRing
 from headrace.memory.ledger import Ledger, Tier
+from headrace.micro_batches import MicroBatches
 from headrace.optim.optimizer import HostOptimizer
 from headrace.planning import Plan
 from headrace.report import Planned, Report, RunRecord, Stats
@@ -65,7 +65,8 @@ from headrace.weights.passes.steps import OptimizerSteps
 from headrace.weights.rest.budgets import Budgets
 from headrace.weights.rest.fetching import Fetching
 from headrace.weights.rest.materialize import Materialized, materialize
-from headrace.weights.rest.placement import HostTiers, Placement
+from headrace.weights.rest.placement import Placement
+from headrace.weights.rest.tiers import Tiers
 
 __all__ = ["Offloaded", "offload"]
 
@@ -208,7 +209,7 @@ class Offloaded(Handle):
             self._pace = Pace(self._lanes)
             self._meter = Meter(self._lanes, self._ledger)
             among = self._ledger, self._meter, placement, config.disk, materialized, self._node
-            self._tiers = HostTiers(config.device, *among, packed=config.packed is not False)
+            self._tiers = Tiers(config.device, *among, packed=config.packed is not False)
             undo.callback(self._tiers.close)
             undo.callback(self._release_blocks)
             self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
@@ -280,7 +281,8 @@ class Offloaded(Handle):
         streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
         residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
         for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
-            block.index, block.row_bytes, block.experts, block.called = index, part.row_bytes, part.experts, part.called
+            block.index, block.row_bytes = index, part.row_bytes
+            block.experts, block.expert_key = part.experts, part.expert_key
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
@@ -559,30 +561,25 @@ class Offloaded(Handle):
         """Does what `remove()` does in any state, and all of it, even if some of it fails. Raises what failed."""
         if self._attachment is None:
             return
-        with contextlib.ExitStack() as steps:  # the last one first
-            steps.callback(self._tiers.close)
-            steps.callback(self._lanes.close)
-            steps.callback(self._pace.close)
-            if self._gathers is not None:
-                steps.callback(self._gathers.close)
-            if self._fetching is not None:
-                steps.callback(self._fetching.close)
-            if self._leave_grad_scaler is not None:
-                steps.callback(self._leave_grad_scaler)
-            steps.callback(self._steps.unwatch)
-            steps.callback(live.handles.discard, self)
-            steps.callback(setattr, self, "_attachment", None)
-            steps.callback(self._attachment.detach)
-            steps.callback(self._executor.close)
-            if self.activations is not None:
-                steps.callback(self.activations.remove)
-            steps.callback(self._gradients.close)
-            steps.callback(self._engine.release_everything)
-            if is_accelerator(self._config.device):
-                steps.callback(torch.accelerator.synchronize, self._config.device)
-            for block in self._blocks():
-                steps.callback(block.wait_for_reads)
-            steps.callback(self._engine.updates.wait)
+        steps: list[Callable[[], object]] = [self._engine.updates.wait]
+        steps += [block.wait_for_reads for block in reversed(self._blocks())]
+        if is_accelerator(self._config.device):
+            steps.append(partial(torch.accelerator.synchronize, self._config.device))
+        steps += [self._engine.release_everything, self._gradients.close]
+        if self.activations is not None:
+            steps.append(self.activations.remove)
+        steps += [self._executor.close, self._attachment.detach, partial(setattr, self, "_attachment", None)]
+        steps += [partial(live.handles.discard, self), self._steps.unwatch]
+        if self._leave_grad_scaler is not None:
+            steps.append(self._leave_grad_scaler)
+        if self._fetching is not None:
+            steps.append(self._fetching.close)
+        if self._gathers is not None:
+            steps.append(self._gathers.close)
+        steps += [self._pace.close, self._lanes.close, self._tiers.close]
+        with contextlib.ExitStack() as all_of_them:
+            for step in reversed(steps):  # the stack calls the last one first
+                all_of_them.callback(step)
 
     def _block(self, name: str, members: Sequence[Member]) -> Block:
         block = Block(name, members, self._config.device, self._tiers, self._config.param_dtype)

@@ -37,7 +37,7 @@ from headrace.optim.precision import adopt_exact, take_exact
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.tensors import parameters_of
 from headrace.weights.movement.block import Block
-from headrace.weights.rest.tiers import DiskRest
+from headrace.weights.rest.rests import DiskRest
 
 __all__ = ["load"]
 

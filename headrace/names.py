@@ -17,7 +17,7 @@ from headrace.errors import (
 from headrace.integrations.diffusers import offload_pipeline
 from headrace.integrations.transformers import from_pretrained
 from headrace.loading import load
-from headrace.one_by_one import experts
+from headrace.own_experts import experts
 from headrace.planning.cost import Hardware, RunPlan
 from headrace.report import ActivationStats, Stats
 from headrace.saving import Saving, save

@@ -18,7 +18,7 @@ from headrace.activations.saving import may_save, pop_left_over
 from headrace.activations.selection import Selection
 from headrace.errors import StateError
 from headrace.runtime.autograd import NO_TASK, backward_task, in_backward
-from headrace.runtime.fibers import own_thread
+from headrace.runtime.fibers import calling_thread
 from headrace.runtime.module_calls import Participant, participant_of, take_part, withdraw
 
 __all__ = ["Calls", "refuse_watched"]
@@ -65,7 +65,7 @@ class Calls(Participant):
         with self.calling(module, args, kwargs):
             return forward(*args, **kwargs)
 
-    def compiling(self, module: nn.Module) -> bool:
+    def stops_compiler(self, module: nn.Module) -> bool:
         """A layer may be compiled through; the model may not."""
         if module is self._model():
             torch.compiler.disable(_refuse_compilation_of_all)()  # not at import: `disable` loads the compiler
@@ -98,7 +98,7 @@ class Calls(Participant):
         try:
             with self._passes.stash.lock:
                 if self._block is None:
-                    self._block, self._thread, self._task = mine, own_thread(), backward_task()
+                    self._block, self._thread, self._task = mine, calling_thread(), backward_task()
             if self._block is mine:
                 pop_left_over(self._passes.stash)
             yield
@@ -120,7 +120,7 @@ class Calls(Participant):
             yield
 
     def _is_ours(self) -> bool:
-        return self._thread == own_thread()
+        return self._thread == calling_thread()
 
     @contextlib.contextmanager
     def _inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:

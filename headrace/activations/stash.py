@@ -18,7 +18,7 @@ from headrace.config import ActivationConfig
 from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.pool import HostPool, Slab
 from headrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
-from headrace.runtime.threads import OneThread, on_own_thread
+from headrace.runtime.threads import OneThread, on_headrace_thread
 
 __all__ = ["PURPOSE", "Stash"]
 
@@ -67,7 +67,7 @@ class Stash:
         """Calls `move` now, or later if another move is under way. For destructors, which the garbage collector may run
         in the middle of a move, or on a thread that it waits for."""
         self._put_off.append(move)
-        if not on_own_thread() and self.lock.acquire(blocking=False):
+        if not on_headrace_thread() and self.lock.acquire(blocking=False):
             try:
                 if not self._moving:
                     self.guard(self.take_back)

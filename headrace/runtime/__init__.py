@@ -1,1 +1,1 @@
-"""What moves bytes, and knows nothing of models? Streams, events, copies, pinned memory."""
+"""What lies under everything else, and knows no offloaded model? Streams, events, copies, threads, ranks, autograd."""

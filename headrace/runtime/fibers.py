@@ -17,12 +17,12 @@ import torch
 from headrace.runtime.autograd import function_modes, pop_hooks, push_hooks, top_hooks
 from headrace.runtime.device import is_accelerator
 
-__all__ = ["Fiber", "own_thread"]
+__all__ = ["Fiber", "calling_thread"]
 
 _fibers = threading.local()
 
 
-def own_thread() -> int:
+def calling_thread() -> int:
     """The identifier of this thread; in a fiber, that of the thread that the fiber runs for."""
     return getattr(_fibers, "of", 0) or threading.get_ident()
 
@@ -48,7 +48,7 @@ class Fiber:
         self._random = self._random_states(number)
         self._begin = _state_of_thread(device, self._device)
         self._context = contextvars.copy_context()
-        self._of = own_thread()
+        self._of = calling_thread()
         # Turns are counted, and locks only wake a waiting thread: Ctrl-C may strike the resuming thread between any two
         # of its instructions, and to repeat one of these does no harm.
         self._given = self._taken = self._ended = 0

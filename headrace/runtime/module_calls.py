@@ -46,7 +46,7 @@ class Participant(Protocol):
     ) -> Any:
         """Called when the module is called. `forward(*args, **kwargs)` does what the call would do without us."""
 
-    def compiling(self, module: nn.Module) -> bool:
+    def stops_compiler(self, module: nn.Module) -> bool:
         """Called while PyTorch's compiler traces a call. Whether it must stop there, not trace the call without us."""
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
@@ -89,7 +89,7 @@ class _Calls:
     def _stops_compiler(self, module: nn.Module) -> bool:
         """Asks the inner participant first: where weights stop the compiler, activations need not refuse it."""
         for participant in self.participants[::-1]:  # noqa: SIM110  # the compiler follows this more easily
-            if participant.compiling(module):
+            if participant.stops_compiler(module):
                 return True
         return False
 

@@ -53,7 +53,9 @@ class Pace:
         return late, late
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
-        """As `Lanes.copy`, on a thread of headrace's. With a limit, empties `copies`, and returns when they arrived."""
+        """As `Lanes.copy`, on a thread of headrace's. With a limit, empties the list `copies` at once, and returns when
+        they have arrived.
+        """
         limit = self._limit
         if limit is None:
             return self.lanes.copy(lane, copies, after)

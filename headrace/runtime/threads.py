@@ -14,7 +14,7 @@ import torch
 
 from headrace.runtime.device import is_accelerator
 
-__all__ = ["Gate", "Job", "OneThread", "on_own_thread", "this_is_own_thread"]
+__all__ = ["Gate", "Job", "OneThread", "mark_headrace_thread", "on_headrace_thread"]
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class OneThread(ThreadPoolExecutor):
     """
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
-        super().__init__(1, thread_name_prefix=name, initializer=this_is_own_thread, initargs=(device,))
+        super().__init__(1, thread_name_prefix=name, initializer=mark_headrace_thread, initargs=(device,))
         super().submit(_nothing)
 
     def submit(self, job: Callable[..., T], /, *args: Any, **kwargs: Any) -> Job[T]:
@@ -99,14 +99,14 @@ class OneThread(ThreadPoolExecutor):
 _threads = threading.local()
 
 
-def this_is_own_thread(device: torch.device | None = None) -> None:
+def mark_headrace_thread(device: torch.device | None = None) -> None:
     """Marks the calling thread as one of headrace's, which others wait for. `device` becomes its current device."""
     _threads.is_own = True
     if device is not None and is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
 
 
-def on_own_thread() -> bool:
+def on_headrace_thread() -> bool:
     """Whether the calling thread is headrace's own: a destructor that runs there must not wait for other threads."""
     return getattr(_threads, "is_own", False)
 

@@ -25,7 +25,7 @@ class VisitRecord:
     name: str
     asked: Tick  # when compute had finished what came before
     began: Tick  # when the blocks had arrived, too
-    other_bytes: int = 0  # bytes of activations and experts, not blocks, that were ever onloaded until then
+    other_bytes_so_far: int = 0  # bytes of activations and experts, not blocks, that were ever onloaded until then
     sample: Sample | None = None  # what was held when the host came to the visit
 
 

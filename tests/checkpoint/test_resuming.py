@@ -10,7 +10,7 @@ import torch
 import headrace
 from headrace.memory.disk import Extent
 from headrace.memory.disk.checksums import Checksums
-from headrace.weights.rest.tiers import DiskRest
+from headrace.weights.rest.rests import DiskRest
 from tests.checkpoint.runs import Net, Run, run
 from tests.support.compare import assert_same
 

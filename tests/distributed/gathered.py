@@ -397,7 +397,7 @@ def reductions_are_in_flight(device: str) -> None:
 
     def lets_go(averaged: AveragedGradients) -> None:
         leaving.append(-1)
-        let_go(averaged)
+        release_oldest(averaged)
 
     def exchanges(sums: DeviceSums, given: Round, flags: torch.Tensor) -> Any:
         assert second_given.wait(20)
@@ -410,11 +410,11 @@ def reductions_are_in_flight(device: str) -> None:
         return add_up(averaged, given, met)
 
     give, exchange = DeviceSums.give, DeviceSums.exchange
-    let_go, add_up = AveragedGradients._let_go, AveragedGradients._sum
+    release_oldest, add_up = AveragedGradients._release_oldest, AveragedGradients._sum
     with (
         mock.patch.object(DeviceSums, "give", gives),
         mock.patch.object(DeviceSums, "exchange", exchanges),
-        mock.patch.object(AveragedGradients, "_let_go", lets_go),
+        mock.patch.object(AveragedGradients, "_release_oldest", lets_go),
         mock.patch.object(AveragedGradients, "_sum", adds_up),
         offloaded(model, device),
     ):

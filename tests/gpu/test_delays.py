@@ -81,7 +81,7 @@ def without_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def deliver(self: Gradients, _in_hooks: Any = None) -> None:
         self._submit_ready()
-        arrived = self._arriving
+        arrived = self._targets
         self._forget()
         for slot, gradient in arrived.items():
             slot.home.grad = gradient

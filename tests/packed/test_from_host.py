@@ -435,7 +435,7 @@ def test_after_an_interrupt_amid_the_end(device: torch.device, monkeypatch: pyte
         assert loads_of(handle).held_bytes == 0
         assert not loads_of(handle)._halves
         residency = handle._residency  # type: ignore[attr-defined]
-        assert residency.held_bytes == sum(block.nbytes for block in residency.present())
+        assert residency.held_bytes == sum(block.nbytes for block in residency.with_buffers())
         assert stats.device_peak_bytes <= BUDGET
 
 

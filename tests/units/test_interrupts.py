@@ -56,7 +56,7 @@ def steps(model: torch.nn.Module, batch: torch.Tensor) -> None:
     [
         ("copy", False),
         ("copy", True),
-        ("copies_in", True),
+        ("prepare_copies", True),
         ("_submit", True),
         ("point", False),
         ("point", True),
@@ -74,7 +74,7 @@ def test_the_next_step_is_right(
     with headrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES) as handle:
         step(model, batch).backward()
         model.zero_grad()
-        owners: dict[str, Any] = {"_submit": Residency, "copies_in": Block, "point": Leaves}
+        owners: dict[str, Any] = {"_submit": Residency, "prepare_copies": Block, "point": Leaves}
         owners["release"] = DeviceBuffers
         with monkeypatch.context() as patch:
             interrupts = Interrupts(patch, owners.get(where, type(handle._lanes)), where, at=at, after=after)

@@ -20,7 +20,8 @@ from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.model.places import Member, Place
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.leaves import Leaves
-from headrace.weights.rest.placement import HostTiers, Placement
+from headrace.weights.rest.placement import Placement
+from headrace.weights.rest.tiers import Tiers
 
 CPU = torch.device("cpu")
 
@@ -40,14 +41,14 @@ class Waits:
 
 def was_written(block: Block) -> bool:
     """Whether a home was written to since the last device copy was made, as far as anybody has looked."""
-    return 0 <= block.last_loaded < block.written
+    return 0 <= block.last_loaded_generation < block.written_generation
 
 
 def block_of(*parameters: nn.Parameter, ledger: Ledger | None = None, param_dtype: torch.dtype | None = None) -> Block:
     """A block whose places are a list of the parameters."""
     container = list(parameters)
     members = [Member(f"p{index}", one, [Place(container, index)]) for index, one in enumerate(parameters)]
-    tiers = HostTiers(CPU, ledger or Ledger(), Meter(open_lanes(CPU)), Placement(), None)
+    tiers = Tiers(CPU, ledger or Ledger(), Meter(open_lanes(CPU)), Placement(), None)
     block = Block("block", members, CPU, tiers, param_dtype)
     block.container = container  # type: ignore[attr-defined]
     return block
@@ -57,9 +58,9 @@ def loaded(block: Block) -> torch.Tensor:
     """A buffer with what the block's homes hold, made as a load makes it."""
     buffer = torch.zeros(block.nbytes, dtype=torch.uint8)
     block.buffer = buffer
-    block.loaded = -1
+    block.loaded_generation = -1
     block.leaves.point([layout.view(buffer) for layout in block.layouts])
-    for destination, source in block.copies_in():
+    for destination, source in block.prepare_copies():
         destination.copy_(source.detach())
     return buffer
 
@@ -171,11 +172,13 @@ def test_only_what_changed_is_copied_into_a_buffer_that_is_there() -> None:
     block = block_of(*parameters)
     loaded(block)
     change_in_place(parameters[2])
-    copies = block.copies_in(only_changes=True)
+    copies = block.prepare_copies(only_changes=True)
     assert [source.nbytes for _, source in copies] == [64]
     for parameter in parameters[:3]:
         change_in_place(parameter)
-    assert [source.nbytes for _, source in block.copies_in(only_changes=True)] == [block.nbytes]  # one copy for most
+    assert [source.nbytes for _, source in block.prepare_copies(only_changes=True)] == [
+        block.nbytes
+    ]  # one copy for most
 
 
 def test_a_cast_is_renewed_when_its_home_changes() -> None:
@@ -198,7 +201,7 @@ def test_a_changed_shape_is_refused(slot: ManagedParam) -> None:
 
 def test_an_absent_leaf_is_nan_of_the_right_shape_and_no_memory(slot: ManagedParam) -> None:
     slot.block.buffer = None
-    slot.block.loaded = -1
+    slot.block.loaded_generation = -1
     slot.block.leaves.point(None)
     assert slot.leaf.shape == (2, 3)
     with without_overrides():
@@ -307,7 +310,7 @@ def test_presence_changes_only_as_its_table_says(weight: nn.Parameter) -> None:
     with pytest.raises(StateError, match="ARRIVING and cannot become ABSENT"):
         block.becomes(Presence.ABSENT)
     with pytest.raises(StateError, match="has no buffer to copy into"):
-        block.copies_in()
+        block.prepare_copies()
 
 
 def test_ctrl_c_as_a_block_goes_leaves_none_that_seems_present(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +322,7 @@ def test_ctrl_c_as_a_block_goes_leaves_none_that_seems_present(monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Leaves, "are", interrupted)
+        patch.setattr(Leaves, "set_present", interrupted)
         with pytest.raises(KeyboardInterrupt):
             block.becomes(Presence.ABSENT)
     assert block.presence is Presence.ABSENT

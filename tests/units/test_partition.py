@@ -336,8 +336,10 @@ def test_experts_that_are_modules_are_called_one_by_one() -> None:
     model = Experts(layers=2, experts=3)
     model.layers[0].shared_experts = nn.ModuleList(Layer(16) for _ in range(2))  # always called
     budget_bytes = take_inventory(model).nbytes(list(take_inventory(model).members)) - 1
-    assert not any(part.called for part in cut(model, budget_bytes=budget_bytes).streamed)  # it is about to be trained
+    assert not any(
+        part.expert_key for part in cut(model, budget_bytes=budget_bytes).streamed
+    )  # it is about to be trained
     parts = cut(model.eval(), budget_bytes=budget_bytes)
-    called = {part.name: part.called for part in parts.streamed if part.called is not None}
+    called = {part.name: part.expert_key for part in parts.streamed if part.expert_key is not None}
     assert called == {f"layers.{layer}.experts.{one}": (layer, one) for layer in range(2) for one in range(3)}
-    assert not any(part.called for part in cut(model).streamed)  # all weights have room
+    assert not any(part.expert_key for part in cut(model).streamed)  # all weights have room

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from headrace.runtime.threads import OneThread, on_own_thread
+from headrace.runtime.threads import OneThread, on_headrace_thread
 from tests.support.interrupts import interrupted_at
 
 LONG_SECONDS = 20
@@ -46,5 +46,5 @@ def test_waiting() -> None:
 
 def test_threads_of_ours_know_that_they_are() -> None:
     with OneThread("test") as thread:
-        assert thread.submit(on_own_thread).result()
-    assert not on_own_thread()
+        assert thread.submit(on_headrace_thread).result()
+    assert not on_headrace_thread()

@@ -220,7 +220,7 @@ def test_from_disk(compute_device: torch.device, tmp_path: Path, way: str, train
     wanted = run(copy.deepcopy(model).to(compute_device), compute_device)
     options = {"host_memory": weight_bytes(model) * (3 if trained else 1) // 2, "disk": tmp_path}
     with headrace.offload(model, device=compute_device, device_memory=budget(model, 4), **options) as handle:
-        assert any(block.called is not None and block.is_fetched for block in handle.settled_blocks("a look"))
+        assert any(block.expert_key is not None and block.is_fetched for block in handle.settled_blocks("a look"))
         assert_same(run(model, compute_device), wanted)
         assert handle.stats().fetch_bytes > 0
         assert handle.stats().expert_bytes == handle.stats().expert_loads * one_bytes(model)

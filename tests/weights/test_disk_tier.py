@@ -19,7 +19,8 @@ from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.lanes import open_lanes
 from headrace.weights.meter import Meter
 from headrace.weights.movement.residency import Residency
-from headrace.weights.rest.placement import DiskGradients, HostTiers, Placement
+from headrace.weights.rest.placement import Placement
+from headrace.weights.rest.tiers import DiskGradients, Tiers
 from tests.support.compare import Outcome, assert_same, assert_same_gradients, assert_same_models, assert_same_weights
 from tests.support.held import weight_bytes
 from tests.support.loops import adamw, loss_of, steps
@@ -385,7 +386,7 @@ def test_parameters_of_no_bytes_are_trained_with_the_others(compute_device: torc
 def test_gradients_with_less_room_than_whole_pages_rest_on_disk(tmp_path: Path):
     device, ledger = torch.device("cpu"), Ledger(frozenset(), 24 << 10)
     meter = Meter(open_lanes(device), ledger)
-    tiers = HostTiers(device, ledger, meter, Placement(gradient_bytes=8 << 10), tmp_path)
+    tiers = Tiers(device, ledger, meter, Placement(gradient_bytes=8 << 10), tmp_path)
     ledger.add(Tier.HOST, "weights", 5 << 10)
     memory = tiers.gradient_memory("layers.0", 64)  # a page, and 16 KiB that they pass through
     assert isinstance(memory, DiskGradients)

@@ -16,7 +16,7 @@ from headrace.memory.disk import DISK_ALIGNMENT_BYTES
 from headrace.memory.ledger import Ledger
 from headrace.runtime.lanes import Copy
 from headrace.weights.rest.reads import DiskRead
-from headrace.weights.rest.tiers import _scattered
+from headrace.weights.rest.rests import _scattered
 from tests.support.compare import assert_same
 from tests.support.models import Stack
 

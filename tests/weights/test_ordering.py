@@ -173,7 +173,7 @@ def test_edge_3_a_buffer_that_is_arriving_is_not_let_go(emu_device, decoder, tok
         for _ in range(3):
             decoder(tokens)
         residency, block = residencies[0], handle.settled_blocks("a look")[0]
-        for other in list(residency.present()):
+        for other in list(residency.with_buffers()):
             residency.evict(other)
         residency.onload(block)  # sent for, and let go before anybody waited
         residency.evict(block)
@@ -192,7 +192,7 @@ def test_edge_4_offload_waits_for_the_gradient(emu_device, decoder, tokens, monk
 
 
 def test_edge_5_a_gradient_stays_until_its_copy_is_done(emu_device, decoder, tokens, monkeypatch):
-    monkeypatch.setattr(Gradients, "_let_go", lambda self: self._leaving.popleft() and None)
+    monkeypatch.setattr(Gradients, "_release_oldest", lambda self: self._leaving.popleft() and None)
     train(emu_device, decoder, tokens)
     reports = found(emu_device)
     assert "free" in reports
@@ -202,7 +202,7 @@ def test_edge_5_a_gradient_stays_until_its_copy_is_done(emu_device, decoder, tok
 def test_edge_6_backward_returns_when_gradients_are_home(emu_device, decoder, tokens, monkeypatch):
     def deliver(self: Gradients, _in_hooks: Callable[[], None]) -> None:
         self._submit_ready()
-        arrived = self._arriving
+        arrived = self._targets
         self._forget()
         for slot, gradient in arrived.items():
             slot.home.grad = gradient

@@ -18,8 +18,8 @@ from headrace.planning import Problem
 from headrace.weights.model.managed_param import Layout
 from headrace.weights.movement import planner
 from headrace.weights.movement.executor import Executor
-from headrace.weights.rest import placement
-from headrace.weights.rest.tiers import Rest
+from headrace.weights.rest.rests import Rest
+from headrace.weights.rest.tiers import Tiers
 from tests.support.compare import assert_same, assert_same_gradients
 from tests.support.held import weight_bytes
 from tests.support.models import linears
@@ -32,7 +32,7 @@ class InDict(Rest):
         self._kept = kept.setdefault(name, bytearray(nbytes))
         self.memory = torch.frombuffer(self._kept, dtype=torch.uint8)
 
-    def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    def tensors(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         regions = [torch.frombuffer(self._kept, dtype=torch.uint8, offset=layout.region[0]) for layout in layouts]
         return [layout.view(own, first_byte=layout.region[0]) for layout, own in zip(layouts, regions, strict=True)]
 
@@ -55,7 +55,7 @@ def test_a_new_place_to_rest(monkeypatch: pytest.MonkeyPatch, compute_device: to
     def rest_for(_: Any, name: str, parameters: Any, layouts: Any, nbytes: int) -> Rest:
         return InDict(kept, name, nbytes)
 
-    monkeypatch.setattr(placement.HostTiers, "rest_for", rest_for)
+    monkeypatch.setattr(Tiers, "rest_for", rest_for)
     model = linears(6, 32)
     plain = copy.deepcopy(model).to(compute_device)
     with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 3) as handle:

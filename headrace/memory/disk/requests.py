@@ -27,7 +27,7 @@ import torch
 from headrace.errors import StateError
 from headrace.memory.disk.extent import Extent
 from headrace.runtime.lanes import Event
-from headrace.runtime.threads import Gate, this_is_own_thread
+from headrace.runtime.threads import Gate, mark_headrace_thread
 
 __all__ = ["Access", "Ended", "Kind", "Request", "Requests"]
 
@@ -313,7 +313,7 @@ def _mends(request: Request, failed: Request) -> bool:
 
 def _start(target: Callable[..., None], argument: object, device: torch.device | None) -> threading.Thread:
     def run() -> None:
-        this_is_own_thread(device)
+        mark_headrace_thread(device)
         target(argument)
 
     thread = threading.Thread(target=run, name="headrace-disk", daemon=True)

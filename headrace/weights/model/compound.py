@@ -130,7 +130,7 @@ class Compound:
         if OWN_DATA in self.parts and raw_data(self.leaf).data_ptr() != raw_data(self._leaves[OWN_DATA]).data_ptr():
             self.make_leaf(self._leaves)
 
-    def leaf_is(self, *, present: bool) -> None:
+    def set_leaf_present(self, *, present: bool) -> None:
         """Sets whether the memory of its parts is on the device. If it is not, using the leaf brings it back."""
         self.leaf.__class__ = self._kind if present else self._away
         for view in self._kept_views():

@@ -8,7 +8,7 @@ object and taken off again, so optimizers and ties that refer to the object stay
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -240,15 +240,16 @@ class Leaf(PlainCopies, nn.Parameter):
 
     handed_out: bool
     owner: "weakref.ref[Any]"  # the ManagedParam, whose `home` is the home of this leaf
-    gave_up: str | None = None  # the parameter's name, once a backward within a backward had a gradient for it
+    got_nested_gradient: str | None = None  # the parameter's name, once a nested backward had a gradient for it
 
     @property
     def grad(self) -> torch.Tensor | None:
-        function = None if self.gave_up is None else running_node()
+        function = None if self.got_nested_gradient is None else running_node()
         if isinstance(function, FunctionNode):
             raise StateError(
-                f"{function.name()} calls backward() for parameter {self.gave_up!r} and reads its `.grad`: that"
-                " gradient leaves the device; use torch.autograd.grad(output, [..., weight]) there, and return that"
+                f"{function.name()} calls backward() for parameter {self.got_nested_gradient!r} and reads its"
+                " `.grad`: that gradient leaves the device; use torch.autograd.grad(output, [..., weight]) there, and"
+                " return that"
             )
         return grad_of.__get__(self)  # type: ignore[no-any-return]
 
@@ -283,17 +284,13 @@ class AwayLeaf(Leaf):
     brought back, at other times the home is used (weights/passes/parameter_access.py).
     """
 
-    @staticmethod
-    def brought_back(leaf: "AwayLeaf") -> torch.Tensor:
-        """The leaf, once it is present, during a pass; the home otherwise.
-
-        This version always returns the home: weights/passes/parameter_access.py, which can lend leaves, replaces it.
-        """
-        return home_of(leaf)
+    # The leaf, once it is present, during a pass; the home otherwise. Set by weights/passes/parameter_access.py, which
+    # can lend leaves.
+    brought_back: "ClassVar[Callable[[AwayLeaf], torch.Tensor]]"
 
     @property
     def data(self) -> torch.Tensor:
-        return self.brought_back(self).data
+        return AwayLeaf.brought_back(self).data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

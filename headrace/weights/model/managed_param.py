@@ -61,9 +61,10 @@ class Layout:
 class ManagedParam:
     """One managed parameter.
 
-    `home` is the user's own Parameter, on the host; `leaf` is the Parameter that autograd sees, on the device. Both
-    live as long as the model is offloaded. `rest` is the slot's place in the block's arena. The home's data lies there,
-    unless the user re-pointed it (`p.data = t`), shared it with other processes, or it travels in another dtype.
+    `home` is the user's own Parameter, on the host, until `adopt` makes another one the home. `leaf` is the Parameter
+    that autograd sees, on the device, as long as the model is offloaded. `rest` is the slot's place in the block's
+    arena. The home's data lies there, unless the user re-pointed it (`p.data = t`), shared it with other processes, or
+    it travels in another dtype.
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class ManagedParam:
         )
         self.leaf.handed_out = False
         self.leaf.owner = weakref.ref(self)
-        self._leaf_version = self.leaf._version
+        self.kept_version = self.leaf._version  # the leaf's version when the home last had all that was written to it
         self.leaf.point(absent)
         self.leaf.__class__ = AwayLeaf
         self.home: Home = as_home(parameter, self)
         self._move_in()
-        self._own_references = references_beside(self.rest) - self.in_place  # those to its place
+        self._own_references = 0  # to its place
 
     @property
     def shown(self) -> torch.Tensor:
@@ -139,10 +140,6 @@ class ManagedParam:
     def is_old_on_device(self) -> bool:
         """Whether the home's contents have changed since the last device copy was made, as far as autograd notices."""
         return self.loaded_token is not _NEVER and self.loaded_token != self.token
-
-    def note_version_raised(self) -> None:
-        """Accounts for a leaf's version that headrace raised by one without a write to the leaf."""
-        self._leaf_version += 1
 
     @property
     def others_may_write(self) -> bool:
@@ -184,7 +181,7 @@ class ManagedParam:
     @property
     def leaf_may_be_written(self) -> bool:
         """Whether the model may have written to the leaf since its writes were last kept."""
-        return self.leaf._version != self._leaf_version or self.leaf.handed_out
+        return self.leaf._version != self.kept_version or self.leaf.handed_out
 
     def keep_leaf_writes(self, buffer: torch.Tensor) -> bool:
         """Copies to the home what the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`).
@@ -193,9 +190,9 @@ class ManagedParam:
         after the device copy was made: the home is newer then.
         """
         touched = type(self.leaf) is AwayLeaf
-        if not self.leaf_may_be_written or (touched and self.leaf._version == self._leaf_version):
+        if not self.leaf_may_be_written or (touched and self.leaf._version == self.kept_version):
             return False
-        self._leaf_version = self.leaf._version
+        self.kept_version = self.leaf._version
         written = raw_data(self.leaf)
         self.check_shape(written)
         self.keep(self.data, written)  # leaves no trace in the home's version: the device copy is current
@@ -223,9 +220,9 @@ class ManagedParam:
     def cast(self) -> None:
         """Casts the home into `rest`, which nobody may be reading."""
         self.rest.copy_(self.data)
-        self.is_cast()
+        self.note_cast()
 
-    def is_cast(self) -> None:
+    def note_cast(self) -> None:
         """Notes that `rest` holds the cast of the home's present contents."""
         self._cast = self.generation
 
@@ -299,7 +296,10 @@ class ManagedParam:
             if self.in_place:
                 self.home.point(rest)
             self._keep(rest)
-        self._own_references = references_beside(rest) - self.in_place
+
+    def count_references(self) -> None:
+        """Called when the place is new, and nobody else can have it: counts the references that are ours."""
+        self._own_references = references_beside(self.rest) - self.in_place
 
     def live_at(self, place: torch.Tensor, *, keeps: bool = False) -> None:
         """Makes a home that casts lie at `place` from now on; `keeps`: with its contents."""

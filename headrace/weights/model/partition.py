@@ -34,7 +34,7 @@ class Part:
     sites: list[nn.Module]
     row_bytes: int = 0  # bytes of one row of an embedding table that travels by rows; 0: it travels whole
     experts: Experts | None = None  # the experts that travel one by one; None: it travels whole
-    called: Key | None = None  # (layer, number) of an expert that is a module and comes when it is called
+    expert_key: Key | None = None  # (layer, number) of an expert that is a module and comes when it is called
 
     def least_bytes(self, inventory: Inventory) -> int:
         """The least device memory that it needs while it computes."""
@@ -145,7 +145,7 @@ class _Cutter:
         for module, name in self._inventory.names.items():
             if lists_experts(module, name, by_name=not self._model.training):  # training calls most experts
                 for number, expert in enumerate(module.children()):
-                    self._add_part(expert, called=(layers, number))
+                    self._add_part(expert, expert_key=(layers, number))
                 layers += 1
             experts = experts_of(module, self._inventory)
             if experts is not None and self._untaken(self._inventory.below(module)) == self._inventory.below(module):
@@ -248,11 +248,11 @@ class _Cutter:
         return module
 
     # bookkeeping ------------------------------------------------------------------------------------------------------
-    def _add_part(self, module: nn.Module, experts: Experts | None = None, called: Key | None = None) -> None:
+    def _add_part(self, module: nn.Module, experts: Experts | None = None, expert_key: Key | None = None) -> None:
         keys = self._take(self._inventory.below(module))
         if keys:
             sites = list(_elements([module]))
-            self._parts.append(Part(self._inventory.names[module], keys, sites, experts=experts, called=called))
+            self._parts.append(Part(self._inventory.names[module], keys, sites, experts=experts, expert_key=expert_key))
 
     def _take(self, keys: Iterable[int]) -> list[int]:
         taken = self._untaken(list(dict.fromkeys(keys)))
@@ -281,7 +281,7 @@ def _merged(parts: list[Part], nbytes: Callable[[list[int]], int], limit_bytes: 
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None
-        alone = any(one.row_bytes or one.experts or one.called for one in (last, part) if one is not None)
+        alone = any(one.row_bytes or one.experts or one.expert_key for one in (last, part) if one is not None)
         if last is not None and not alone and nbytes(last.keys) + nbytes(part.keys) <= limit_bytes:
             merged[-1] = Part(
                 f"{last.name.split(' to ')[0]} to {part.name}", last.keys + part.keys, last.sites + part.sites

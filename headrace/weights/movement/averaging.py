@@ -26,13 +26,13 @@ from headrace.runtime.threads import Job, OneThread
 from headrace.weights.meter import Meter
 from headrace.weights.model.accumulation import late_hooks
 from headrace.weights.model.managed_param import ManagedParam
-from headrace.weights.movement.block import Block
+from headrace.weights.movement.block import Block, block_of
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.flow import PURPOSE, GradientFlow, Leaving, Wanted
 from headrace.weights.movement.gathering import Gathers
 from headrace.weights.movement.host_gradients import NodeGradients, elements_of
 from headrace.weights.movement.sums import DeviceSums, HostSums, Round, Sums
-from headrace.weights.rest.placement import HostTiers
+from headrace.weights.rest.tiers import Tiers
 
 __all__ = ["AveragedGradients"]
 
@@ -49,7 +49,7 @@ class AveragedGradients(GradientFlow):
         lanes: Lanes,
         ledger: Ledger,
         meter: Meter,
-        tiers: HostTiers,
+        tiers: Tiers,
         grad_dtype: torch.dtype | None,
         common: CommonHomes,
         gathers: Gathers | None,
@@ -119,27 +119,29 @@ class AveragedGradients(GradientFlow):
     def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Takes one gradient, of all rows: with several ranks, tables and experts travel whole."""
         (gradient,) = gradients
-        if not isinstance(slot.unit, Block):
-            return
+        block = block_of(slot)
         if gradient.layout != torch.strided:
             raise LayoutError(
                 f"parameter {slot.name!r} has a sparse gradient (nn.Embedding(sparse=True)), which ranks cannot"
                 " average; make it a dense one: sparse=False"
             )
-        _refuse_hooks(slot.unit)  # hooks that were registered since forward
+        _refuse_hooks(block)  # hooks that were registered since forward
         if not self.synchronises:
             self._keep(self._of_this_backward, slot, gradient)
-        elif self._places[slot.unit] < self._next:
+        elif self._places[block] < self._next:
             self._keep(self._late, slot, gradient)
         else:
-            held = self._open.setdefault(slot.unit, {})
+            held = self._open.setdefault(block, {})
             if slot not in held:
                 self.ledger.add(Tier.DEVICE, PURPOSE, gradient.nbytes)
             held[slot] = held[slot] + gradient if slot in held else gradient
 
     def leave_block(self) -> None:
-        """Called when backward goes on to another block: begins the rounds of those before. Where devices add up, the
-        gradients of two blocks may be leaving at once, and the host waits for no rank less than two rounds behind.
+        """Called when backward goes on to another block: begins the rounds of those before. Compute first waits for the
+        gradients of earlier rounds.
+
+        Where devices add up, a round's gradients leave only when all ranks have given theirs, and the host waits for
+        that. So the last round may go on leaving: the host waits only for ranks that are two rounds behind.
         """
         self._wait_for_all_but(self._sums.in_flight - 1)
         streamed = [self._places[block] for block in self._open if block.index >= 0]
@@ -202,7 +204,7 @@ class AveragedGradients(GradientFlow):
         """Compute waits for gradients that are leaving the device, but for those of the `last` newest rounds."""
         while len(self._leaving) > last:
             self._leaving[0].transfer.done_while(self._keep_up)
-            self._let_go()
+            self._release_oldest()
 
     # rounds ----------------------------------------------------------------------------------------------------------
     def _average_up_to(self, place: int) -> None:

@@ -70,7 +70,7 @@ class Bank(ExpertSlots):
         super().__init__(buffer, slot_bytes, layers)
         self.layers = layers
         self.arriving: dict[int, Arrival] = {}  # by slot
-        self.called: tuple[Block, tuple[int, ...]] | None = None  # the block and the experts of the call under way
+        self.in_call: tuple[Block, tuple[int, ...]] | None = None  # the block and the experts of the call under way
         self.passing = False  # whether that call uses nearly all experts of the block
 
     def slot_for(self, layer: int, kept: Collection[Key]) -> int:

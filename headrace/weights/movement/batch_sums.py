@@ -10,7 +10,7 @@ from headrace.memory.arena import Arena, whole_pages
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.lanes import Event, Lane, Transfer
 from headrace.weights.model.managed_param import ManagedParam
-from headrace.weights.movement.block import Block
+from headrace.weights.movement.block import block_of
 from headrace.weights.movement.flow import PURPOSE
 from headrace.weights.movement.gradients import Gradients, sum_of_rows
 
@@ -125,7 +125,7 @@ def bytes_apart(uses: Mapping[ManagedParam, int], count: int) -> int:
 
 
 def _is_table(slot: ManagedParam) -> bool:
-    return isinstance(slot.unit, Block) and slot.unit.row_bytes > 0
+    return block_of(slot).row_bytes > 0
 
 
 def _nbytes(slot: ManagedParam) -> int:

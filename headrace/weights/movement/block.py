@@ -19,14 +19,14 @@ from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from headrace.runtime.pending import LostUpdate, Pending, Watcher
 from headrace.weights.model.experts import Experts
 from headrace.weights.model.layout import lay_out
-from headrace.weights.model.managed_param import Layout, ManagedParam
+from headrace.weights.model.managed_param import REMOVED, Layout, ManagedParam
 from headrace.weights.model.places import Member, Places
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
 from headrace.weights.rest.fetching import Fetch, Fetching
-from headrace.weights.rest.placement import HostTiers
 from headrace.weights.rest.reads import Range
+from headrace.weights.rest.tiers import Tiers
 
-__all__ = ["Block", "BlockPart", "Presence"]
+__all__ = ["Block", "BlockPart", "Presence", "block_of"]
 
 _KINDS: dict[tuple[Layout, ...], int] = {}  # a number for each layout: blocks of one kind have the same layout
 _VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -36,7 +36,7 @@ _ADDRESS_OF = torch.Tensor.data_ptr
 class Presence(Enum):
     """The state of a block's device copy."""
 
-    ABSENT = auto()
+    ABSENT = auto()  # `buffer` is None exactly then, but while Residency makes or frees it
     RESERVED = auto()  # there is a buffer, but no copy into it was submitted yet
     ARRIVING = auto()  # a copy into the buffer was submitted, and compute has not waited for it
     PRESENT = auto()
@@ -58,15 +58,16 @@ class Block:
         name: str,
         members: Sequence[Member],
         device: torch.device,
-        tiers: HostTiers,
+        tiers: Tiers,
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
+        # How it travels: `offload()` sets `index`, `row_bytes`, `experts` and `expert_key` of blocks that stream.
         self.index = -1  # its number among the blocks that stream; -1: it is resident
         self.row_bytes = 0  # the size of a row, if only rows of it travel (movement/rows.py); 0: it travels whole
         self.experts: Experts | None = None  # if they travel one by one (movement/slices.py); None: it travels whole
         self.trains_whole = False  # whether its experts were used as a whole weight while they were trained
-        self.called: Key | None = None  # layer and number of an expert that is a module (movement/called.py)
+        self.expert_key: Key | None = None  # of an expert that is a module: layer, number (module_experts.py)
         self.buffer: torch.Tensor | None = None
         self.allocated: Event | None = None  # when the last user of the buffer's memory is done with it
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
@@ -76,14 +77,13 @@ class Block:
         self.updates: list[Pending] = []  # these write the homes; whoever reads the homes waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # they are told when gradients are complete
         self.common: object = None  # the `CommonHomes` of a node whose ranks have one copy of the homes
-        self.agreed = -1  # the last generation that this rank has compared with what all ranks see
         self.order = -1  # its place in the order in which a forward needs blocks
         self.presence = Presence.ABSENT  # only `becomes` and `lost` change it
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
         self.generation = 0  # a number for what the homes held at the last look, see `look`
-        self.loaded = -1  # the generation that the device copy has; -1: there is none
-        self.last_loaded = -1  # the generation of the last device copy, which may be gone
-        self.written = 0  # the generation at which a home was last written to (handing one out does not count)
+        self.loaded_generation = -1  # that of the device copy; -1: there is none, or it cannot be known
+        self.last_loaded_generation = -1  # that of the last device copy, which may be gone
+        self.written_generation = 0  # that at which a home was last written (handing one out does not count)
         self._as_arena = -1  # the generation for which a copy of the arena alone was enough
         self._tiers = tiers
         self.manager: object = tiers  # each offloaded model has one
@@ -98,7 +98,8 @@ class Block:
         )
         # Makes leaves the modules' attributes; with `adopts`, what users put in place of homes becomes the home first.
         self.bind: Callable[..., None] = self.places.bind
-        self._own_references = self._references()  # counts of references to the homes' memory while no user has any
+        for slot in self.slots:
+            slot.count_references()
         self._flushed = self.generation if self.rest.filled else -1  # the generation that the files hold; -1: none
         self._flushed_ranges: Sequence[Range] | None = None  # the ranges that `_flushed` is known of; None: all
         self._flush(self.generation)
@@ -114,7 +115,7 @@ class Block:
             ManagedParam(
                 member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch, self._before_write
             )
-            for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
+            for member, layout, rest in zip(members, layouts, self.rest.tensors(layouts), strict=True)
         ]
         for slot in self.slots:
             slot.unit = self
@@ -130,15 +131,15 @@ class Block:
         if new not in _NEXT[was]:
             raise StateError(f"block {self.name!r} is {was.name} and cannot become {new.name}")
         if new is Presence.PRESENT:  # leaves first: Ctrl-C must not leave a PRESENT block with leaves that are away
-            self.leaves.are(present=True)
+            self.leaves.set_present(present=True)
         self.presence = new
         if was is Presence.PRESENT:
-            self.leaves.are(present=False)
+            self.leaves.set_present(present=False)
 
     def lost(self) -> None:
         """Makes the block ABSENT, whatever its state: a copy was broken off."""
         self.presence = Presence.ABSENT
-        self.leaves.are(present=False)
+        self.leaves.set_present(present=False)
 
     def look(self) -> int:
         """The generation of what the homes hold now. It is a new number where a home may have changed.
@@ -156,7 +157,7 @@ class Block:
             for slot, version, last_version, address, last_address in seen:
                 slot.home.follow()
                 if version != last_version:
-                    self.written = slot.generation = self.generation
+                    self.written_generation = slot.generation = self.generation
                 elif address != last_address:
                     slot.generation = self.generation
             self._versions, self._addresses = versions, addresses
@@ -173,15 +174,15 @@ class Block:
 
     @property
     def is_current(self) -> bool:
-        """Whether there is a device copy, and it has what the homes hold."""
-        return self.look() == self.loaded
+        """Whether there is a device copy, and it has what the homes hold. Looks at the homes now (`look`)."""
+        return self.look() == self.loaded_generation
 
     def _changed(self, slot: ManagedParam, written: bool) -> None:
         """Called when a home may have changed: it was `written`, or its memory was handed out."""
         self.generation += 1
         slot.generation = self.generation
         if written:
-            self.written = self.generation
+            self.written_generation = self.generation
         self.leaves.touched()
         if self.users:
             self.places.hide_leaves()  # a module that is asked for a leaf brings the block once more
@@ -189,12 +190,15 @@ class Block:
             self._homes = [one.shown for one in self.slots]
 
     # bytes ------------------------------------------------------------------------------------------------------------
-    def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
-        """The copies from host memory that bring the buffer up to what the homes hold.
+    def prepare_copies(self, *, only_changes: bool = False) -> list[Copy]:
+        """Prepares the homes to be read, and returns the copies from host memory that bring the buffer up to them.
 
-        These are the whole arena, and then the homes that the user re-pointed. With `only_changes`, the buffer holds an
-        older state: only the parameters that changed are copied, unless most have. A block on disk is fetched whole, so
-        that only its re-pointed homes are copied.
+        Notes the copies as made: the caller submits them at once or, where that fails, gives up the buffer
+        (`Residency._undo`).
+
+        The copies are the whole arena, and then the homes that the user re-pointed. With `only_changes`, the buffer
+        holds an older state: only the parameters that changed are copied, unless most have. A block on disk is fetched
+        whole, so that only its re-pointed homes are copied.
         """
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")
@@ -204,10 +208,10 @@ class Block:
             self.keep_leaf_writes()  # the copies would overwrite them
         generation = self.look()
         if self._as_arena == generation and not only_changes:  # so no shape has changed either
-            self.loaded = self.last_loaded = generation
+            self.loaded_generation = self.last_loaded_generation = generation
             return [] if self.rest.memory is None else [(self.buffer, self.rest.memory)]
         self.make_homes_readable()
-        changed = [slot for slot in self.slots if slot.generation > self.loaded or slot.others_may_write]
+        changed = [slot for slot in self.slots if slot.generation > self.loaded_generation or slot.others_may_write]
         copies: list[Copy] = []
         if not only_changes or self.is_fetched or 2 * len(changed) > len(self.slots):
             if self.rest.memory is not None:
@@ -218,9 +222,9 @@ class Block:
         self.tell_autograd()
         for slot in self.slots:
             slot.loaded_token = slot.token
-        self.loaded = self.last_loaded = generation
+        self.loaded_generation = self.last_loaded_generation = generation
         if any(slot.others_may_write for slot in self.slots):
-            self.loaded = -1  # it cannot be known
+            self.loaded_generation = -1  # it cannot be known
         self._as_arena = generation if all(slot.in_place for slot in self.slots) else -1
         return copies
 
@@ -232,18 +236,13 @@ class Block:
         if others:
             with without_overrides():
                 torch.autograd.graph.increment_version([slot.leaf for slot in others])
-                self.leaves.note_writes_kept()  # raising a version wrote nothing
             for slot in others:
-                slot.note_version_raised()
+                slot.kept_version += 1  # raising a version wrote nothing
 
     @property
     def memory_is_kept(self) -> bool:
         """Whether a user refers to the memory in which homes lie (`kept = p.data`), so that a move frees nothing."""
-        pairs = zip(self.slots, self._references(), self._own_references, strict=True)
-        return any(slot.in_place and now > own for slot, now, own in pairs)
-
-    def _references(self) -> list[int]:
-        return [references_beside(slot.data) for slot in self.slots]
+        return any(slot.in_place and slot.memory_is_kept for slot in self.slots)
 
     @property
     def travels_in_parts(self) -> bool:
@@ -255,7 +254,7 @@ class Block:
         `always`: each fetch of this block has the same ranges.
         """
         generation = self.readable_generation()
-        nbytes = self.nbytes if ranges is None else sum(nbytes for _, nbytes, _ in ranges)
+        nbytes = self.nbytes if ranges is None else sum(one.nbytes for one in ranges)
         pieces = self.rest.pieces(by.chunk_bytes, ranges)
         if ranges is None:
             pieces = self.packed.pieces(pieces, self.slots, by, generation, self.rest)
@@ -269,7 +268,7 @@ class Block:
         self._last_read = done
 
     def wait_for_reads(self) -> None:
-        """The host waits until no copy reads the homes."""
+        """The host waits until no copy reads the homes. A fetch that nobody has asked for is withdrawn."""
         if self._last_read is not None:
             self._last_read.synchronize()
             self._last_read = None
@@ -345,15 +344,17 @@ class Block:
     def spill(self, *, keeps: bool = True) -> None:
         """Moves the block to disk, from host memory or a checkpoint. Its memory is freed with its last user."""
         self.wait_until_free()
-        before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded
+        before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded_generation
         rest, keeps = self._tiers.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
-        for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
+        for slot, place in zip(self.slots, rest.tensors([slot.layout for slot in self.slots]), strict=True):
             slot.move_to(place, keeps=keeps)
         self.rest, self._flushed, self._flushed_ranges = rest, -1, None
         rest.take_homes(self.slots, keeps=keeps)
         self.see_homes()
+        for slot in self.slots:
+            slot.count_references()
         if was_loaded and keeps:
-            self.loaded = self.generation  # their values are unchanged
+            self.loaded_generation = self.generation  # their values are unchanged
         if rest.filled:
             self.note_flushed()
         if not memory_is_kept:
@@ -407,7 +408,7 @@ class Block:
 
     @property
     def in_files(self) -> bool:
-        """Whether the files hold what the homes hold."""
+        """Whether the files hold what the homes hold. Looks at the homes now (`look`)."""
         return self.rest.has_own_files and self._flushed == self.look() and self.rest.flushed
 
     def note_flushed(self) -> None:
@@ -440,15 +441,15 @@ class Block:
 
     def _changed_alike(self, slot: ManagedParam) -> None:
         """Called when a home got what the model wrote to its leaf: the device copy is as current as it was before."""
-        was_current = self.loaded == self.generation
+        was_current = self.loaded_generation == self.generation
         self.generation += 1
         slot.generation = self.generation
         if was_current:
-            self.loaded = self.generation
+            self.loaded_generation = self.generation
 
     def _before_touch(self) -> None:
         """Called before the user gets the memory of a home, and may write to it: waits until nobody else uses it."""
-        self._tiers.in_place.handed_out(self)
+        self._tiers.read_in_place.handed_out(self)
         self.keep_leaf_writes()
         self.wait_until_free()
         before_write(slot.home for slot in self.slots)
@@ -472,7 +473,9 @@ class Block:
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether a backward has yet to use leaves themselves, which autograd saved in a pass without visits."""
+        """Whether a backward has yet to use leaves themselves, which autograd saved in a pass without visits. Clears
+        `may_be_saved` where none has.
+        """
         if self.may_be_saved:
             self.may_be_saved = self.buffer is not None and self.leaves.are_saved()
         return self.may_be_saved
@@ -501,6 +504,13 @@ class Block:
             compound.release()
 
 
+def block_of(slot: ManagedParam) -> Block:
+    """The block that a parameter travels in. Raises StateError after the model was let go of."""
+    if not isinstance(slot.unit, Block):
+        raise StateError(REMOVED)
+    return slot.unit
+
+
 def _flush(block: "weakref.ref[Block]", generation: int, ranges: Sequence[Range] | None) -> None:
     """Calls `Block._flush` on the thread that reads a fetch, which must not keep the model alive."""
     present = block()
@@ -519,7 +529,7 @@ class BlockPart:
     @property
     def own_bytes(self) -> int:
         """The bytes of the ranges."""
-        return sum(nbytes for _, nbytes, _ in self.ranges)
+        return sum(one.nbytes for one in self.ranges)
 
     @property
     def nbytes(self) -> int:

@@ -19,8 +19,8 @@ from headrace.runtime.counters import Counters
 from headrace.runtime.node import Node
 from headrace.runtime.pending import OtherRanks
 from headrace.weights.model.managed_param import ManagedParam
-from headrace.weights.movement.block import Block
-from headrace.weights.rest.tiers import CheckpointRest, SharedRest
+from headrace.weights.movement.block import Block, block_of
+from headrace.weights.rest.rests import CheckpointRest, SharedRest
 
 __all__ = ["CommonHomes"]
 
@@ -75,6 +75,7 @@ class CommonHomes:
         self._blocks = blocks
         self.passes = 0  # how many passes with gradients have begun
         self._agreements = 0
+        self._agreed: dict[Block, int] = {}  # the last generation that this rank has compared with what all ranks see
         self._places: dict[Block, int] = {}
         self._said: Counters | None = None  # for each block: whether it was written, its updates, its digest
         self._updates: dict[Block, _Updates] = {}
@@ -87,18 +88,18 @@ class CommonHomes:
         block.common = self
         rest = block.rest
         if isinstance(rest, SharedRest):
-            if rest.homes is not None:
+            if rest.wide is not None:
                 rest.publish(self.node.part)  # publishes the casts that each rank has made
                 self.node.meet(f"block {block.name!r}, as it travels")
             rest.drop()
-            for shared in () if self.node.across is None else (rest, *([] if rest.homes is None else [rest.homes])):
+            for shared in () if self.node.across is None else (rest, *([] if rest.wide is None else [rest.wide])):
                 part = shared.common[self.node.part(len(shared.common))]
                 with self.node.together(f"block {block.name!r}, as the first node has it", across=True):
                     distributed.broadcast(part, group_src=0, group=self.node.across)
             if self.node.across is not None:
                 self.node.meet(f"block {block.name!r}, as the first node has it")
-            if self.node.across is not None or rest.homes is not None:
-                _renew(block)
+            if self.node.across is not None or rest.wide is not None:
+                _mark_changed(block)
         self._accept(block)
 
     def begin_pass(self, *, with_gradients: bool) -> None:
@@ -155,24 +156,24 @@ class CommonHomes:
             rest = blocks[index].rest
             if isinstance(rest, SharedRest):
                 rest.drop()
-            _renew(blocks[index])
+            _mark_changed(blocks[index])
         self.accept()
 
     def _look(self) -> None:
         """Prepares a pass without gradients, which computes with what this rank has, whatever the others do."""
         for block in self._blocks():
-            if block.look() != block.agreed:
+            if block.look() != self._agreed.get(block):
                 written = self._is_written(block)
                 if isinstance(block.rest, SharedRest):
-                    block.rest.reads_own(written)
+                    block.rest.read_own(written)
                 elif written:
                     raise StateError(
                         f"block {block.name!r} is read from its checkpoint, and parameters of it were written on this"
                         " rank: ranks agree on that when a pass with gradients begins, on all of them; begin one first"
                     )
                 if written:
-                    _renew(block)
-                block.agreed = block.look()
+                    _mark_changed(block)
+                self._agreed[block] = block.look()
 
     def _check_alike(self, blocks: Sequence[Block], written: Sequence[int], said: Counters, what: str) -> None:
         """Raises StateError where ranks have written different values."""
@@ -197,9 +198,9 @@ class CommonHomes:
             self._accept(block)
 
     def _accept(self, block: Block) -> None:
-        block.agreed = block.look()
-        for slot in block.slots if isinstance(block.rest, SharedRest) and block.rest.homes is not None else ():
-            slot.is_cast()  # all ranks see the cast, too
+        self._agreed[block] = block.look()
+        for slot in block.slots if isinstance(block.rest, SharedRest) and block.rest.wide is not None else ():
+            slot.note_cast()  # all ranks see the cast, too
 
     def note_step(self, alike: Sequence[int]) -> None:
         """Notes that the ranks of this node agreed on an optimizer's step; `alike`: the values that all have."""
@@ -228,7 +229,7 @@ class CommonHomes:
 
     def unwritten(self) -> list[Block]:
         """The blocks that nobody but headrace has written since the ranks last agreed."""
-        return [block for block in self._blocks() if block.look() == block.agreed]
+        return [block for block in self._blocks() if block.look() == self._agreed.get(block)]
 
     def still_unwritten(self, blocks: Iterable[Block]) -> None:
         """Called after a step: notes that its announcement alone made these blocks count as changed."""
@@ -253,18 +254,19 @@ class CommonHomes:
 
     def place_of(self, slot: ManagedParam) -> torch.Tensor:
         """The memory of a home as all ranks see it, in the home's shape."""
-        block = slot.unit
-        if not isinstance(block, Block) or not isinstance(block.rest, SharedRest):
+        block = block_of(slot)
+        if not isinstance(block.rest, SharedRest):
             raise StateError(f"parameter {slot.name!r} is not in memory that the ranks share")
         home = block.rest.place_of_home(block.slots.index(slot))
-        return block.rest.common_places([slot.layout])[0] if home is None else home
+        return block.rest.common_tensors([slot.layout])[0] if home is None else home
 
     @torch.no_grad()
     def updated(self, slots: Iterable[ManagedParam]) -> None:
         """Called when an optimizer has written these homes for all ranks: casts those that travel in another dtype."""
         for slot in slots:
-            if slot.casts and isinstance(slot.unit, Block) and isinstance(slot.unit.rest, SharedRest):
-                slot.unit.rest.common_places([slot.layout])[0].copy_(self.place_of(slot))
+            rest = block_of(slot).rest if slot.casts else None
+            if isinstance(rest, SharedRest):
+                rest.common_tensors([slot.layout])[0].copy_(self.place_of(slot))
 
     def _is_written(self, block: Block) -> bool:
         """Whether this rank's user has written to the block, as the users of all other ranks should have."""
@@ -274,7 +276,7 @@ class CommonHomes:
             for slot in block.slots:
                 slot.return_home()
         is_own = isinstance(block.rest, SharedRest) and block.rest.is_own
-        if block.look() == block.agreed and not is_own:
+        if block.look() == self._agreed.get(block) and not is_own:
             return False
         block.make_homes_readable()
         written = block.rest.is_written
@@ -285,7 +287,7 @@ class CommonHomes:
         return written
 
 
-def _renew(block: Block) -> None:
+def _mark_changed(block: Block) -> None:
     """Marks the homes as changed: a device copy may be from after the user's write, but of what all ranks saw then."""
     for slot in block.slots:
         slot.changed_untraced()

@@ -1,8 +1,9 @@
 """When do blocks come and go? When the plan for the expected trace says so; blocks that it lacks come on demand.
 
 The first cycle of its kind is recorded while blocks come on demand. From its trace, sizes, measured speeds and the
-budget the planner makes a plan; the executor walks it without deciding. Where a cycle strays from the trace, blocks are
-loaded on demand, the one that is needed again last makes room, and the trace is learned anew.
+budget the planner makes a plan, and the executor walks it. One thing it decides itself: a block that the plan gives up
+only because an update is expected stays until the update comes, or others need its room. Where a cycle strays from the
+trace, blocks are loaded on demand, the one that is needed again last makes room, and the trace is learned anew.
 """
 
 import itertools
@@ -16,8 +17,8 @@ from headrace.runtime.lanes import Lanes
 from headrace.weights.meter import Meter, VisitRecord
 from headrace.weights.model.home import AliasHome
 from headrace.weights.movement.block import Block, Presence
-from headrace.weights.movement.called import CalledExperts
 from headrace.weights.movement.gathering import Gathers
+from headrace.weights.movement.module_experts import ModuleExperts
 from headrace.weights.movement.planner import Planner
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.rows import Rows
@@ -52,14 +53,16 @@ class Executor:
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
         self._changed_now: set[int] = set()  # streamed blocks whose homes changed after this cycle began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
-        self._leaving: dict[Block, None] = {}  # blocks that may go, see `_let_go`; the last one is needed last
+        self._leaving: dict[
+            Block, None
+        ] = {}  # blocks that may go, see `_follow_evictions`; the last one is needed last
         self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes, or for a pause to end
         self._pauses = 0  # how many calls of `pause` have no `resume` yet
         self._clock = 0  # visits so far
         self._cycle_clock = 0  # visits before the cycle under way
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
-        self._has_called = any(block.called is not None for block in self._blocks)
+        self._has_module_experts = any(block.expert_key is not None for block in self._blocks)
         quantised = any(isinstance(slot.home, AliasHome) for block in self._blocks for slot in block.slots)
         plain = self._gathers is None and not quantised
         self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
@@ -67,7 +70,7 @@ class Executor:
         residency.next_use = self._next_use
         self.shares = Shares(self._blocks, lambda: residency.streaming_budget_bytes)
         self.rows = Rows(self._blocks, self.shares, residency, lanes, meter)
-        self._called = CalledExperts(self._blocks, self.shares, residency, meter, self.evict)
+        self._module_experts = ModuleExperts(self._blocks, self.shares, residency, meter, self.evict)
         self.slices = Slices(self._blocks, self.shares, residency, lanes, meter)
         self.everything_is_here = False  # in this cycle: all blocks are current, and stay
 
@@ -84,9 +87,11 @@ class Executor:
         return self._entry is not None and self._entry.gradients
 
     def take_turn(self, *, first: bool, last: bool) -> None:
-        """Called when another of several micro-batches computes. They make the same visits in turn, and then the trace
-        goes on. Visits of the `last` one advance the plan, so that nothing goes while others need it; so does the next
-        visit of the `first` one, so that the loads behind it begin early.
+        """Called when another of several micro-batches computes; one that is alone is the `first` and the `last`.
+
+        They make the same visits in turn, and each visit is recorded, and advances the plan, once for all of them: the
+        next one when the `first` makes it, so that the loads behind it begin early; those after it in the same turn
+        when the `last` makes them, so that nothing goes while others need it.
         """
         self._is_first, self._is_last = first, last
 
@@ -114,7 +119,7 @@ class Executor:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
             self._at_boundary = [block for block in loads if self._followed or block.index in self._changed]
-            self._let_go(step.evictions)
+            self._follow_evictions(step.evictions)
             for block in loads:
                 if block not in self._at_boundary:
                     self.prefetch(block)
@@ -136,26 +141,30 @@ class Executor:
 
     def _note_changes(self) -> None:
         for block in self._blocks:
-            if block.look() != block.loaded and 0 <= block.last_loaded < block.written:
+            if block.look() != block.loaded_generation and 0 <= block.last_loaded_generation < block.written_generation:
                 self._changed_now.add(block.index)
                 block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
-        for block in list(self._residency.present()):
-            if block.index >= 0 and block.presence is not Presence.RESERVED and block.loaded != block.generation:
+        for block in list(self._residency.with_buffers()):
+            if (
+                block.index >= 0
+                and block.presence is not Presence.RESERVED
+                and block.loaded_generation != block.generation
+            ):
                 self.evict(block)
         gathers = self._gathers
         if gathers is not None and self._entry is None:
             return  # all ranks gather the blocks that a pass with gradients begins with
         for block in self._old_residents() if renew else ():
             if not (block.being_updated or (gathers is not None and gathers.is_due(block, -1))):
-                self._residency.renew(block)  # before loads ahead: every pass begins with the residents
+                self._residency.submit_copies(block)  # before loads ahead: every pass begins with the residents
         waiting, self._at_boundary = self._at_boundary, []
         for block in waiting:
             self.prefetch(block)
 
     def _old_residents(self) -> list[Block]:
-        return [one for one in self._residency.present() if one.index < 0 and not one.is_current]
+        return [one for one in self._residency.with_buffers() if one.index < 0 and not one.is_current]
 
     def replan(self) -> None:
         """Called when the budget for blocks that come and go has changed: makes room, and drops all plans."""
@@ -183,7 +192,7 @@ class Executor:
         self.slices.leave_host()
         self._residency.close()
 
-    def travels_whole(self, block: Block) -> None:
+    def let_travel_whole(self, block: Block) -> None:
         """Called when a block that travels in parts was needed as a whole: from now on it travels whole."""
         block.row_bytes, block.experts = 0, None
         self.shares.sort()
@@ -192,8 +201,8 @@ class Executor:
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
         """Makes the blocks present, and does what the plan has for this visit (no plan has module experts)."""
-        if self._has_called and any(block.called for block in blocks):
-            self._visit_called(blocks, phase, name)
+        if self._has_module_experts and any(block.expert_key for block in blocks):
+            self._visit_module_experts(blocks, phase, name)
             return
         indexes = self._indexes.get(blocks)
         if indexes is None:
@@ -203,12 +212,12 @@ class Executor:
             return
         key: VisitKey = (indexes, phase)
         asked = self._lanes.tick()
-        again = bool(self._records) and self._records[-1].phase is phase and self._records[-1].blocks == indexes
-        again |= not (self._is_first or self._is_last)
+        was_recorded = bool(self._records) and self._records[-1].phase is phase and self._records[-1].blocks == indexes
+        was_recorded |= not (self._is_first or self._is_last)  # or it will be, by the last micro-batch
         self._is_first = False
-        step = None if self._course is None or again else self._course.advance(key)
+        step = None if self._course is None or was_recorded else self._course.advance(key)
         if step is not None and step.evictions:
-            self._let_go(step.evictions, but_not=indexes)
+            self._follow_evictions(step.evictions, but_not=indexes)
         for block in blocks:
             self.bring(block, keep=blocks)
         if self._put_off:
@@ -227,27 +236,28 @@ class Executor:
                 block.order = len(self._records)
             self._last_used[block] = self._clock
         self._clock += 1
-        if not again and len(self._records) < _MOST_RECORDED_VISITS:
+        if not was_recorded and len(self._records) < _MOST_RECORDED_VISITS:
             began, held, use = self._lanes.tick(), self._meter.sample(), self._meter.lane_use
-            self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.parts_bytes, held))
+            so_far = use.activations_bytes + use.parts_bytes  # `unplanned_bytes`, without a call
+            self._records.append(VisitRecord(*key, name, asked, began, so_far, held))
 
-    def _visit_called(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
+    def _visit_module_experts(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
         """Makes experts that are modules present for a visit, and in backward loads the one that is needed next."""
         self._clock += 1
-        called = [block for block in blocks if block.called is not None]
-        if len(called) < len(blocks):  # an expert shares weights with others
-            self.visit(tuple(block for block in blocks if block.called is None), phase, name)
-        for block in called:
-            self._called.note_use(block)
-            with self._called.counting():
+        experts = [block for block in blocks if block.expert_key is not None]
+        if len(experts) < len(blocks):  # an expert shares weights with others
+            self.visit(tuple(block for block in blocks if block.expert_key is None), phase, name)
+        for block in experts:
+            self._module_experts.note_use(block)
+            with self._module_experts.counting():
                 self.bring(block, blocks)
-        following = self._called.follow(called, phase, gradients_follow=self.gradients_follow)
+        following = self._module_experts.follow(experts, phase, gradients_follow=self.gradients_follow)
         if following is not None:
             if following.buffer is None:
-                self._called.make_room(following, blocks)
-            with self._called.counting():
+                self._module_experts.make_room(following, blocks)
+            with self._module_experts.counting():
                 self.prefetch(following)
-        for block in called:
+        for block in experts:
             self._residency.arrive(block)
 
     def are_here(self, blocks: Iterable[Block]) -> bool:
@@ -255,7 +265,7 @@ class Executor:
         if not self.everything_is_here:
             return False
         for block in blocks:  # noqa: SIM110  # asked at every visit
-            if block.look() != block.loaded:
+            if block.look() != block.loaded_generation:
                 return False
         return True
 
@@ -275,31 +285,31 @@ class Executor:
             block.wait_for_updates()
         self._put_off.pop(block, None)
         self._leaving.pop(block, None)
-        late = block.index >= 0 and block.called is None
+        counts = block.index >= 0 and block.expert_key is None
         if block.buffer is None:
             if (block.experts is not None or block.index < 0) and not self._residency.fits(block):
                 self.slices.give_way()
-            if block.called is not None:
-                self._called.make_room(block, keep)
+            if block.expert_key is not None:
+                self._module_experts.make_room(block, keep)
             if self._leaving:
                 self._make_way(block)
             self._residency.make_room(block, keep)
             self._residency.onload(block)
-            self._meter.demand_onloads += late
-        elif block.look() != block.loaded:
-            self._meter.demand_onloads += late and block.presence is not Presence.RESERVED
-            self._residency.renew(block)
+            self._meter.demand_onloads += counts
+        elif block.look() != block.loaded_generation:
+            self._meter.demand_onloads += counts and block.presence is not Presence.RESERVED
+            self._residency.submit_copies(block)
 
     def prefetch(self, block: Block) -> None:
         """Loads the block before it is needed, if there is room for it."""
         if block.buffer is None and (self._residency.fits(block) or self._make_way(block)):
             self._residency.reserve(block)
-        if block.buffer is not None and block.look() != block.loaded:
+        if block.buffer is not None and block.look() != block.loaded_generation:
             # `_put_off`: loads keep the order in which they are needed.
             if self._pauses or self._put_off or (block.updates and block.being_updated):
                 self._put_off[block] = None
             else:
-                self._residency.renew(block)
+                self._residency.submit_copies(block)
 
     @property
     def _reached(self) -> float:
@@ -325,9 +335,9 @@ class Executor:
             if is_used and block.buffer is None and self._make_way(block):
                 self._residency.reserve(block)
             if is_used and block.buffer is not None and not block.is_current:
-                self._residency.renew(block, gathered=True)
+                self._residency.submit_copies(block, gathered=True)
             else:
-                gathers.take_part(block)
+                gathers.gather_for_others(block)
 
     def _load_updated(self) -> None:
         """Submits the loads that were put off, up to the first block whose update is not done."""
@@ -346,7 +356,7 @@ class Executor:
             if not self._residency.fetch_ahead(self._blocks[index], gathered=gathered):
                 return
 
-    def _let_go(self, indexes: Iterable[int], but_not: Sequence[int] = ()) -> None:
+    def _follow_evictions(self, indexes: Iterable[int], but_not: Sequence[int] = ()) -> None:
         """Evicts blocks that the plan no longer needs, unless they are in `but_not`.
 
         The plan may give up a block only because it expects the homes to change before the next cycle. A further
@@ -372,7 +382,7 @@ class Executor:
             self._residency.evict(block)
 
     def _next_use(self, block: Block) -> float:
-        if block.called is not None:
+        if block.expert_key is not None:
             return 0  # experts that are modules make room among themselves
         if self._course is not None:
             return self._course.next_use(block.index)
@@ -381,7 +391,7 @@ class Executor:
     # learning ---------------------------------------------------------------------------------------------------------
     def _open(self, entry: Entry) -> None:
         self._meter.cycle_begins()
-        self._called.begin_cycle()
+        self._module_experts.begin_cycle()
         last, self._course = self._course, None
         self._entry, self._records = entry, []
         self.take_turn(first=True, last=True)
@@ -401,7 +411,10 @@ class Executor:
             self._follow_first_rank(self._gathers, entry)
         self._drop_old_copies()
         self.everything_is_here = (
-            (not entry.gradients or (self._may_keep_weights and not self._has_called and not self.shares.in_parts))
+            (
+                not entry.gradients
+                or (self._may_keep_weights and not self._has_module_experts and not self.shares.in_parts)
+            )
             and self._course is not None
             and self._course.trace.refined
             and self.shares.beside_experts_bytes + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
@@ -409,8 +422,8 @@ class Executor:
             and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for the whole cycle
-            now, other_bytes = self._lanes.tick(), self._meter.lane_use.unplanned_bytes
-            self._records.append(VisitRecord((), entry.phase, entry.site, now, now, other_bytes, self._meter.sample()))
+            now, so_far = self._lanes.tick(), self._meter.lane_use.unplanned_bytes
+            self._records.append(VisitRecord((), entry.phase, entry.site, now, now, so_far, self._meter.sample()))
 
     def _follow_first_rank(self, gathers: Gathers, entry: Entry) -> None:
         """Agrees with the other ranks on the course of this pass, and on the blocks that are gathered in it."""
@@ -426,7 +439,7 @@ class Executor:
         updated.
         """
         for block in blocks:
-            if block.presence is not Presence.PRESENT or block.updates or block.loaded != block.generation:
+            if block.presence is not Presence.PRESENT or block.updates or block.loaded_generation != block.generation:
                 return False
         return True
 
@@ -458,7 +471,7 @@ class Executor:
 
     def _other_bytes(self, records: list[VisitRecord]) -> tuple[int, ...]:
         """For each visit, the bytes of activations, experts and rows (not blocks) that it sent for; empty: none."""
-        counts = [*(record.other_bytes for record in records), self._meter.lane_use.unplanned_bytes]
+        counts = [*(record.other_bytes_so_far for record in records), self._meter.lane_use.unplanned_bytes]
         return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()
 
     def _compute_seconds(self, records: list[VisitRecord], end: object) -> tuple[float, ...]:
@@ -473,7 +486,8 @@ class Executor:
             plan = self._planner.make(
                 trace,
                 self._changed,
-                in_parts_bytes=self.shares.called_bytes + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
+                in_parts_bytes=self.shares.module_experts_bytes
+                + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
                 rows_bytes=self.shares.rows_bytes,
             )
         trace.keep_plan(key, plan)

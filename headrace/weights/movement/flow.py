@@ -16,7 +16,7 @@ from headrace.weights.meter import Meter
 from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.host_gradients import offsets_of
-from headrace.weights.rest.placement import HostTiers
+from headrace.weights.rest.tiers import Tiers
 
 __all__ = ["PURPOSE", "GradientFlow", "Leaving", "Wanted"]
 
@@ -39,7 +39,7 @@ class GradientFlow(ABC):
     """Moves the gradients of one model's blocks from the leaves that receive them to the homes that keep them."""
 
     def __init__(
-        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: HostTiers, grad_dtype: torch.dtype | None
+        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: Tiers, grad_dtype: torch.dtype | None
     ) -> None:
         self.lanes, self.ledger, self.meter = lanes, ledger, meter
         self._tiers = tiers
@@ -86,7 +86,7 @@ class GradientFlow(ABC):
     def abandon(self) -> None:
         """Called when backward raised: drops what it computed, once nothing is in flight."""
         while self._leaving:
-            self._let_go()
+            self._release_oldest()
         self.ledger.add(Tier.DEVICE, PURPOSE, -self.ledger.held_bytes(Tier.DEVICE, PURPOSE))
 
     @abstractmethod
@@ -97,7 +97,7 @@ class GradientFlow(ABC):
         """The dtype that the gradient in the home has."""
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
 
-    def _let_go(self) -> None:
+    def _release_oldest(self) -> None:
         """Compute waits for the copies of the oldest gradients under way; then their device memory is free."""
         leaving = self._leaving.popleft()
         self.lanes.wait(leaving.transfer.done)

@@ -31,6 +31,7 @@ from headrace.weights.movement.block import Block, BlockPart
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.trace import Course, VisitKey
 from headrace.weights.rest.fetching import Fetch, Fetching, Target
+from headrace.weights.rest.reads import Range
 
 __all__ = ["Agreed", "Gathered", "Gathers"]
 
@@ -104,7 +105,7 @@ class Gathers:
         self._counters.wait(_AGREED, base, f"forward {self._common.passes}")
         furthest = max(self._counters.of(rank, _BEFORE) for rank in range(self._node.size))
         while self._begun < furthest:
-            self.take_part(self._agenda.popleft()[1])
+            self.gather_for_others(self._agenda.popleft()[1])
         self._agenda.clear()
         if self._scratch is not None:
             self._ledger.add(Tier.DEVICE, _PURPOSE, -self._scratch.nbytes)
@@ -150,7 +151,7 @@ class Gathers:
         be waiting for this: ranks that use layers differently have the same gradient at different visits.
         """
         while self._agenda and any(self._counters.of(rank, _BEGUN) > self._begun for rank in range(self._node.size)):
-            self.take_part(self._agenda.popleft()[1])
+            self.gather_for_others(self._agenda.popleft()[1])
 
     # gathers ---------------------------------------------------------------------------------------------------------
     def onload(
@@ -190,10 +191,10 @@ class Gathers:
         length = block.nbytes // ranks // unit * unit
         own = self._node.rank * length, length
         behind = ranks * length, block.nbytes - ranks * length
-        ranges = tuple((first, nbytes, first) for first, nbytes in (own, behind) if nbytes)
+        ranges = tuple(Range(first, nbytes, first) for first, nbytes in (own, behind) if nbytes)
         return OwnPart(block, ranges, ranks * length)
 
-    def take_part(self, block: Block) -> None:
+    def gather_for_others(self, block: Block) -> None:
         """Begins a gather for the other ranks' sake alone, into memory that this rank does not use."""
         block.wait_for_updates()
         if self._scratch is None or len(self._scratch) < block.nbytes:

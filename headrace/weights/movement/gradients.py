@@ -25,12 +25,12 @@ from headrace.weights.model.accumulation import (
     late_hooks,
 )
 from headrace.weights.model.managed_param import ManagedParam
-from headrace.weights.movement.arrivals import Arrivals, tell_of_failure, tell_watchers
-from headrace.weights.movement.block import Block
+from headrace.weights.movement.block import Block, block_of
+from headrace.weights.movement.completeness import Completeness, tell_of_failure, tell_watchers
 from headrace.weights.movement.flow import PURPOSE, GradientFlow, Leaving, Wanted
 from headrace.weights.movement.host_gradients import HostGradient, laid_out
 from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, remainders_of
-from headrace.weights.rest.placement import GradientMemory, HostTiers
+from headrace.weights.rest.tiers import GradientMemory, Tiers
 
 __all__ = ["Gradients", "refuse_graph", "sum_of_rows"]
 
@@ -42,7 +42,7 @@ class Gradients(GradientFlow):
     """The gradient flow of one process: each home gets its leaf's gradient, added to the one that it had."""
 
     def __init__(
-        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: HostTiers, grad_dtype: torch.dtype | None
+        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: Tiers, grad_dtype: torch.dtype | None
     ) -> None:
         super().__init__(lanes, ledger, meter, tiers, grad_dtype)
         self._memory: dict[ManagedParam, HostGradient] = {}
@@ -52,11 +52,11 @@ class Gradients(GradientFlow):
         self._ready_bytes = 0
         self._sending: list[Copy] = []  # copies being submitted: kept, should Ctrl-C interrupt that
         self._last_sent: Event | None = None  # the end of the last copy, if the host has not waited for it
-        self._blocks_left = 0  # how many blocks backward has left so far
-        # On the host: gradients that are accumulated into homes at the end of this backward.
-        self._arriving: dict[ManagedParam, torch.Tensor] = {}
+        self._blocks_passed = 0  # how many blocks backward has passed so far
+        # Tensors on the host that gradients are copied to, and that homes get at the end of this backward.
+        self._targets: dict[ManagedParam, torch.Tensor] = {}
         self._writes: list[Request] = []  # writes to disk under way; the host lane alone uses the list
-        self._arrivals = Arrivals()
+        self._completeness = Completeness()
         # Homes whose earlier gradient is added to on the host lane, and whether others refer to that gradient.
         self._added: dict[ManagedParam, bool] = {}
         self._replaced: set[ManagedParam] = set()  # homes whose earlier gradient was added on the device (`continued`)
@@ -70,7 +70,7 @@ class Gradients(GradientFlow):
         being_updated = bool(block.updates) and block.being_updated
         for slot in block.slots:
             home = slot.home
-            if slot.node_is_watched or home._backward_hooks:
+            if slot.node_is_watched or home._backward_hooks:  # `gradient_is_watched`, without a call
                 slot.look_for_watchers()
             memory = self._memory.get(slot)
             if memory is None:
@@ -79,7 +79,7 @@ class Gradients(GradientFlow):
             elif memory.next is None and (
                 (home.grad is None and not being_updated) or slot.node_is_watched or home._backward_hooks
             ):
-                memory.renew()
+                memory.make_next()
         return missing
 
     def _make(self, wanted: list[Wanted]) -> None:
@@ -121,22 +121,22 @@ class Gradients(GradientFlow):
         `take`, which replaces that gradient. None: there is no gradient that can be added to so.
         """
         there = slot.home.grad
-        if there is None or not self._is_added_in_place(slot) or slot in self._arriving:
+        if there is None or not self._is_added_in_place(slot) or slot in self._targets:
             return None
         slot.wait_for_updates()
         self._replaced.add(slot)
         return there.to(self.lanes.device, copy=True)
 
     def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        if slot not in self._memory and isinstance(slot.unit, Block):  # a forward within a backward used it
-            self.prepare([slot.unit])
+        if slot not in self._memory:  # a forward within a backward used it
+            self.prepare([block_of(slot)])
         self._announced.discard(slot)  # it was not complete after all
         self._ready.append((slot, gradients, rows))
         for gradient in gradients:
             if gradient.layout == torch.strided:
                 self._ready_bytes += gradient.nbytes
         if slot.unit is not None and slot.unit.watchers:
-            complete = self._arrivals.complete(slot, slot.unit)
+            complete = self._completeness.complete(slot, slot.unit)
             if complete:
                 self._announce(slot.unit, complete)
         if self._ready_bytes >= _SEND_BYTES:
@@ -154,7 +154,7 @@ class Gradients(GradientFlow):
         if any(self._added.get(slot) for slot in slots):
             return  # others refer to the gradient, and may write it before the step
         sent, additions = self._last_sent, self._staging.under_way()
-        targets = {slot: self._arriving.get(slot, slot.home.grad) for slot in slots}
+        targets = {slot: self._targets.get(slot, slot.home.grad) for slot in slots}
         gradients = {slot.home: target for slot, target in targets.items() if target is not None}
 
         def arrived() -> None:
@@ -169,25 +169,25 @@ class Gradients(GradientFlow):
             for slot in slots:
                 if id(slot.home) in begun:
                     slot.changed_untraced()
-                    self._arrivals.taken(unit)
+                    self._completeness.taken(unit)
 
     def leave_block(self) -> None:
         self._submit_ready()
-        while self._leaving and self._leaving[0].number < self._blocks_left:
-            self._let_go()
-        self._blocks_left += 1
+        while self._leaving and self._leaving[0].number < self._blocks_passed:
+            self._release_oldest()
+        self._blocks_passed += 1
 
     def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
         self._submit_ready()
         self._wait_for_sent()
-        arrived, added, announced = self._arriving, self._added, self._announced
+        arrived, added, announced = self._targets, self._added, self._announced
         self._forget()
         slots = list(arrived | added)
         hooked: dict[ManagedParam, None] = {}
         seen: dict[ManagedParam, list[torch.Tensor]] = {}
         for slot in slots:
             home = slot.home
-            if slot.node_is_watched or home._backward_hooks:
+            if slot.node_is_watched or home._backward_hooks:  # `gradient_is_watched`, without a call
                 hooked[slot] = None
                 if slot in arrived:
                     seen[slot] = [arrived.pop(slot)]
@@ -200,7 +200,7 @@ class Gradients(GradientFlow):
                     grad_of.__set__(home, gradient)
                 else:
                     accumulate(home, gradient)
-            self._arrivals.end(completed=True)
+            self._completeness.end(completed=True)
             tell_watchers([slot for slot in slots if slot not in hooked], announced)
         try:
             accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()], in_hooks)
@@ -222,7 +222,7 @@ class Gradients(GradientFlow):
             self._sending = []
         self._wait_for_sent()
         self._forget()
-        self._arrivals.end(completed=False)
+        self._completeness.end(completed=False)
         super().abandon()
 
     def close(self) -> None:
@@ -238,8 +238,8 @@ class Gradients(GradientFlow):
     def _forget(self) -> None:
         """Called when backward is over: forgets what it noted, once compute has waited for what left."""
         while self._leaving:
-            self._let_go()
-        self._arriving, self._added, self._replaced, self._announced = {}, {}, set(), set()
+            self._release_oldest()
+        self._targets, self._added, self._replaced, self._announced = {}, {}, set(), set()
 
     def _submit_ready(self) -> None:
         """Submits copies of the complete gradients to the host, in several transfers where staging memory is short."""
@@ -251,14 +251,16 @@ class Gradients(GradientFlow):
         for slot, gradients, rows in ready:
             gradient, memory = gradients[0], self._memory[slot]
             if gradient.layout is not torch.strided:
-                if slot in self._arriving:  # a dense gradient, whose copy must have arrived
+                if slot in self._targets:  # a dense gradient, whose copy must have arrived
                     self._send(direct, staged, what)
                     direct, staged = [], []
                     self._wait_for_sent()
                 self._take_sparse(slot, gradient)
                 continue
-            if slot.home.grad is None and memory.next is not None and slot not in self._arriving:  # the usual case
-                self._arriving[slot] = target = memory.next
+            if (
+                slot.home.grad is None and memory.next is not None and slot not in self._targets
+            ):  # the usual case, without calls
+                self._targets[slot] = target = memory.next
                 memory.next, adds, is_new = None, False, True
             else:
                 target, adds, is_new = self._destination(slot)
@@ -290,7 +292,7 @@ class Gradients(GradientFlow):
         self._sending = copies
         transfer = self.lanes.copy(Lane.OFFLOAD, copies, self.lanes.mark())
         self.meter.offloaded(transfer, what)
-        self._leaving.append(Leaving(self._blocks_left, transfer, {}))
+        self._leaving.append(Leaving(self._blocks_passed, transfer, {}))
         self._last_sent = transfer.done
         self._sending = []
         if staged:
@@ -298,10 +300,10 @@ class Gradients(GradientFlow):
 
     def _destination(self, slot: ManagedParam) -> tuple[torch.Tensor, bool, bool]:
         """The tensor that a gradient goes to, whether it is added there, and whether that tensor is a new one."""
-        if slot in self._arriving:
-            return self._arriving[slot], True, False
+        if slot in self._targets:
+            return self._targets[slot], True, False
         if slot.home.grad is None or not self._is_added_in_place(slot):
-            self._arriving[slot] = target = self._memory[slot].fresh()
+            self._targets[slot] = target = self._memory[slot].fresh()
             return target, False, True
         if slot not in self._added:
             slot.wait_for_updates()  # they read the gradient; a backward that needs no weight has not waited
@@ -322,12 +324,12 @@ class Gradients(GradientFlow):
     def _take_sparse(self, slot: ManagedParam, gradient: torch.Tensor) -> None:
         """Copies a sparse gradient (nn.Embedding(sparse=True)) while the host waits, as its size is known last."""
         on_host = gradient.to("cpu")
-        self._arriving[slot] = self._arriving[slot] + on_host if slot in self._arriving else on_host
+        self._targets[slot] = self._targets[slot] + on_host if slot in self._targets else on_host
 
 
 def _has_experts(slot: ManagedParam) -> bool:
     """Whether the rows of the parameter are experts."""
-    return isinstance(slot.unit, Block) and slot.unit.experts is not None
+    return block_of(slot).experts is not None
 
 
 def refuse_graph(slot: ManagedParam, gradient: torch.Tensor) -> None:
@@ -339,7 +341,7 @@ def refuse_graph(slot: ManagedParam, gradient: torch.Tensor) -> None:
         )
 
 
-def _more_memory(tiers: HostTiers, staging: Staging, name: str, nbytes: int) -> GradientMemory:
+def _more_memory(tiers: Tiers, staging: Staging, name: str, nbytes: int) -> GradientMemory:
     """Makes more memory for a gradient. A function, as a bound method would keep the `Gradients` alive."""
     return tiers.gradient_memory(name, nbytes, missing_bytes=staging.missing_bytes)
 

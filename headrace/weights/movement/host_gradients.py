@@ -11,7 +11,7 @@ from headrace.memory.arena import aligned
 from headrace.memory.disk import Mapping
 from headrace.memory.shared import Common
 from headrace.weights.model.managed_param import ManagedParam
-from headrace.weights.rest.placement import DiskGradients, GradientMemory
+from headrace.weights.rest.tiers import DiskGradients, GradientMemory
 
 __all__ = ["HostGradient", "NodeGradients", "elements_of", "flat", "laid_out", "offsets_of", "strides_of"]
 
@@ -31,17 +31,17 @@ class HostGradient:
         make: Callable[[int], GradientMemory],
     ) -> None:
         self.dtype = dtype
-        self.next: torch.Tensor | None = None  # the tensor that `fresh` gives, once `renew` has made it
+        self.next: torch.Tensor | None = None  # the tensor that `fresh` gives, once `make_next` has made it
         self.disk: DiskGradients | None = None  # where it rests on disk; None: it is in host memory, or has no bytes
         self._nbytes = slot.home.numel() * dtype.itemsize
         self._layout = slot.layout.shape, strides_of(slot)
         self._make = make  # makes more memory, in whatever tier has room
-        self._lent: StorageWeakRef | None = None  # the storage of the tensor that `renew` made last
+        self._lent: StorageWeakRef | None = None  # the storage of the tensor that `make_next` made last
         # Places on disk that the user has or had: extents are not freed, so places are reused.
         self._others: list[tuple[GradientMemory, int, StorageWeakRef]] = []
         self._lie_in(memory, offset)
 
-    def renew(self) -> None:
+    def make_next(self) -> None:
         """Makes the tensor that `fresh` gives next, if there is none: in other memory, if somebody has the last one.
 
         No other tensor of ours has its storage: any other reference to it is the user's (see runtime/holders.py).
@@ -59,7 +59,7 @@ class HostGradient:
 
     def fresh(self) -> torch.Tensor:
         """A tensor of the home's shape and strides, in memory that nobody refers to. Its contents are arbitrary."""
-        self.renew()
+        self.make_next()
         fresh, self.next = self.next, None
         return fresh  # type: ignore[return-value]
 

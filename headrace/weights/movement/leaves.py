@@ -15,6 +15,7 @@ from headrace.weights.model.managed_param import Layout, ManagedParam
 __all__ = ["AbsentLeaves", "Leaves"]
 
 _VERSION_OF: Callable[[Leaf], int] = attrgetter("_version")
+_KEPT_VERSION_OF: Callable[[ManagedParam], int] = attrgetter("kept_version")
 _HANDED_OUT: Callable[[Leaf], bool] = attrgetter("handed_out")
 
 
@@ -26,24 +27,22 @@ class Leaves:
         self._leaves = [slot.leaf for slot in slots]
         self._absent = [slot.absent for slot in slots]
         self._with_bytes = sum(slot.layout.nbytes > 0 for slot in slots)
-        with without_overrides():
-            self.note_writes_kept()
         by_home = {id(slot.home): slot.leaf for slot in slots}
         for compound in compounds:
             compound.make_leaf({path: by_home[id(part)] for path, part in compound.parts.items()})
 
-    def are(self, *, present: bool) -> None:
+    def set_present(self, *, present: bool) -> None:
         """Sets whether the leaves' memory is on the device. If not, using a leaf that was kept brings its block."""
         kind = Leaf if present else AwayLeaf
         for leaf in self._leaves:
             leaf.__class__ = kind
         for compound in self._compounds:
-            compound.leaf_is(present=present)
+            compound.set_leaf_present(present=present)
 
     def touched(self) -> None:
         """Called when a home was written to: using a compound's leaf then brings the block again."""
         for compound in self._compounds:
-            compound.leaf_is(present=False)
+            compound.set_leaf_present(present=False)
 
     def point(self, views: Sequence[torch.Tensor] | None) -> None:
         """Makes the leaves these views of a buffer; None: NaN of the right shape, read-only and without memory."""
@@ -61,11 +60,13 @@ class Leaves:
 
     def may_be_written(self) -> bool:
         """Whether the model may have written to a leaf since `note_writes_kept`. Called within `without_overrides`."""
-        return list(map(_VERSION_OF, self._leaves)) != self._kept_versions or True in map(_HANDED_OUT, self._leaves)
+        written = list(map(_VERSION_OF, self._leaves)) != list(map(_KEPT_VERSION_OF, self._slots))
+        return written or True in map(_HANDED_OUT, self._leaves)
 
     def note_writes_kept(self) -> None:
-        """Notes that the homes have all that was written to the leaves until now."""
-        self._kept_versions = list(map(_VERSION_OF, self._leaves))
+        """Notes that the homes have all that was written to the leaves until now. Called within `without_overrides`."""
+        for slot in self._slots:
+            slot.kept_version = slot.leaf._version
 
     def note_none_handed_out(self) -> None:
         """Notes that nobody has the `data` of a leaf."""

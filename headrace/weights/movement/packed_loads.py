@@ -174,7 +174,7 @@ class PackedLoads:
         return packed_seconds <= WORTH * plain_seconds
 
     def onload(self, block: Block, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> Transfer | None:
-        """Submits a packed load in place of `copies`, which are from `Block.copies_in`. It begins after `after`.
+        """Submits a packed load in place of `copies`, which are from `Block.prepare_copies`. It begins after `after`.
 
         None: nothing was submitted, as the block is not packed.
         """

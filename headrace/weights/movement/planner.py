@@ -56,9 +56,9 @@ class Planner:
         return max(sum(self._blocks[index].nbytes for index in blocks) for blocks, _ in trace.visits)
 
     def _problem(self, trace: Trace, changed: frozenset[int], in_parts_bytes: int, rows_bytes: int) -> Problem:
-        link, among = self._meter.link(), None
+        link, gather_link = self._meter.link(), None
         if self._residency.gathers is not None and any(phase is Phase.BACKWARD for _, phase in trace.visits):
-            among = self._meter.link(CollectiveLane.GATHER)
+            gather_link = self._meter.link(CollectiveLane.GATHER)
         budget_bytes = self._residency.streaming_budget_bytes
         largest = self._largest_bytes(trace)
         budget_bytes -= min(in_parts_bytes, budget_bytes - largest)
@@ -66,7 +66,7 @@ class Planner:
             budget_bytes -= max(0, min(rows_bytes, int(budget_bytes * _MOST_ROWS_SHARE), budget_bytes - largest))
         return Problem(
             block_bytes=tuple(block.nbytes for block in self._blocks),
-            load_seconds=tuple(self._residency.load_seconds(block, link, among) for block in self._blocks),
+            load_seconds=tuple(self._residency.load_seconds(block, link, gather_link) for block in self._blocks),
             visits=tuple(
                 Visit(blocks=blocks, phase=phase, compute_seconds=seconds, other_load_seconds=link.seconds(nbytes))
                 for (blocks, phase), seconds, nbytes in zip(
@@ -77,5 +77,5 @@ class Planner:
             changing=changed,
             cyclic=trace.repeats,
             max_ahead=self._max_ahead,
-            by_rows=frozenset(block.index for block in self._blocks if block.travels_in_parts or block.called),
+            by_rows=frozenset(block.index for block in self._blocks if block.travels_in_parts or block.expert_key),
         )

@@ -1,4 +1,4 @@
-"""Which blocks are on the device? Onload, arrival, eviction and renewal of buffers, within the budget.
+"""Which blocks are on the device? Onload, arrival and eviction of their buffers, within the budget.
 
 The order of these operations across lanes is the subject of docs/design/ordering.md.
 """
@@ -50,7 +50,7 @@ class Residency:
         self.pace = pace
         self.gathers = gathers  # None: no rank helps another
         self.fetch_from(fetching)
-        self.open_way: Callable[[], None] = lambda: None  # makes `fetching`, see `Room`
+        self.open_way: Callable[[], None] = lambda: None  # makes `fetching`; set by `Room`
         self.packed_loads = PackedLoads(device, pace.lanes, ledger, meter, wanted=packed)
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         # Copies that compute was told to wait for, and the host has not waited for. Of those from host memory, the last
@@ -60,9 +60,10 @@ class Residency:
         self._submitted: dict[Block, int] = {}  # the numbers of copies from host memory that are under way
         self._submissions = 0
         self.next_use: NextUse = lambda _: 0.0  # the block that is needed last makes room first
-        self.intact = True  # False: an interrupt has struck during an onload or an eviction, see `mend`
+        # Onloads and evictions that have begun and not ended, also of banks; they nest. Above 0 while nothing runs: an
+        # exception, or Ctrl-C, has broken one off, and `mend` is due.
+        self.changing = 0
         self.addresses = Addresses(device)
-        self.block_of = self.addresses.block_of
 
     @property
     def streaming_budget_bytes(self) -> int:
@@ -83,8 +84,8 @@ class Residency:
             raise StateError("a block rests on disk, and there is no way from there")
         return self.fetching
 
-    def present(self) -> Collection[Block]:
-        """The blocks that have a buffer."""
+    def with_buffers(self) -> Collection[Block]:
+        """The blocks that have a buffer, also those that have yet to arrive in it."""
         return self.addresses.blocks()
 
     def fits(self, block: Block) -> bool:
@@ -94,11 +95,11 @@ class Residency:
     def onload(self, block: Block) -> None:
         """Allocates a buffer and submits the copy. The caller has seen to it that the block fits."""
         self.reserve(block)
-        self.renew(block)
+        self.submit_copies(block)
 
     def reserve(self, block: Block) -> None:
-        """Allocates a buffer, to be filled later by `renew`. The caller has seen to it that the block fits."""
-        self.intact = False
+        """Allocates a buffer, to be filled later by `submit_copies`. The caller has seen to it that the block fits."""
+        self.changing += 1
         with plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
@@ -106,16 +107,16 @@ class Residency:
             try:
                 self.addresses.add(block, buffer)
                 block.buffer = buffer
-                block.loaded = -1
+                block.loaded_generation = -1
                 block.leaves.point(self._buffers.views(buffer, block.kind, block.layouts))
                 block.allocated = self._lanes.mark()  # the copy comes after all earlier uses of this memory
                 block.becomes(Presence.RESERVED)
             except BaseException:
                 self._undo(block, buffer)
                 raise
-        self.intact = True
+        self.changing -= 1
 
-    def renew(self, block: Block, *, gathered: bool = False) -> None:
+    def submit_copies(self, block: Block, *, gathered: bool = False) -> None:
         """Submits copies of what changed in the homes since the buffer was filled: of everything, if it never was.
 
         `gathered`: every rank copies its part of the whole block, and the devices exchange these parts.
@@ -124,15 +125,15 @@ class Residency:
             self.reserve(block)
         buffer = block.buffer
         if buffer is None:
-            raise StateError(f"block {block.name!r} has no buffer to renew")
-        self.intact = False
+            raise StateError(f"block {block.name!r} has no buffer to copy into")
+        self.changing += 1
         with plain_tensors():
             try:
                 self._submit(block, buffer, self.gathers if gathered else None)
             except BaseException:
                 self._undo(block, buffer)
                 raise
-        self.intact = True
+        self.changing -= 1
 
     def arrive(self, block: Block) -> None:
         """Compute waits for the block's last copy. Raises the error that kept a block from coming from disk."""
@@ -171,12 +172,12 @@ class Residency:
         wanted = self.gathers.part_of(block) if gathered and self.gathers is not None else block
         return not block.being_updated and self.fetching.ahead(wanted, self.streaming_budget_bytes)
 
-    def load_seconds(self, block: Block, link: LinkSpeed, among: LinkSpeed | None = None) -> float:
-        """Seconds that the slowest part of the way to the device takes for a block; `among`: the speed of gathers."""
-        if among is not None and self.gathers is not None:
+    def load_seconds(self, block: Block, link: LinkSpeed, gather_link: LinkSpeed | None = None) -> float:
+        """Seconds that the slowest part of the way to the device takes for a block; `gather_link`: where gathered."""
+        if gather_link is not None and self.gathers is not None:
             own_bytes = self.gathers.part_of(block).own_bytes
             fetch_seconds = 0.0 if self.fetching is None or not block.is_fetched else self.fetching.seconds(own_bytes)
-            return max(fetch_seconds, link.load_seconds(own_bytes), among.load_seconds(block.nbytes))
+            return max(fetch_seconds, link.load_seconds(own_bytes), gather_link.load_seconds(block.nbytes))
         if not block.is_fetched:
             return link.load_seconds(self.packed_loads.load_bytes(block))
         read_bytes = block.nbytes - block.packed.saved_bytes
@@ -198,9 +199,9 @@ class Residency:
 
     def _end_packed_loads(self) -> None:
         if self.packed_loads.held_bytes:
-            self.intact = False
-            self.take_back(self.packed_loads.close())
-            self.intact = True
+            self.changing += 1
+            self.free(self.packed_loads.close())
+            self.changing -= 1
 
     def wait_for_consumed_reads(self) -> None:
         """The host waits until every copy that compute relies on has read its homes."""
@@ -213,7 +214,7 @@ class Residency:
 
     def evict(self, block: Block) -> None:
         """Lets go of the buffer. Whoever still refers to its memory keeps the memory, and reads the right values."""
-        self.intact = False
+        self.changing += 1
         if block.lent:
             block.take_back()
         # The memory goes back to the compute lane, so a copy into it must end before.
@@ -221,8 +222,8 @@ class Residency:
         if outlived and block.buffer is not None:
             block.keep_leaf_writes()
             block.becomes(Presence.ABSENT)
-            self._let_go(block, block.buffer)
-        self.intact = True
+            self._free_buffer(block, block.buffer)
+        self.changing -= 1
 
     def _outlive(self, block: Block) -> bool:
         """Compute waits for a copy that is no longer wanted. False: it failed, and the block is away.
@@ -236,9 +237,9 @@ class Residency:
             return False
         return True
 
-    def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
+    def _free_buffer(self, block: Block, buffer: torch.Tensor) -> None:
         with plain_tensors():
-            block.loaded = -1
+            block.loaded_generation = -1
             block.leaves.point(None)
         self.addresses.remove(block)
         self.held_bytes -= block.nbytes
@@ -250,7 +251,7 @@ class Residency:
         """Lets go of the buffer after an error or Ctrl-C during a copy: its contents are unknown."""
         self._finish_copies(block)
         block.lost()
-        self._let_go(block, buffer)
+        self._free_buffer(block, buffer)
 
     def _finish_copies(self, block: Block) -> None:
         """The host waits until nothing is being copied into the block's buffer, whether the copies succeed or not."""
@@ -276,7 +277,7 @@ class Residency:
             self._end_packed_loads()
         if self.fits(block):
             return
-        in_use = ", ".join(repr(other.name) for other in self.present())
+        in_use = ", ".join(repr(other.name) for other in self.with_buffers())
         whole = " as a whole, as more is done with it than looking rows up," if block.row_bytes else ""
         raise BudgetError(
             f"block {block.name!r} needs {format_bytes(block.nbytes)}{whole} while {format_bytes(self.held_bytes)} are"
@@ -293,7 +294,7 @@ class Residency:
         kept = {id(other) for other in keep}
         candidates = [
             other
-            for other in self.present()
+            for other in self.with_buffers()
             if other.index >= 0
             and (not other.users or other.may_be_taken_back)
             and id(other) not in kept
@@ -312,7 +313,7 @@ class Residency:
         self.held_bytes += nbytes
         return buffer
 
-    def take_back(self, buffer: torch.Tensor) -> None:
+    def free(self, buffer: torch.Tensor) -> None:
         """The inverse of `allot`: the caller gives up its reference."""
         self.held_bytes -= buffer.nbytes
         self._buffers.release(buffer)
@@ -333,13 +334,13 @@ class Residency:
     def shrink(self, nbytes: int) -> None:
         """Makes the budget `nbytes` smaller, and evicts blocks that no longer fit. Not to be called during a pass."""
         self.budget_bytes -= nbytes
-        for block in [block for block in self.present() if block.index >= 0]:
+        for block in [block for block in self.with_buffers() if block.index >= 0]:
             if self.held_bytes > self.budget_bytes and not block.is_in_graph:
                 self.evict(block)
         self._buffers.limit(self.budget_bytes)
 
     def mend(self, blocks: Iterable[Block], beside_bytes: int) -> None:
-        """Called after Ctrl-C during an eviction or an onload: makes each block wholly present or wholly absent.
+        """Called after an eviction or an onload was broken off: makes each block wholly present or wholly absent.
 
         `beside_bytes`: the bytes that banks of experts hold.
         """
@@ -354,7 +355,7 @@ class Residency:
             if block.presence is not Presence.ABSENT and self.addresses.has(block):
                 held.append(block)
                 if block.presence is Presence.RESERVED:
-                    block.loaded = -1  # it counts as not loaded, whatever was being submitted
+                    block.loaded_generation = -1  # it counts as not loaded, whatever was being submitted
             elif buffer is not None or block.presence is not Presence.ABSENT:
                 self._finish_copies(block)
                 block.lost()
@@ -369,11 +370,11 @@ class Residency:
         self._residents_bytes = sum(block.nbytes for block in held if block.index < 0)
         self.held_bytes += self.packed_loads.held_bytes + beside_bytes
         self._buffers.rebook(self.held_bytes)
-        self.intact = True
+        self.changing = 0
 
     def close(self) -> None:
         """Evicts everything, also blocks that could not come from disk."""
-        for block in list(self.present()):
+        for block in list(self.with_buffers()):
             self.evict(block)
         self._end_packed_loads()
         self._buffers.close()
@@ -381,7 +382,7 @@ class Residency:
     def _submit(self, block: Block, buffer: torch.Tensor, by: Gathers | None) -> None:
         # A copy into a new buffer begins as soon as its memory is free: compute submitted since then does not use it.
         after, block.allocated = block.allocated or self._lanes.mark(), None
-        copies = block.copies_in(only_changes=by is None and block.presence is not Presence.RESERVED)
+        copies = block.prepare_copies(only_changes=by is None and block.presence is not Presence.RESERVED)
         if by is not None:
             self._submitted.pop(block, None)
             block.arrival, read = by.onload(block, buffer, copies, after)

@@ -84,7 +84,7 @@ class Rows:
             yield rows
             del rows
         finally:
-            self._residency.take_back(buffer)
+            self._residency.free(buffer)
 
     def _send(self, block: Block, used: torch.Tensor, rows: torch.Tensor) -> None:
         table = block.readable_table()

@@ -1,7 +1,7 @@
 """How is the budget of one model shared out? Among blocks that travel whole, rows of tables, and experts.
 
-Experts are of two kinds: modules of their own, which are blocks that are called (called.py), and slices of stacked
-weights, which lie in banks (slices.py).
+Experts are of two kinds: modules of their own, which are blocks (module_experts.py), and slices of stacked weights,
+which lie in banks (slices.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,30 +11,32 @@ from headrace.weights.movement.block import Block
 
 __all__ = ["Shares"]
 
-_FEWEST_CALLED = 2  # experts: one comes while another computes
+_FEWEST_MODULE_EXPERTS = 2  # experts: one comes while another computes
 
 
 class Shares:
     """The shares of the budget for blocks that come and go, which `budget_bytes` gives. Asked between passes.
 
-    `banks_bytes`: gives the bytes that banks of experts take, made or not. `Slices`, which makes the banks, sets it.
+    `banks_bytes`: gives the bytes that banks of experts take, made or not.
     """
 
     def __init__(self, blocks: Sequence[Block], budget_bytes: Callable[[], int]) -> None:
         self._blocks = blocks
         self.budget_bytes = budget_bytes
-        self.banks_bytes: Callable[[], int] = lambda: 0
+        self.banks_bytes: Callable[[], int] = lambda: 0  # set by `Slices`
         self.rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in blocks), default=0)  # kept free by plans
-        called = [block.nbytes for block in blocks if block.called is not None]
-        self.largest_called_bytes, self._all_called_bytes = max(called, default=0), sum(called)
-        self.least_called_bytes = min(_FEWEST_CALLED * self.largest_called_bytes, self._all_called_bytes)
+        sizes = [block.nbytes for block in blocks if block.expert_key is not None]
+        self.largest_module_expert_bytes, self._all_module_experts_bytes = max(sizes, default=0), sum(sizes)
+        self.least_module_experts_bytes = min(
+            _FEWEST_MODULE_EXPERTS * self.largest_module_expert_bytes, self._all_module_experts_bytes
+        )
         self.sort()
 
     def sort(self) -> None:
         """Sorts the blocks by how they travel. Called again when one begins to travel in another way."""
         self.whole_blocks = [block for block in self._blocks if not block.travels_in_parts]
         self.in_parts = {block.index for block in self._blocks if block.travels_in_parts}
-        self._whole_bytes = sum(block.nbytes for block in self.whole_blocks if block.called is None)
+        self._whole_bytes = sum(block.nbytes for block in self.whole_blocks if block.expert_key is None)
         self._has_tables = any(block.row_bytes for block in self._blocks)
 
     def leave_for_rows(self, nbytes: int) -> None:
@@ -48,9 +50,11 @@ class Shares:
         return self._whole_bytes + (self.rows_bytes if self._has_tables else 0)
 
     @property
-    def called_bytes(self) -> int:
+    def module_experts_bytes(self) -> int:
         """Bytes that experts which are modules may take: all that other blocks, rows and banks leave, if needed."""
-        if not self._all_called_bytes:
+        if not self._all_module_experts_bytes:
             return 0
         room_bytes = self.budget_bytes() - self.beside_experts_bytes
-        return min(max(room_bytes - self.banks_bytes(), self.least_called_bytes), self._all_called_bytes)
+        return min(
+            max(room_bytes - self.banks_bytes(), self.least_module_experts_bytes), self._all_module_experts_bytes
+        )

@@ -66,7 +66,7 @@ class Slices:
         if not experts:
             return 0, 0
         count = max(one.count for one in experts)
-        beside_bytes = self._shares.beside_experts_bytes + self._shares.least_called_bytes
+        beside_bytes = self._shares.beside_experts_bytes + self._shares.least_module_experts_bytes
         room = max(0, self._residency.streaming_budget_bytes - beside_bytes) // self.slot_bytes
         slots = max(min(room, sum(one.count for one in experts)), max(one.routed for one in experts))
         banks = max(1, slots // count)
@@ -78,10 +78,10 @@ class Slices:
             bank = self._banks[-1]
             for slot in list(bank.arriving):
                 self._settle(bank, slot)
-            self._residency.intact = False  # Ctrl-C may come before it is True again
+            self._residency.changing += 1  # Ctrl-C may come before it is lowered
             self._banks.pop()  # only now: nobody would wait for copies into a bank that is not listed
             self._let_go(bank)
-            self._residency.intact = True
+            self._residency.changing -= 1
 
     def use_host(self, nbytes: int) -> None:
         """From now on keeps experts of blocks on disk in `nbytes` of host memory when they leave the device."""
@@ -111,7 +111,7 @@ class Slices:
 
     def has_room_for_all_of(self, block: Block) -> bool:
         """Whether all experts of the block fit beside the blocks in use."""
-        in_use = (one for one in self._residency.present() if one.users and one.index >= 0 and one is not block)
+        in_use = (one for one in self._residency.with_buffers() if one.users and one.index >= 0 and one is not block)
         return block.nbytes + sum(one.nbytes for one in in_use) <= self._residency.streaming_budget_bytes
 
     def _make_banks(self) -> None:
@@ -135,25 +135,25 @@ class Slices:
 
     def _made_anew(self, bank: Bank) -> Bank:
         place = self._banks.index(bank)
-        self._residency.intact = False  # Ctrl-C may come before it is True again, also in a backward
+        self._residency.changing += 1  # Ctrl-C may come before it is lowered, also in a backward
         del self._banks[place]  # first: after Ctrl-C, a bank that is listed must be counted
         self._let_go(bank)
         new = Bank(self._residency.allot(bank.buffer.nbytes), self.slot_bytes, bank.layers)
         self._banks.insert(place, new)
-        self._residency.intact = True
+        self._residency.changing -= 1
         return new
 
     def _let_go(self, bank: Bank) -> None:
         if self._host_cache is not None:
             self._lanes.wait(self._host_cache.all_left())
-        self._residency.take_back(bank.buffer)
+        self._residency.free(bank.buffer)
 
     def block_of(self, key: Key) -> Block:
         """The block that an expert is of."""
         return next(block for block in self._blocks if block.index == key[0])
 
-    def parts_of(self, block: Block) -> list[SlicePart]:
-        """Where the parts of one expert of the block lie, in the order of the block's parameters."""
+    def slice_parts_of(self, block: Block) -> list[SlicePart]:
+        """Where the slices of one expert of the block lie, in the order of the block's parameters."""
         return self._parts[block]
 
     def put_back_weights(self) -> None:
@@ -249,7 +249,7 @@ class Slices:
             return self._parts[block][place].view_of_one(bank.buffer, self.slot_bytes, slot)
 
     def _load(self, block: Block, key: Key, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
-        self._residency.intact = False  # Ctrl-C may come before the bank knows of the copy, also in a backward
+        self._residency.changing += 1  # Ctrl-C may come before the bank knows of the copy, also in a backward
         host, kept = self._host_cache, None
         if host is not None and block.is_fetched:
             kept = host.take(key, bank.generation_of(block.index), passing=bank.passing)
@@ -270,7 +270,7 @@ class Slices:
                 block.read_until(read)
         bank.arriving[slot] = arrival
         bank.hold(slot, key)
-        self._residency.intact = True
+        self._residency.changing -= 1
 
     def _copy(self, copies: Sequence[Copy], after: Event) -> tuple[Arrival, Event]:
         """Submits copies from host memory. Also returns the event after which that memory has been read.
@@ -289,7 +289,7 @@ class Slices:
         for part, own, place in zip(self._parts[block], block.slots, places, strict=True):
             if own.casts or own.in_place:
                 first = part.layout.offset + expert * part.nbytes
-                ranges.append((first, part.nbytes, slot * self.slot_bytes + part.offset))
+                ranges.append(Range(first, part.nbytes, slot * self.slot_bytes + part.offset))
             else:  # `p.data = t`
                 more.append((place[0], own.source[expert]))
         one = BlockPart(block, tuple(ranges))

@@ -16,7 +16,7 @@ from headrace.memory.disk import Request
 from headrace.memory.ledger import Ledger
 from headrace.weights.movement.flow import PURPOSE
 from headrace.weights.movement.host_gradients import flat, laid_out
-from headrace.weights.rest.placement import DiskGradients
+from headrace.weights.rest.tiers import DiskGradients
 
 __all__ = ["Additions", "Remainder", "Staged", "Staging", "add_up", "remainders_of"]
 

@@ -80,7 +80,7 @@ def _copies(slices: Slices, block: Block, used: list[int]) -> Iterator[torch.Ten
     ]
     with torch.no_grad():
         for first in range(0, len(used), bank.slots):
-            bank.called = None
+            bank.in_call = None
             slots = slices.bring(block, bank, used[first : first + bank.slots])
             for number, slot in enumerate(slots, first):
                 slices.arrive(bank, slot)

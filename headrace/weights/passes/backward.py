@@ -24,7 +24,7 @@ from headrace.runtime.autograd import (
     without_overrides,
 )
 from headrace.runtime.tensors import tensors_in
-from headrace.runtime.threads import on_own_thread
+from headrace.runtime.threads import on_headrace_thread
 from headrace.weights.model.home import Leaf
 from headrace.weights.model.managed_param import REMOVED, ManagedParam
 from headrace.weights.movement.batch_sums import BatchSums
@@ -71,17 +71,14 @@ class Backward:
         self._recover = recover
         self.site: Site | None = None  # the site that backward is at
         self._bound: tuple[Block, ...] = ()  # for that site; none while the whole model is on the device, to stay
-        self._under_way: object | None = None  # a token of the outermost backward; None: none is under way
-        self._ending: Callable[[], EndOfBackward | None] = lambda: None  # None when autograd has let go
+        self._under_way: _Outermost | None = None
         self._computing_again = contextlib.ExitStack()  # until backward ends, lends leaves to what is recomputed
-        self._within: dict[
-            ManagedParam, str
-        ] = {}  # weights with which a user's autograd Function computes now, and the Function's name
+        # Weights with which a user's autograd Function computes now, and the Function's name.
+        self._in_function: dict[ManagedParam, str] = {}
         # Gradients of rows that are not complete yet, also by autograd's number of the backward: a nested backward adds
         # up its own.
         self._of_rows: dict[tuple[ManagedParam, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._task = -1  # autograd's number of the outermost backward
-        self._given_within: list[ManagedParam] = []  # parameters that got gradients from nested backwards
+        self._nested: list[ManagedParam] = []  # parameters that got gradients from nested backwards
         self.settling = threading.RLock()  # a backward that raised may end on autograd's thread, in the next pass
         self.refused = False  # whether the model has been let go of
         self.ended = 0  # how many backwards have ended
@@ -97,7 +94,7 @@ class Backward:
     @property
     def is_held(self) -> bool:
         """Whether a backward is under way, and autograd still holds it."""
-        return self._under_way is not None and self._ending() is not None
+        return self._under_way is not None and self._under_way.end() is not None
 
     def watch_output(self, site: Site, output: Any) -> None:
         """Watches a site's output: its gradient comes before any unpack of the site, and so announces its backward.
@@ -153,9 +150,9 @@ class Backward:
         @unseen
         def over(*_: object) -> None:
             hook.remove()
-            self._within.pop(slot, None)
+            self._in_function.pop(slot, None)
 
-        self._within[slot] = function.name()
+        self._in_function[slot] = function.name()
         hook = function.register_hook(over)
 
     def rows_ready(self, slot: ManagedParam, rows: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -174,35 +171,36 @@ class Backward:
                 rows, gradients = sum_of_rows(parts)
                 (self.batch_sums or self._gradients).take(slot, *gradients, rows=rows)
 
-    def begin(self) -> None:
+    def begin(self) -> "_Outermost":
         """Begins the outermost backward, unless it has begun. Nested backwards (of reentrant checkpoints) are a part of
         it, and end before it.
         """
         if self._under_way is not None:
-            return
+            return self._under_way
         self._abandon_gradients()  # left over from a backward whose end was interrupted
         self.site, self._bound = None, ()
-        self._within.clear()
-        self._task = backward_task()
-        one = object()
+        self._in_function.clear()
+        one = _Outermost(backward_task())
         end = EndOfBackward(functools.partial(self._ended, one))
         end.queue()
-        self._under_way, self._ending = one, weakref.ref(end)
+        one.end = weakref.ref(end)
+        self._under_way = one
         self._progress.becomes(PassState.BACKWARD)
         with without_overrides():
             self._executor.begin_backward()
         self._bindings.begin()
         self._updates.changed()
         self._computing_again.enter_context(lending_leaves(self._lending))
+        return one
 
-    def _ended(self, one: object, *, completed: bool) -> None:
+    def _ended(self, one: "_Outermost", *, completed: bool) -> None:
         """A backward has returned or raised: modules get their homes back; gradients are delivered or dropped.
 
         Called by autograd: on the thread that ends the backward or, after an exception, on any thread. On a thread of
         headrace's own it does nothing, as it would wait for that very thread: the next look or pass finds that the
         backward is over.
         """
-        if not completed and on_own_thread():
+        if not completed and on_headrace_thread():
             return
         with self.settling:
             if one is not self._under_way:
@@ -211,7 +209,7 @@ class Backward:
                 self._finish(completed=completed)
             except BaseException:
                 if self._progress.calls:
-                    self._progress.state = PassState.FORWARD
+                    self._progress.settle(PassState.FORWARD)
                 else:
                     self._recover()
                 raise
@@ -234,21 +232,19 @@ class Backward:
             self._executor.abandon_cycle()
             self.drop_gradients()
             self._bindings.reset()  # an interrupt may have struck between a release and its note
-        self._progress.state = (
-            PassState.FORWARD if self._progress.calls else PassState.AT_REST
-        )  # set, because any state may come before
+        self._progress.settle(PassState.FORWARD if self._progress.calls else PassState.AT_REST)
         if completed:
             with self._progress.hooks_of_homes() as in_hooks:
                 self._gradients.deliver(in_hooks)
             self._updates.changed()
 
     def _forget_nested(self) -> None:
-        for slot in self._given_within:
-            slot.leaf.gave_up = None
-        self._given_within.clear()
+        for slot in self._nested:
+            slot.leaf.got_nested_gradient = None
+        self._nested.clear()
 
-    def undo(self) -> None:
-        """Drops whatever is left of a backward: none is under way any more."""
+    def forget(self) -> None:
+        """Called when the model is put at rest: drops what is left of a backward that `_finish` has not ended."""
         self.site, self._bound = None, ()
         self._forget_nested()
         if self._under_way is not None:
@@ -269,6 +265,14 @@ class Backward:
         self._gradients.abandon()
 
 
+class _Outermost:
+    """The outermost backward that is under way. `task`: autograd's number of it."""
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self.end: Callable[[], EndOfBackward | None] = lambda: None  # gives None when autograd has let go of the end
+
+
 @unseen
 def _reach(backward: Backward, site: Site, _gradient: torch.Tensor) -> None:
     """The hook of a site's output. Called by autograd, on the thread of the device."""
@@ -281,11 +285,10 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
     self, slot = backward(), leaf.owner()
     if self is None or slot is None or slot.on_gradient is None:  # the model was let go of
         return
-    if self._under_way is None:  # nothing announced it: a block that saves nothing is never unpacked
-        self.begin()
-    if slot in self._within:
+    outermost = self._under_way or self.begin()  # unannounced: a block that saves nothing is never unpacked
+    if slot in self._in_function:
         raise StateError(
-            f"{self._within[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"
+            f"{self._in_function[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"
             " leaves the device, and is no `.grad` of what it saved; use torch.autograd.grad(output, [..., weight])"
             " there, and return that"
         )
@@ -300,6 +303,6 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
         if gradient.requires_grad:
             refuse_graph(slot, gradient)
         (self.batch_sums or self._gradients).take(slot, gradient)
-    if backward_task() != self._task and leaf.gave_up is None:
-        leaf.gave_up = slot.name
-        self._given_within.append(slot)
+    if backward_task() != outermost.task and leaf.got_nested_gradient is None:
+        leaf.got_nested_gradient = slot.name
+        self._nested.append(slot)

@@ -29,15 +29,15 @@ class PassState(Enum):
     FORWARD = auto()  # an outermost call is under way
     BETWEEN = auto()  # a forward has ended, and its backward may follow, or another forward before it
     BACKWARD = auto()  # a backward is under way, maybe inside of a forward
-    BROKEN_OFF = auto()  # what was under way is being undone
+    UNSETTLED = auto()  # the bookkeeping of an end is under way; a pass that finds this was cut short
 
 
-_NEXT = {
+_NEXT = {  # and UNSETTLED, which may follow any state
     PassState.AT_REST: {PassState.FORWARD, PassState.BACKWARD},
     PassState.FORWARD: {PassState.BETWEEN, PassState.BACKWARD},
     PassState.BETWEEN: {PassState.AT_REST, PassState.FORWARD, PassState.BACKWARD},
     PassState.BACKWARD: {PassState.AT_REST, PassState.FORWARD},
-    PassState.BROKEN_OFF: {PassState.AT_REST},
+    PassState.UNSETTLED: {PassState.AT_REST, PassState.BETWEEN, PassState.FORWARD},
 }
 
 
@@ -48,7 +48,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.state = PassState.AT_REST
+        self.state = PassState.AT_REST  # only `becomes` changes it
         self.thread = 0  # the one that made the last outermost call, and waits while its backward is under way
         self.calls: list[Call] = []  # visits whose call is under way, outermost first
         self.methods: dict[int, MethodCall] = {}  # the innermost method call of each thread
@@ -58,9 +58,14 @@ class Progress:
 
     def becomes(self, new: PassState) -> None:
         """Moves the pass on to another state. Raises StateError where that cannot follow the present one."""
-        if new is not self.state and new not in _NEXT[self.state]:
+        if new not in (self.state, PassState.UNSETTLED) and new not in _NEXT[self.state]:
             raise StateError(f"a pass that is {self.state.name} cannot become {new.name}")
         self.state = new
+
+    def settle(self, new: PassState) -> None:
+        """Moves the pass on to `new` at an end that may come in any state."""
+        self.becomes(PassState.UNSETTLED)
+        self.becomes(new)
 
     @property
     def in_backward(self) -> bool:
@@ -169,10 +174,10 @@ class Companion(Protocol):
 class Site:
     """One managed module.
 
-    `lender` lends the model's leaves. `blocks` must be present while the module computes. `main`: the module's call is
-    the usual way to these blocks (a layer's). A site that is not `main` has no blocks, or its module is inside of a
-    layer and does nothing of its own when it is called, unless it is called alone. `encloses`: a site with main=True is
-    inside this one.
+    `lender` lends the model's leaves. `blocks` must be present while the module computes. `main`: calling this module
+    is what brings `blocks` (a layer's). Otherwise they are those of the layer around it, whose call has brought them
+    already; they are brought here only if the module is called by itself. `encloses`: a `main` site lies below this
+    one, as below the whole model.
     """
 
     def __init__(
@@ -195,7 +200,7 @@ class Site:
         self.blocks = blocks
         self.main = main
         self._may_be_inside = bool(blocks) and not main
-        self.may_be_idle = len(blocks) == 1 and blocks[0].called is not None
+        self.may_be_idle = len(blocks) == 1 and blocks[0].expert_key is not None
         self.encloses = encloses
         self.table = table  # the table in which the module looks rows up; only its rows travel
         self.all_experts = all_experts  # for calls that need all of the module's experts, which travel one by one
@@ -228,6 +233,6 @@ class Site:
             return False
         with without_overrides():
             for block in self.blocks:
-                if block.look() != block.loaded:
+                if block.look() != block.loaded_generation:
                     return False
         return is_lending(self._lender)

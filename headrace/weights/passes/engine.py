@@ -16,7 +16,7 @@ from headrace.errors import StateError
 from headrace.planning import Phase
 from headrace.runtime.autograd import in_transform, pop_hooks, saving_is_left_to_autograd, without_overrides
 from headrace.runtime.device import is_capturing
-from headrace.runtime.fibers import own_thread
+from headrace.runtime.fibers import calling_thread
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.module_buffers import ModuleBuffers
 from headrace.weights.movement.batch_sums import BatchSums
@@ -37,7 +37,7 @@ from headrace.weights.passes.handover import Handover
 from headrace.weights.passes.lending import Lending, is_idle
 from headrace.weights.passes.lookup import Lookups
 from headrace.weights.passes.parameter_access import is_lending, lending_leaves, stop_lending
-from headrace.weights.passes.part_gradients import PartGradients
+from headrace.weights.passes.row_gradients import RowGradients
 from headrace.weights.passes.updates import Updates
 
 __all__ = ["Engine", "Together"]
@@ -72,13 +72,12 @@ class Engine:
         self.residents = list(residents)
         self.buffers = buffers
         self._buffer_bytes = 0  # the bytes of `buffers` that have been taken off the budget for blocks
-        self.before_call: Callable[[], None] = lambda: None  # called when a pass begins
+        self.before_call: Callable[[], None] = lambda: None  # called when a pass begins; set by `Attachment`
         self._residency = residency
         self._executor = executor
         self._gradients = gradients
         self._common = common
         self.progress = Progress()
-        self._calls, self._methods = self.progress.calls, self.progress.methods
         self.lending = Lending(self.progress, executor, self._begin_method)
         self._handover = Handover(device, residency)
         self._bindings = PassBindings(self.progress, self.blocks, self.residents, buffers, executor)
@@ -87,10 +86,10 @@ class Engine:
         self.backward = Backward(
             self.progress, self._bindings, residency, executor, gradients, self.lending, self.updates, self._recover
         )
-        self.parts = PartGradients(self.backward, device)
-        self.lookups = Lookups(device, executor, self.parts, self.lending)
+        self.row_gradients = RowGradients(self.backward, device)
+        self.lookups = Lookups(device, executor, self.row_gradients, self.lending)
         one_by_one = isinstance(gradients, Gradients)  # ranks average whole gradients
-        expert_gradients = ExpertGradients(self.backward, executor, self.parts, one_by_one=one_by_one)
+        expert_gradients = ExpertGradients(self.backward, executor, self.row_gradients, one_by_one=one_by_one)
         self.experts = ExpertDispatch(device, executor, self.lending, expert_gradients, self.call)
         self.together: Together | None = None  # several micro-batches, whose forwards are under way
         for block in (*blocks, *residents):
@@ -145,10 +144,10 @@ class Engine:
                 self._claim()
                 if site.encloses:
                     self.pause_method()
-                outermost = not self._calls and self.together is None
+                outermost = not self.progress.calls and self.together is None
             if not outermost and not self._is_visit(site):
                 return forward(*args, **kwargs)
-            if self._calls and site.may_be_idle and is_idle(site.blocks, args, kwargs):
+            if self.progress.calls and site.may_be_idle and is_idle(site.blocks, args, kwargs):
                 bind(site.blocks)  # the leaves may be away: their shapes are enough
                 try:
                     return forward(*args, **kwargs)
@@ -156,11 +155,11 @@ class Engine:
                     release(site.blocks)
             if outermost:
                 args, kwargs = self._begin_outermost(call, args, kwargs)
-            elif not self._calls:  # a hook of backward may call the model, too; so may micro-batches that take turns
+            elif not self.progress.calls:  # hooks of backward may call the model, as may micro-batches that take turns
                 args, kwargs = self._handover.inputs(args, kwargs)
             if self.together is not None and site.blocks:
                 args, kwargs = self.together.arrive(call, args, kwargs)
-            outer = outermost or (self.together is not None and not self._calls)
+            outer = outermost or (self.together is not None and not self.progress.calls)
             self._begin_visit(call)
             output = self._handover.output(forward(*args, **kwargs), outermost=outer)
             call.end()
@@ -172,7 +171,8 @@ class Engine:
             finally:
                 if outermost:  # an interrupt may have hit the bookkeeping itself: nothing may seem to be under way
                     self._recover()
-                if not self._calls and self._claims.get("pass") == call.thread:
+                # Not in a fiber, where `forward_together` ends the claim, which is that of the thread around the fiber.
+                if not self.progress.calls and self._claims.get("pass") == call.thread:
                     self._claims.clear()
             raise
         if torch.is_grad_enabled():
@@ -186,10 +186,10 @@ class Engine:
         this = threading.get_ident()
         if not self._is_outside(this) or not any(one.device == self.device for one in tensors_in((args, kwargs))):
             return method(*args, **kwargs)
-        call, around = MethodCall(site, name), self._methods.get(this)
+        call, around = MethodCall(site, name), self.progress.methods.get(this)
         try:
-            self._methods[this] = call
-            self._take_part(call, with_gradients=torch.is_grad_enabled(), in_method=True)
+            self.progress.methods[this] = call
+            self._enter(call, with_gradients=torch.is_grad_enabled(), in_method=True)
             call.opened()
             output = method(*args, **kwargs)
             if call.used:
@@ -204,16 +204,16 @@ class Engine:
                     self._claims.clear()
             raise
         finally:
-            self._methods.pop(this, None)
+            self.progress.methods.pop(this, None)
             if around is not None:
-                self._methods[this] = around
+                self.progress.methods[this] = around
         if call.used and torch.is_grad_enabled():
             self.backward.watch_output(site, output)
         return output
 
     def _is_outside(self, thread: int) -> bool:
         """Whether this thread is in no pass now, in no backward, and in no function transform."""
-        if (self._calls and self._calls[-1].thread == thread) or self.together is not None:
+        if (self.progress.calls and self.progress.calls[-1].thread == thread) or self.together is not None:
             return False
         return not self.progress.in_backward and not in_transform()
 
@@ -235,8 +235,8 @@ class Engine:
 
     def pause_method(self) -> bool:
         """Ends the pass of this thread's method, if it is in one. Returns whether a method is under way."""
-        method = self._methods.get(threading.get_ident())
-        if method is not None and self._calls and self._calls[-1] is method:
+        method = self.progress.methods.get(threading.get_ident())
+        if method is not None and self.progress.calls and self.progress.calls[-1] is method:
             method.pause()
         return method is not None
 
@@ -246,8 +246,11 @@ class Engine:
             self.together.note_use(*blocks)
 
     def _claim(self) -> None:
-        """Claims the model for this thread's pass. Raises StateError if another thread's pass is under way."""
-        this = own_thread()
+        """Claims the model for this thread's pass. Raises StateError if another thread's pass is under way.
+
+        A backward that autograd still holds belongs to the thread of its forward, even though no pass has the claim.
+        """
+        this = calling_thread()
         owner = self._claims.setdefault("pass", this)  # one operation, which other threads cannot divide
         if owner == this and self.backward.is_held:
             owner = self.progress.thread
@@ -268,11 +271,13 @@ class Engine:
         if not site.blocks:
             # An enclosing module is a visit so that what it borrows goes back when it ends. A reentrant checkpoint
             # recomputes with no hooks on top, so its calls push ours.
-            return site.encloses or (not self._calls and self.progress.in_backward and saving_is_left_to_autograd())
+            return site.encloses or (
+                not self.progress.calls and self.progress.in_backward and saving_is_left_to_autograd()
+            )
         if not site.main and all(block.users for block in site.blocks):  # as in Site.is_inside, but on any thread
             return False
         missing = list(site.blocks)
-        for call in self._calls:
+        for call in self.progress.calls:
             for block in call.blocks:
                 if block in missing:
                     missing.remove(block)
@@ -297,7 +302,7 @@ class Engine:
         """
         if updates and not self.progress.computes:
             self.updates.wait()
-        over = self.backward.is_under_way and not self.progress.in_backward and own_thread() == self.progress.thread
+        over = self.backward.is_under_way and not self.progress.in_backward and calling_thread() == self.progress.thread
         if over and self.progress.is_of_this_process:
             self._recover()
 
@@ -318,10 +323,10 @@ class Engine:
                 f"{name!r} cannot be captured in a CUDA graph while its model is offloaded, because a replay would copy"
                 " weights into memory that others have by then; run it without graphs, or handle.remove() first"
             )
-        if self.progress.state not in (PassState.AT_REST, PassState.BETWEEN) or not self._residency.intact:
+        if self.progress.state not in (PassState.AT_REST, PassState.BETWEEN) or self._residency.changing:
             self._recover()
         self.progress.becomes(PassState.FORWARD)
-        self.progress.thread = own_thread()
+        self.progress.thread = calling_thread()
         self.before_call()
         self._follow_buffers()
         if self._common is not None:
@@ -376,40 +381,46 @@ class Engine:
 
     def end_pass(self) -> None:
         """Ends a pass, after its copies have read what they read of homes: homes may be written then."""
-        self.progress.state = PassState.BROKEN_OFF  # and remains so if something interrupts this
+        self.progress.becomes(PassState.UNSETTLED)  # and remains so if something interrupts this
         with without_overrides():
             self._bindings.end()
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
-        self.progress.state = PassState.BETWEEN
+        self.progress.settle(PassState.BETWEEN)
         if not torch.is_grad_enabled():  # no backward follows
             self.progress.becomes(PassState.AT_REST)
         self._claims.clear()
 
     def _recover(self) -> None:
-        """Undoes all that is under way, after an interrupt amid bookkeeping or a backward that raised."""
+        """Puts the model at rest, whatever was cut short.
+
+        `Call.end` ends a call whose bookkeeping is whole, and `Backward._finish` ends a backward that autograd has let
+        go of. This does for both what they may have left undone, after an interrupt amid bookkeeping or a backward that
+        raised, so each step may repeat what was done already. The order: calls go first, as blocks are bound for calls;
+        blocks are unbound before any loses its buffer, as homes get what the model wrote to leaves; gradients go last.
+        """
         with self.backward.settling:
-            self.progress.state = PassState.BROKEN_OFF
-            self._calls.clear()
+            self.progress.becomes(PassState.UNSETTLED)
+            self.progress.calls.clear()
             self._executor.slices.put_back_weights()
             pop_left_over(self._residency)
             stop_lending(self.lending)
-            for method in list(self._methods.values()):  # these go on, around what is undone
+            for method in list(self.progress.methods.values()):  # these go on, around what is undone
                 method.break_off()
                 lending_leaves(self.lending).begin()
             self.lending.forget()
             self._bindings.reset()
             self._residency.mend(self.all_blocks(), self._executor.slices.held_bytes)
-            self.backward.undo()
-            self.progress.state = PassState.AT_REST
+            self.backward.forget()
+            self.progress.settle(PassState.AT_REST)
 
     def _begin_visit(self, call: Call) -> None:
         """Brings the call's blocks; what autograd saves of them becomes handles."""
         self._visit(call)
-        with_gradients = torch.is_grad_enabled() or len(self._calls) == 1  # gradients may be switched on inside
+        with_gradients = torch.is_grad_enabled() or len(self.progress.calls) == 1  # gradients may be switched on inside
         if torch.is_grad_enabled() and self.progress.straight_for == call.thread and saving_is_left_to_autograd():
             with_gradients = False  # autograd may save weights themselves: they stay
-        self._take_part(call, with_gradients=with_gradients)
+        self._enter(call, with_gradients=with_gradients)
 
     def _visit(self, call: Call) -> None:
         """A site's call, or its recomputation, makes its blocks present until it ends."""
@@ -419,7 +430,7 @@ class Engine:
                 self.backward.reach(site)
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)
-            self._calls.append(call)
+            self.progress.calls.append(call)
             bind(site.blocks)
             call.blocks = site.blocks
         call.ends.append(self._leave)
@@ -427,12 +438,12 @@ class Engine:
     def _leave(self) -> None:
         """Ends the innermost visit."""
         with without_overrides():
-            call = self._calls.pop()
+            call = self.progress.calls.pop()
             release(call.blocks)
             for block in call.lent:
                 block.take_back()
 
-    def _take_part(self, call: Call, *, with_gradients: bool, in_method: bool = False) -> None:
+    def _enter(self, call: Call, *, with_gradients: bool, in_method: bool = False) -> None:
         """From now on to the end of the call, homes are lent, and autograd saves handles of weights."""
         if not is_lending(self.lending):
             lending = lending_leaves(self.lending)

@@ -88,7 +88,7 @@ class ExpertDispatch:
             found = self._of_own_module(call) if is_marked(module) else self._of_transformers(call)
         elif names is not None and not is_marked(module) and not self._gradients.trains(block):
             with without_overrides():
-                self._executor.travels_whole(block)
+                self._executor.let_travel_whole(block)
         if found is _NEEDS_ALL:
             found = self._call(site, own, args, kwargs)
             self._gradients.came_whole(block, found)
@@ -156,7 +156,7 @@ class ExpertDispatch:
             for slot in slots:
                 slices.arrive(bank, slot)
             stand_ins = slices.views(block, bank, 0, span)
-            bank.called = block, tuple(slots)
+            bank.in_call = block, tuple(slots)
         for place, own_slot in enumerate(block.slots):
             stand_ins[place] = self._gradients.bank(block, own_slot, used.tolist(), slots, stand_ins[place])
         numbers = torch.tensor(slots, device="cpu")[routing.where].to(self._device, routing.dtype)

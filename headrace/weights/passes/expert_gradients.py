@@ -15,7 +15,7 @@ from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.backward import Backward
-from headrace.weights.passes.part_gradients import PartGradients
+from headrace.weights.passes.row_gradients import RowGradients
 
 __all__ = ["ExpertGradients"]
 
@@ -29,10 +29,12 @@ class _Use:
 class ExpertGradients:
     """Gradients of the experts of one model. `one_by_one`: whether they may leave the device expert by expert."""
 
-    def __init__(self, backward: Backward, executor: Executor, parts: PartGradients, *, one_by_one: bool) -> None:
+    def __init__(
+        self, backward: Backward, executor: Executor, row_gradients: RowGradients, *, one_by_one: bool
+    ) -> None:
         self._backward = backward
         self._executor = executor
-        self._parts = parts
+        self._row_gradients = row_gradients
         self._one_by_one = one_by_one
         self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
         # Blocks of which a call used more than single experts, and how many backwards had ended then.
@@ -128,7 +130,7 @@ class ExpertGradients:
             return not block.trains_whole and not self._whole.get(block)
 
         with without_overrides():
-            return self._parts.part(slot, values, experts, alone, to_rows, *saved)
+            return self._row_gradients.computed(slot, values, experts, alone, to_rows, *saved)
 
 
 def _rows_at(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -228,7 +228,7 @@ class ExpertsOfCall:
 
     def _bring(self, numbers: Sequence[int]) -> None:
         if numbers:
-            self._bank.called = None
+            self._bank.in_call = None
             found = self._slices.bring(self._block, self._bank, numbers, keep=self._slots.values())
             self._slots.update(zip(numbers, found, strict=True))
 

@@ -26,7 +26,7 @@ from headrace.runtime.tensors import containers_in, map_tensors
 from headrace.weights.model.home import Home, Leaf
 from headrace.weights.model.uses import Use, use_of
 from headrace.weights.passes.backward import WATCHED
-from headrace.weights.passes.part_gradients import TakenPart
+from headrace.weights.passes.row_gradients import TakenRows
 
 __all__ = ["CannotCutError", "GraphSegments", "in_one_backward"]
 
@@ -123,7 +123,7 @@ def _watch_functions() -> Callable[[], None]:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         segments = getattr(_watched, "segments", None)
-        if segments is not None and not segments.in_visit and not issubclass(cls, TakenPart):
+        if segments is not None and not segments.in_visit and not issubclass(cls, TakenRows):
             if torch.is_grad_enabled():
                 segments.function += 1
             if cls is CheckpointFunction and torch.is_grad_enabled():

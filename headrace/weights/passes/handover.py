@@ -49,7 +49,7 @@ class Handover:
         def outlives(tensor: torch.Tensor) -> bool:
             if isinstance(tensor, Leaf):
                 return not outermost
-            block = self._residency.block_of(tensor)
+            block = self._residency.addresses.block_of(tensor)
             return block is None or (block.index < 0 and not outermost)
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:

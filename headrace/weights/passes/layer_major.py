@@ -267,7 +267,7 @@ class LayerMajor:
     def _is_passing(self, leaf: torch.Tensor, groups: set[int]) -> bool:
         """Whether a leaf is no parameter, but a table's sign or a tensor that a block has made (T5's position bias)."""
         made_on_the_way = 0 in groups and len(groups) == 2 and leaf.grad is None and not isinstance(leaf, nn.Parameter)
-        return made_on_the_way or self._engine.parts.is_sign(leaf)
+        return made_on_the_way or self._engine.row_gradients.is_sign(leaf)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _backward(self, batch_sums: BatchSums, around: AbstractContextManager[None]) -> None:

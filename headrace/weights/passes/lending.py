@@ -88,7 +88,7 @@ class Lending:
             return slot.leaf
         self._executor.visit((block,), Phase.BACKWARD if self._progress.in_backward else Phase.FORWARD, block.name)
         if block.row_bytes:
-            self._executor.travels_whole(block)
+            self._executor.let_travel_whole(block)
         bind((block,))
         block.lent = True
         calls = self._progress.calls

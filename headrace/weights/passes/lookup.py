@@ -17,7 +17,7 @@ from headrace.weights.model.tables import looks_rows_up
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.lending import Lending
-from headrace.weights.passes.part_gradients import PartGradients
+from headrace.weights.passes.row_gradients import RowGradients
 
 __all__ = ["Lookups"]
 
@@ -25,10 +25,10 @@ __all__ = ["Lookups"]
 class Lookups:
     """Lookups in the tables of one model."""
 
-    def __init__(self, device: torch.device, executor: Executor, parts: PartGradients, lending: Lending) -> None:
+    def __init__(self, device: torch.device, executor: Executor, row_gradients: RowGradients, lending: Lending) -> None:
         self._device = device
         self._executor = executor
-        self._parts = parts
+        self._row_gradients = row_gradients
         self._lending = lending
 
     def look_up(self, block: Block, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class Lookups:
 
         # What is saved is what an embedding saves: the very ids, as a checkpoint around it may compute the lookup
         # again in the whole table, if that is here by then. Its gradient does not read the table.
-        return self._parts.part(slot, values, used, lambda: bool(block.row_bytes), to_rows, ids)
+        return self._row_gradients.computed(slot, values, used, lambda: bool(block.row_bytes), to_rows, ids)
 
 
 def _place(padding_idx: int | None, used: torch.Tensor, rows: int) -> int:

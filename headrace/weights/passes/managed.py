@@ -181,7 +181,7 @@ class Managed:
             return own(*args, **kwargs)
         return self._engine.experts.adapt(site.all_experts.blocks[-1], module, base, own, args, kwargs)
 
-    def compiling(self, module: nn.Module) -> bool:
+    def stops_compiler(self, module: nn.Module) -> bool:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
         return self.site.encloses or self._takes_parts or not self._engine.progress.computes
 

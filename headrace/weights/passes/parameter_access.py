@@ -22,7 +22,7 @@ from headrace.weights.model.uses import Use, use_of
 
 __all__ = [
     "Lender",
-    "TakingPart",
+    "Registration",
     "borrow",
     "borrow_compound",
     "homes_as_they_are",
@@ -76,7 +76,7 @@ _waits: list[Wait] = []
 _changing = threading.RLock()
 
 
-class TakingPart:
+class Registration:
     """Keeps `one` in the list of those that are asked about homes, from `begin()` to `end()`, or in a `with` block."""
 
     def __init__(self, present: list[Any], one: Any) -> None:
@@ -107,9 +107,9 @@ class TakingPart:
         self.end()
 
 
-def lending_leaves(lender: Lender) -> TakingPart:
+def lending_leaves(lender: Lender) -> Registration:
     """While this lasts, torch functions that take homes get the lender's leaves."""
-    return TakingPart(_lenders, _Lending(lender, threading.get_ident()))
+    return Registration(_lenders, _Lending(lender, threading.get_ident()))
 
 
 def is_lending(lender: Lender) -> bool:
@@ -123,17 +123,17 @@ def is_lending(lender: Lender) -> bool:
     return _last_lender() is lender
 
 
-def homes_as_they_are() -> TakingPart:
+def homes_as_they_are() -> Registration:
     """Until the next visit, homes are plain parameters for torch functions: `has_torch_function(home)` is False.
 
     Modules, too, give homes then, on this thread and not on others.
     """
-    return TakingPart(_lenders, _Lending(None, threading.get_ident()))
+    return Registration(_lenders, _Lending(None, threading.get_ident()))
 
 
-def waiting_for_homes(wait: Wait) -> TakingPart:
+def waiting_for_homes(wait: Wait) -> Registration:
     """While this lasts, torch functions call `wait(owner)` before they read a home, or hand out its gradient."""
-    return TakingPart(_waits, wait)
+    return Registration(_waits, wait)
 
 
 def borrow(home: Home | WatchedBuffer) -> torch.Tensor:
@@ -249,7 +249,7 @@ def _brought_back(leaf: AwayLeaf) -> torch.Tensor:
 
 
 AwayLeaf.__torch_function__ = classmethod(_use_away_leaf)  # type: ignore[assignment]
-AwayLeaf.brought_back = staticmethod(_brought_back)  # type: ignore[method-assign]
+AwayLeaf.brought_back = staticmethod(_brought_back)
 
 
 def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

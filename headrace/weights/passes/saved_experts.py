@@ -65,8 +65,8 @@ def saved_experts_of(
     bank, begin = place
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     is_bank = (last + 1) * tensor.itemsize > slices.slot_bytes
-    if is_bank and bank.called is not None:
-        block, slots = bank.called
+    if is_bank and bank.in_call is not None:
+        block, slots = bank.in_call
         held, offset, at = bank.experts_in(slots), begin, begin
     else:
         number, at = divmod(begin, slices.slot_bytes)
@@ -74,7 +74,7 @@ def saved_experts_of(
         if not held:
             return None
         block = slices.block_of(held[number])
-    parts = slices.parts_of(block)
+    parts = slices.slice_parts_of(block)
     index = bisect_right([part.offset for part in parts], at) - 1
     slot = block.slots[index]
     experts = {number: key[1] for number, key in held.items()}

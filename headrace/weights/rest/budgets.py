@@ -102,7 +102,7 @@ class Budgets:
         if activations is None or activations.host_memory_bytes is not None or config.disk is None:
             return activations
         share_bytes = int(self.host_bytes * _ACTIVATIONS_SHARE)
-        if replace(self, host_bytes=self.host_bytes - share_bytes).place(inventory, parts, config) == Placement():
+        if replace(self, host_bytes=self.host_bytes - share_bytes).place(inventory, parts, config).needs_no_staging:
             return replace(activations, stays_without_room=True)
         return replace(activations, host_memory_bytes=share_bytes, stays_without_room=True)
 

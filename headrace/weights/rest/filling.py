@@ -16,7 +16,7 @@ from headrace.memory.pages import map_pages
 from headrace.weights.model.managed_param import Layout
 from headrace.weights.rest.reads import DiskRead, Range
 
-__all__ = ["Source", "fill", "from_files", "from_memory", "parts_of"]
+__all__ = ["Source", "fill", "from_files", "from_memory", "memory_of"]
 
 _AHEAD = 3  # grains that are read, or written, while one is put together
 # Begins to read bytes `first` to `end` of an image. The function that it returns lays them out in memory.
@@ -40,7 +40,7 @@ def from_memory(parts: Sequence[tuple[int, torch.Tensor]]) -> Source:
     return begin
 
 
-def parts_of(parameters: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> list[tuple[int, torch.Tensor]] | None:
+def memory_of(parameters: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> list[tuple[int, torch.Tensor]] | None:
     """The `parts` for `from_memory`, if all parameters lie in the block as they do in the CPU's memory; else None."""
     parts = []
     for parameter, layout in zip(parameters, layouts, strict=True):
@@ -64,14 +64,14 @@ def from_files(
 
     def begin(first: int, end: int) -> Callable[[torch.Tensor], None]:
         cut = [(max(first, place), min(end, place + nbytes)) for place, nbytes in regions]
-        ranges = [(begin, stop - begin, begin - first) for begin, stop in cut if begin < stop]
+        ranges = [Range(begin, stop - begin, begin - first) for begin, stop in cut if begin < stop]
         chunks = [(piece, free.pop() if free else _pages(most_bytes)) for piece in pieces(most_bytes, ranges)]
         reads = [(piece, chunk, piece.read(chunk)) for piece, chunk in chunks]
 
         def lay_out(image: torch.Tensor) -> None:
             for piece, chunk, reading in reads:
                 reading.synchronize()
-                for begin, nbytes, to in piece.parts:
+                for begin, nbytes, to in piece.ranges:
                     ctypes.memmove(image.data_ptr() + to, chunk.data_ptr() + begin, nbytes)
                 free.append(chunk)
 

@@ -79,7 +79,7 @@ class PackedCopy:
             return DiskRead(
                 read=lambda chunk: store.read(extent, chunk[len(chunk) - nbytes :]),
                 nbytes=nbytes,
-                parts=plain.parts,
+                ranges=plain.ranges,
                 plain_bytes=plain.nbytes,
             )
         if is_ours or index in self._stay_plain:

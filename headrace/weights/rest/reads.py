@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -11,7 +11,13 @@ from headrace.runtime.lanes import Copy, Event
 
 __all__ = ["DiskRead", "Range", "ReadEvent"]
 
-Range = tuple[int, int, int]  # a range of a block: its first byte, its bytes, its first byte in the target
+
+class Range(NamedTuple):
+    """A range of bytes, of a block or of a chunk, and where it goes."""
+
+    first: int
+    nbytes: int
+    to: int  # the first byte in the target
 
 
 class ReadEvent(Event, Protocol):
@@ -30,7 +36,7 @@ class DiskRead:
 
     read: Callable[[torch.Tensor], ReadEvent]  # submits a read to a chunk's first bytes; to its last if it is packed
     nbytes: int  # bytes that are read
-    parts: tuple[tuple[int, int, int], ...]  # (first byte in the chunk, bytes, first byte in the target)
+    ranges: tuple[Range, ...]  # of the chunk
     plain_bytes: int = 0  # bytes in the chunk after unpacking; 0: it is not packed
     keep: Callable[[torch.Tensor], Event | None] | None = None  # packs the chunk after it was copied
     # If the target is memory of the CPU: submits a read of whole pages into the target, and of the rest into a chunk.
@@ -39,15 +45,15 @@ class DiskRead:
 
     def copies(self, chunk: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:
         """The copies from the chunk to the target, which is mostly the block's buffer."""
-        return [(buffer[to : to + nbytes], chunk[begin : begin + nbytes]) for begin, nbytes, to in self.parts]
+        return [(buffer[to : to + nbytes], chunk[begin : begin + nbytes]) for begin, nbytes, to in self.ranges]
 
     def unpack(self, chunk: torch.Tensor, buffer: torch.Tensor) -> None:
         """Unpacks the chunk into the target, which has to be in host memory."""
         packed = Packed.in_memory(chunk[len(chunk) - self.nbytes :])
-        for begin, nbytes, to in self.parts:
+        for begin, nbytes, to in self.ranges:
             unpack(packed, buffer[to : to + nbytes], begin // 2)
 
     @property
     def has_whole_words(self) -> bool:
-        """Whether every part consists of whole two-byte words, so that it can be unpacked by itself."""
-        return not any(begin % 2 or nbytes % 2 for begin, nbytes, _ in self.parts)
+        """Whether every range consists of whole two-byte words, so that it can be unpacked by itself."""
+        return not any(begin % 2 or nbytes % 2 for begin, nbytes, _ in self.ranges)

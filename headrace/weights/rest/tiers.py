@@ -1,403 +1,337 @@
-"""Where do a block's bytes rest while it is away? In an arena, of this process or of a node, or on disk."""
+"""In which memory do blocks and gradients rest? Tiers makes it, on the host or on disk, as the placement says."""
 
-import ctypes
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from types import MappingProxyType
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import torch
-import xxhash
+from torch import nn
 
-from headrace.memory.arena import Arena
-from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Part, Request, copy_on_disk, disk_pages
-from headrace.memory.shared import Common
+from headrace.errors import BudgetError
+from headrace.memory.arena import Arena, whole_pages
+from headrace.memory.disk import DiskStore, Request, copy_on_disk
+from headrace.memory.ledger import Ledger
+from headrace.memory.packed import available
+from headrace.memory.shared import Common, SharedArena, SharedExtent, close_descriptors
 from headrace.runtime.node import Node
+from headrace.weights.meter import Meter
+from headrace.weights.model.layout import lay_out
 from headrace.weights.model.managed_param import Layout, ManagedParam
-from headrace.weights.rest.filling import Source, fill, from_files
-from headrace.weights.rest.reads import DiskRead, Range, ReadEvent
+from headrace.weights.rest.filling import from_memory, memory_of
+from headrace.weights.rest.materialize import Materialized
+from headrace.weights.rest.packing import PackedCopy
+from headrace.weights.rest.placement import Placement, ring_size
+from headrace.weights.rest.rests import CheckpointRest, DiskRest, HostRest, Rest, SharedRest
 
-__all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest", "SharedRest"]
+__all__ = ["DiskGradients", "GradientMemory", "Tiers"]
 
-
-class Rest(ABC):
-    """Where the bytes of one block rest. User code sees them through the places: tensors, one for each parameter."""
-
-    memory: torch.Tensor | None = None  # all bytes, shape (nbytes,), for copies; None: they have to be fetched
-    writable = True  # whether writes through the places are kept there
-    on_disk = False
-    has_own_files = False  # whether it has files that this process alone writes
-    range_bytes = 16  # where each rank brings one range of a block, the range's length is a multiple of this
-    filled = False  # whether it was filled past the page cache, so that the files hold the block before any `flush`
-
-    @abstractmethod
-    def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        """The place of each parameter. Parameters that shared a storage share one here, too."""
-
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
-        """The reads that bring the block, or `ranges` of it, past the page cache, at most `chunk_bytes` each."""
-        raise NotImplementedError(f"{type(self).__name__} has memory, and is not fetched")
-
-    def flush(self, ranges: Sequence[Range] | None = None) -> None:  # noqa: B027  # nothing to do where places are read
-        """Submits bringing what was written through the places to the files that `pieces` reads; its pages leave this
-        process's memory. With `ranges`, only these are read until the next flush.
-        """
-
-    def take_homes(self, slots: Sequence[ManagedParam], *, keeps: bool = False) -> None:  # noqa: B027  # they may lie anywhere
-        """Moves the homes of those `slots` that travel in another dtype to the places that this rest has for them, if
-        any; `keeps`: with their contents.
-        """
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this process has written to the places something that is nowhere else."""
-        return False
-
-    def forget_writes(self) -> None:  # noqa: B027  # nothing to do where they are kept
-        """Frees the memory that writes to the places took. Called once homes lie elsewhere and nobody has a place."""
-
-    def was_written(self) -> None:
-        """Called when an update has written the whole block to the files, past the places."""
-        raise NotImplementedError(f"{type(self).__name__} has no files of its own")
-
-    @property
-    def flushed(self) -> bool:
-        """Whether the last `flush` is under way or done, and did not fail."""
-        return True
-
-    @property
-    def is_as_in_files(self) -> bool:
-        """Whether it is certain that the places hold what the files hold, without a `flush`."""
-        return False
+_HANDED_OUT = 4  # blocks that user code may hold memory of, and that `HandedOut` still looks after
 
 
-class HostRest(Rest):
-    """A rest in an arena of this process."""
+class Tiers:
+    """Makes the memory in which blocks and gradients rest, as a placement says.
 
-    memory: torch.Tensor
-
-    def __init__(self, arena: Arena, nbytes: int) -> None:
-        self.memory = arena.tensor(0, nbytes)
-        self._arena = arena
-
-    def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        return _carve(layouts, self._arena.tensor)
-
-
-class DiskRest(Rest):
-    """A rest in an extent of a disk store. The places are mappings of it; reads bring `chunk_bytes` at a time.
-
-    `spilled` is told how many bytes are written. `ranks`: each of so many ranks may read and check a range by itself.
+    `disk`: the directory of the disk tier, if there is one; it is opened on first use. `materialized`: the parameters
+    that lie in a checkpoint. `close` closes both. `node`: its ranks share the memory of blocks. `packed`: whether
+    blocks that come again and again may be packed.
     """
-
-    on_disk = has_own_files = True
 
     def __init__(
-        self, store: DiskStore, name: str, nbytes: int, chunk_bytes: int, spilled: Callable[[int], None], ranks: int = 1
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        meter: Meter,
+        placement: Placement,
+        disk: Path | None = None,
+        materialized: Materialized | None = None,
+        node: Node | None = None,
+        *,
+        packed: bool = True,
     ) -> None:
-        self._chunk_bytes = self.range_bytes = chunk_bytes
-        if ranks > 1:
-            self._chunk_bytes = self.range_bytes = _grain_bytes(nbytes // ranks, chunk_bytes)
-        self.store = store
-        self.extent = store.allocate(name, nbytes, "weights", self._chunk_bytes)
-        self._spilled = spilled
-        self._flushing: Request | None = None
-
-    def fill(self, source: Source) -> None:
-        """Writes the whole block from `source`, past the page cache. Called after the places were made."""
-        self._spilled(self.extent.nbytes)
-        self.store.expect(self.extent)
-        fill(self.extent.nbytes, self._chunk_bytes, source, partial(self.store.write, self.extent))
-        self.filled = True
-
-    def fill_from(self, rest: "CheckpointRest", layouts: Sequence[Layout]) -> None:
-        """As `fill`, from the files of a checkpoint."""
-        regions = [(layout.offset, layout.nbytes) for layout in layouts]
-        self.fill(from_files(regions, self._chunk_bytes, rest.pieces))
-
-    def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        return _carve(layouts, partial(self.store.mapping, self.extent))
-
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
-        whole = self.extent.nbytes
-        chunk_bytes = max(chunk_bytes // self._chunk_bytes, 1) * self._chunk_bytes  # checksummed grains are read whole
-        if ranges is None:
-            return [self._piece(first, min(chunk_bytes, whole - first)) for first in range(0, whole, chunk_bytes)]
-        runs = _runs([(_EXTENT, first, nbytes, to) for first, nbytes, to in ranges], chunk_bytes)
-        pages = self.extent.capacity_bytes
-        pieces = []
-        for run in runs:
-            nbytes = min(disk_pages(run.end), pages) - run.first
-            as_it_lies = run.parts == [(0, nbytes, run.first)]
-            pieces.append(self._piece(run.first, nbytes, () if as_it_lies else tuple(run.parts)))
-        return pieces
-
-    def flush(self, ranges: Sequence[Range] | None = None) -> None:
-        self._spilled(self.extent.nbytes)
-        self.filled = False
-        within = None if ranges is None else [(first, first + nbytes) for first, nbytes, _ in ranges]
-        self._flushing = self.store.to_direct(self.extent, within)
-
-    def was_written(self) -> None:
-        self._spilled(self.extent.nbytes)
+        self._node = node
+        self.packs = packed and node is None and available()  # see PackedCopy
+        self._device, self._ledger = device, ledger
+        self._meter, self._placement, self._materialized, self._disk = meter, placement, materialized, disk
+        self._stores: dict[Path, DiskStore] = {}
+        self.read_in_place = HandedOut()
+        # Moves blocks to disk until host memory has room for so many bytes of what comes after the model; returns
+        # whether it has. `offload()` sets it to `Room.make`, which can move blocks; until then there is room.
+        self.make_room: Callable[[int], bool] = lambda nbytes: True
+        if not placement.needs_no_staging and self.store is not None and materialized is None:
+            self.store.check_free(placement.disk_bytes)
 
     @property
-    def flushed(self) -> bool:
-        return self.filled or (self._flushing is not None and self._flushing.error is None)
+    def store(self) -> DiskStore | None:
+        """The disk tier, opened on first use; None when there is no directory for it."""
+        return None if self._disk is None else self._opened(self._disk, self._node)
 
-    def _piece(self, first: int, nbytes: int, parts: tuple[Range, ...] = ()) -> DiskRead:
-        def read_into(_: torch.Tensor, buffer: torch.Tensor) -> tuple[ReadEvent, Callable[[], None]] | None:
-            if parts or (buffer.data_ptr() + first) % DISK_ALIGNMENT_BYTES:
-                return None
-            return self.store.read(self.extent, buffer, first, within=slice(first, first + nbytes)), lambda: None
+    def private_store(self, name: str) -> DiskStore | None:
+        """As `store`, but for what this rank alone has: with several ranks, in a directory of its own below `disk`."""
+        if self._node is None or self._disk is None:
+            return self.store
+        return self._opened(self._disk / f"{name}-{self._node.ranks[self._node.rank]}", None)
 
-        return DiskRead(
-            read=lambda chunk: self.store.read(self.extent, chunk[:nbytes], first),
-            nbytes=nbytes,
-            parts=parts or ((0, nbytes, first),),
-            read_into=read_into,
+    def _opened(self, path: Path, node: Node | None) -> DiskStore:
+        if path not in self._stores:
+            self._stores[path] = DiskStore(path, self._ledger, log=self._meter.disk_log, node=node, device=self._device)
+        return self._stores[path]
+
+    @property
+    def most_staged_bytes(self) -> int | None:
+        """The most bytes that each half of the gradients' staging memory may take; None: no limit."""
+        return self._placement.gradient_bytes
+
+    def rest_for(self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int) -> Rest:
+        """Makes the rest of a block of `nbytes`. Homes that travel in another dtype go to the tier of their block."""
+        casts = [number for number, layout in enumerate(layouts) if parameters[number].dtype != layout.dtype]
+        on_host = name not in self._placement.on_disk and self.make_room(whole_pages(nbytes))
+        in_files = [own for own in self._names(parameters) if own is not None]
+        if self._materialized is not None and not (on_host or casts) and len(in_files) == len(parameters):
+            return CheckpointRest(self._materialized.checkpoint, name, in_files, layouts)
+        if self._node is not None:
+            shared = self._shared(self._node, name, nbytes, on_host=on_host)
+            self._move_in(name, shared, parameters, layouts, casts)
+            return shared
+        if on_host:
+            rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
+            if not casts:
+                self._read(parameters, rest, layouts)
+            return rest
+        if casts and len(in_files) < len(parameters):
+            wide = [parameters[number] for number in casts]
+            wide_layouts, wide_bytes = lay_out(wide, None)
+            homes = self._writable(f"{name} (homes)", wide_bytes)
+            for parameter, place in zip(wide, homes.tensors(wide_layouts), strict=True):
+                copy_on_disk(place, parameter.detach())
+                parameter.data = place
+            homes.flush()
+        on_disk = self._writable(name, nbytes)
+        if (parts := memory_of(parameters, layouts)) is not None:
+            places = on_disk.tensors(layouts)
+            on_disk.fill(from_memory(parts))
+            for parameter, place in zip(parameters, places, strict=True):
+                parameter.data = place
+        return on_disk
+
+    def packed_copy(self, name: str) -> PackedCopy:
+        """The packed copy that a block has beside its bytes where these rest on disk; empty at first."""
+        return PackedCopy(name, lambda: self.store if self.packs else None, self._meter.spilled)
+
+    def _move_in(
+        self,
+        name: str,
+        rest: SharedRest,
+        parameters: Sequence[nn.Parameter],
+        layouts: Sequence[Layout],
+        casts: Sequence[int],
+    ) -> None:
+        """Copies the first rank's parameters to memory that the node's ranks share; those that cast, to the homes."""
+        if casts:
+            wide = [parameters[number] for number in casts]
+            wide_layouts, wide_bytes = lay_out(wide, None)
+            homes = self._add_homes(name, rest, wide_bytes, dict(zip(casts, wide_layouts, strict=True)))
+            self._read(wide, homes, wide_layouts)
+        as_they_are = [number for number in range(len(layouts)) if number not in casts]
+        self._read([parameters[n] for n in as_they_are], rest, [layouts[n] for n in as_they_are])
+
+    def _add_homes(self, name: str, rest: SharedRest, nbytes: int, layouts: Mapping[int, Layout]) -> SharedRest:
+        """Gives `rest` a second rest, for homes that travel in another dtype: in the same tier if that has room."""
+        on_host = not rest.on_disk and self.make_room(whole_pages(nbytes))
+        homes = self._shared(rest.node, f"{name} (homes)", nbytes, on_host=on_host)
+        rest.wide, rest.wide_layouts = homes, layouts
+        return homes
+
+    def _shared(self, node: Node, name: str, nbytes: int, *, on_host: bool) -> SharedRest:
+        if on_host:
+            arena = SharedArena(node, nbytes, self._device, self._ledger, "weights", by_ranks=True)
+            return SharedRest(node, arena, nbytes)
+        rest = self._writable(name, nbytes)
+        return SharedRest(node, SharedExtent(rest.store, rest.extent), nbytes, rest)
+
+    def _writable(self, name: str, nbytes: int) -> DiskRest:
+        """A rest on disk for a block that may change. Raises BudgetError when there is no disk."""
+        if self.store is None:
+            raise BudgetError(
+                f"weights of {name!r} change, or lie in no checkpoint as they are, and host_memory has no room; raise"
+                ' it or pass a directory, such as disk="/nvme/headrace", where they can rest',
+                tier="host",
+            )
+        chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
+        ranks = 1 if self._node is None else self._node.size
+        return DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled, ranks)
+
+    def hand_on(
+        self, name: str, nbytes: int, before: Rest, slots: Sequence[ManagedParam], *, keeps: bool
+    ) -> tuple[Rest, bool]:
+        """The new rest of a block that moves from `before` to disk, and whether the caller has to copy homes there.
+
+        `keeps`: whether the contents are kept. What all ranks see is copied here; what this rank alone has written is
+        for the caller to copy, and stays its own.
+        """
+        layouts = [slot.layout for slot in slots]
+        if self._node is None:
+            rest = self._writable(name, nbytes)
+            if keeps and all(slot.in_place or slot.casts for slot in slots):
+                rest.tensors(layouts)
+                if isinstance(before, CheckpointRest) and before.is_as_in_files:
+                    rest.fill_from(before, layouts)
+                elif isinstance(before, HostRest):
+                    rest.fill(from_memory([(0, before.memory)]))
+            return rest, keeps and not rest.filled
+        shared = self._shared(self._node, name, nbytes, on_host=False)
+        if not isinstance(before, SharedRest):
+            shared.fill([slot.data for slot in slots], layouts)
+            return shared, False
+        shared.fill(before.common_tensors(layouts), layouts)
+        if before.wide is not None:
+            home_layouts = list(before.wide_layouts.values())
+            homes = self._add_homes(name, shared, len(before.wide.common), before.wide_layouts)
+            homes.fill(before.wide.common_tensors(home_layouts), home_layouts)
+        return shared, before.is_written
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether host memory has room for `nbytes` more. With a node all ranks agree, and each books its share."""
+        if self._node is None:
+            return self._ledger.has_room(nbytes)
+        return self._node.all_agree(self._ledger.has_room(-(-nbytes // self._node.size)), "whether memory has room")
+
+    def check_gradients(self, nbytes: int) -> None:
+        """Raises BudgetError when host memory has no room for gradients of `nbytes` and there is no disk."""
+        if self._disk is None:
+            self._ledger.check_host(nbytes, "gradients")
+
+    @property
+    def short_staging_bytes(self) -> int | None:
+        """The value that `most_staged_bytes` would have if blocks rested on disk; None without a disk."""
+        return None if self._disk is None else 2 * ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
+
+    def gradient_memory(self, name: str, nbytes: int, *, missing_bytes: int = 0) -> "GradientMemory":
+        """The memory for the gradients of a block: on the host while its budget has room, else on disk if there is one.
+
+        `missing_bytes`: staging memory that is still to be made.
+        """
+        staging_bytes = max(missing_bytes, 2 * (self._placement.gradient_bytes or 0))  # some may be held already
+        no_room = not self._ledger.has_room(whole_pages(nbytes) + staging_bytes)
+        if (name in self._placement.on_disk or no_room) and self.store is not None:
+            return DiskGradients(self.store, name, nbytes, self._meter.spilled)
+        return Arena(nbytes, self._device, self._ledger, "gradients")
+
+    def common_gradient_memory(self, node: Node, name: str, nbytes: int) -> Common:
+        """As `gradient_memory`, for gradients of which the ranks of a node share one copy. A collective of the node."""
+        rests_on_disk = name in self._placement.on_disk or (
+            self._disk is not None and not self.has_room(whole_pages(nbytes))
         )
+        if rests_on_disk and self.store is not None:
+            return SharedExtent(self.store, self.store.allocate(f"{name} (gradients)", nbytes, "gradients"))
+        return SharedArena(node, nbytes, self._device, self._ledger, "gradients")
+
+    def forked(self) -> None:
+        """Called in a forked child process: renews locks, and makes mappings private to it."""
+        self._ledger.forked()
+        for store in self._stores.values():
+            store.forked()
+
+    def synchronize(self) -> None:
+        """Blocks until all writes have reached the disk. Raises DiskError if one has failed since the last call."""
+        for store in self._stores.values():
+            store.synchronize()
+
+    def close(self) -> None:
+        """Closes the stores and the checkpoint. Their disk space is given back, except where a tensor is in use."""
+        for store in self._stores.values():
+            store.close()
+        self._stores, self._disk = {}, None
+        if self._materialized is not None:
+            self._materialized.checkpoint.close()
+        if self._node is not None:
+            close_descriptors(self._node)
+
+    def _names(self, parameters: Sequence[nn.Parameter]) -> list[str | None]:
+        """The names of the parameters' tensors in the checkpoint; None for a parameter that is not there."""
+        made = self._materialized
+        return [None if made is None else made.name_of(parameter) for parameter in parameters]
+
+    def _read(self, parameters: Sequence[nn.Parameter], rest: HostRest | SharedRest, layouts: Sequence[Layout]) -> None:
+        """Reads the parameters that lie in a checkpoint into their places, past the page cache.
+
+        Where ranks share the places, the node's first rank fills them with all parameters, also those in memory.
+        """
+        names, places = self._names(parameters), rest.tensors(layouts)
+        reads = {name: index for index, name in enumerate(names) if name is not None}
+        if self._materialized is not None and reads and (self._node is None or self._node.is_first):
+            into = rest.common_tensors(layouts) if isinstance(rest, SharedRest) else places
+            self._materialized.checkpoint.read({name: into[index] for name, index in reads.items()})
+        moved = list(reads.values())
+        if isinstance(rest, SharedRest):
+            moved = list(range(len(names)))
+            others = sorted(set(moved) - set(reads.values()))
+            rest.fill([parameters[index].detach() for index in others], [layouts[index] for index in others])
+        for index in moved:
+            parameters[index].data = places[index]
 
 
-class SharedRest(Rest):
-    """A rest of which the ranks of a node have one copy, in memory or on `disk`. The places lie in this rank's own view
-    of that copy. `homes` is a second rest, for the homes of parameters that travel in another dtype: it is written,
-    published and dropped together with this one.
+class ReadInPlace(Protocol):
+    """A block that may be read from a checkpoint in place."""
+
+    rest: Rest
+
+    def move_written(self) -> bool:
+        """Moves the block to disk if it was written to. Returns False and does nothing if somebody has its memory."""
+
+
+class HandedOut:
+    """The blocks that are read from a checkpoint in place and whose memory user code got last (`p.data`).
+
+    What the user writes there takes host memory that no budget counts. So a block that was written to moves to disk
+    when the user asks for the memory of another one.
     """
 
-    homes: "SharedRest | None" = None
-    home_layouts: Mapping[int, Layout] = MappingProxyType({})  # by the parameter's number in the block
+    def __init__(self) -> None:
+        self._blocks: list[weakref.ref[ReadInPlace]] = []
 
-    def __init__(self, node: Node, common: Common, nbytes: int, disk: DiskRest | None = None) -> None:
-        self.node, self._common, self._disk = node, common, disk
-        self.on_disk = disk is not None
-        self.range_bytes = Rest.range_bytes if disk is None else disk.range_bytes
-        self._view = common.own_view()
-        self.common, self._own = common.tensor(0, nbytes), self._view.tensor(0, nbytes)
-        self.reads_own(False)
-
-    def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        return _carve(layouts, self._view.tensor)
-
-    def common_places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        """As `places`, but in the memory that all ranks see."""
-        return _carve(layouts, self._common.tensor)
-
-    def fill(self, sources: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
-        """Copies the first rank's `sources` to the memory that all ranks of the node see. A collective of the node."""
-        if self.node.is_first:
-            with torch.no_grad():
-                for place, source in zip(self.common_places(layouts), sources, strict=True):
-                    copy_on_disk(place, source)
-        self.node.meet("a block, as the first rank has it")
-
-    def place_of_home(self, number: int) -> torch.Tensor | None:
-        """The common place of the home of parameter `number`, if it travels in another dtype; None otherwise."""
-        if self.homes is None or number not in self.home_layouts:
-            return None
-        return self.homes.common_places([self.home_layouts[number]])[0]
-
-    def take_homes(self, slots: Sequence[ManagedParam], *, keeps: bool = False) -> None:
-        if self.homes is not None:
-            places = self.homes.places(list(self.home_layouts.values()))
-            for number, place in zip(self.home_layouts, places, strict=True):
-                slots[number].live_at(place, keeps=keeps)
-
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
-        return super().pieces(chunk_bytes, ranges) if self._disk is None else self._disk.pieces(chunk_bytes, ranges)
-
-    def flush(self, ranges: Sequence[Range] | None = None) -> None:
-        if self._disk is not None:
-            self._disk.flush(ranges)
-
-    @property
-    def flushed(self) -> bool:
-        return self._disk is None or self._disk.flushed
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this rank's user has changed what all ranks see. Compares all bytes if pages were written."""
-        found = self._view.written() is not False and not torch.equal(self._own, self.common)
-        self._common.forget()
-        return found or (self.homes is not None and self.homes.is_written)
-
-    def digest(self) -> int:
-        """A hash of this rank's own view, by which ranks compare what they have written."""
-        own = xxhash.xxh3_64_intdigest(self._own.numpy().data) >> 1 if len(self._own) else 0
-        return own if self.homes is None else own ^ self.homes.digest()
-
-    def reads_own(self, own: bool) -> None:
-        """Sets whether copies to the device read this rank's own view, with what it alone has written."""
-        self.is_own = own
-        self.memory = self._own if own else None if self._disk is not None else self.common
-
-    def publish(self, part_of: Callable[[int], slice]) -> None:
-        """Copies a part of this rank's own view to what all ranks see: `part_of(bytes of the whole)`."""
-        part = part_of(len(self.common))
-        self.common[part].copy_(self._own[part])
-        if self.homes is not None:
-            self.homes.publish(part_of)
-
-    def drop(self) -> None:
-        """Drops what this rank alone has written: it sees what all ranks see."""
-        self._view.forget()
-        self.reads_own(False)
-        if self.homes is not None:
-            self.homes.drop()
+    def handed_out(self, block: ReadInPlace) -> None:
+        """Called before user code gets the memory of a home of this block."""
+        if self._blocks and self._blocks[-1]() is block:
+            return
+        before, self._blocks = self._blocks, []
+        for one in before[-_HANDED_OUT:]:
+            other = one()
+            if other is not None and other is not block and not other.rest.writable and not other.move_written():
+                self._blocks.append(one)
+        if not block.rest.writable:
+            self._blocks.append(weakref.ref(block))
 
 
-class CheckpointRest(Rest):
-    """A rest of block `what` in the files of a checkpoint, which are never written. `names`: its tensors, in order.
+class GradientMemory(Protocol):
+    """Memory from which gradients are carved. It lives as long as any of them."""
 
-    The places are mapped privately, so that writes stay with this process. A block whose homes change moves to a disk
-    store.
-    """
-
-    writable = False
-    on_disk = True
-
-    def __init__(self, checkpoint: Checkpoint, what: str, names: Sequence[str], layouts: Sequence[Layout]) -> None:
-        self._checkpoint = checkpoint
-        self._what = what
-        self._names = names
-        self._layouts = layouts
-
-    def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        return [self._checkpoint.tensor(name) for name in self._names]
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this process has written to the places, or to their neighbours in the same pages."""
-        return any(self._checkpoint.written(name) for name in self._names)
-
-    def forget_writes(self) -> None:
-        for name in self._names:
-            self._checkpoint.forget_writes(name)
-
-    @property
-    def is_as_in_files(self) -> bool:
-        return all(self._checkpoint.written(name) is False for name in self._names)
-
-    def digest(self) -> int:
-        """As `SharedRest.digest`, of the places."""
-        digest = xxhash.xxh3_64()
-        for name in self._names:
-            digest.update(self._checkpoint.tensor(name).view(-1).view(torch.uint8).numpy().data)
-        return digest.intdigest() >> 1
-
-    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
-        """Reads of the whole pages around the tensors; copies to the device pick the tensors from them."""
-        wanted = []
-        for name, layout in zip(self._names, self._layouts, strict=True):
-            record = self._checkpoint.records[name]
-            whole = [(layout.offset, record.nbytes, layout.offset)]
-            for first, nbytes, to in whole if ranges is None else ranges:
-                begin, end = max(first, layout.offset), min(first + nbytes, layout.offset + record.nbytes)
-                if begin < end:
-                    offset = record.offset + begin - layout.offset
-                    wanted.append((record.path, offset, end - begin, to + begin - first))
-        return [self._piece(run) for run in _runs(wanted, chunk_bytes)]
-
-    def _piece(self, run: "_Run") -> DiskRead:
-        nbytes = min(disk_pages(run.end), self._checkpoint.size_bytes(run.path)) - run.first
-
-        def read(chunk: torch.Tensor) -> Request:
-            return self._checkpoint.read_range(run.path, run.first, [Part(chunk, 0, nbytes)], what=self._what)
-
-        def read_into(chunk: torch.Tensor, buffer: torch.Tensor) -> tuple[ReadEvent, Callable[[], None]] | None:
-            memory, finish = _scattered(run.parts, nbytes, chunk, buffer)
-            if finish is None:
-                return None
-            return self._checkpoint.read_range(run.path, run.first, memory, what=self._what), finish
-
-        return DiskRead(read=read, nbytes=nbytes, parts=tuple(run.parts), read_into=read_into)
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a one-dimensional tensor with a storage of its own."""
 
 
-def _scattered(
-    parts: Sequence[tuple[int, int, int]], nbytes: int, chunk: torch.Tensor, buffer: torch.Tensor
-) -> tuple[list[Part], Callable[[], None] | None]:
-    """The memory for a read of `nbytes`, and a function that finishes it; None for that if the chunk takes everything.
+class DiskGradients:
+    """Gradient memory in an extent of a disk store."""
 
-    Whole pages of `parts` (see DiskRead) go to the buffer, less than a page behind their places; the function moves
-    them there. All other bytes go to the chunk. So neighbouring reads never write the same page of the buffer.
-    """
-    memory: list[Part] = []
-    moves: list[tuple[int, int, int]] = []  # addresses, to and from, and bytes
-    at, landed = 0, False
-    to, of = buffer.data_ptr(), chunk.data_ptr()
-    for begin, length, place in parts:
-        first = disk_pages(begin)
-        where = place + first - begin
-        behind = -(to + where) % DISK_ALIGNMENT_BYTES
-        last = (begin + length - behind) // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES
-        if last - first < _LEAST_LANDING_BYTES:
-            moves.append((to + place, of + begin, length))
-            continue
-        if at < first:
-            memory.append(Part(chunk, at, first - at))
-        memory.append(Part(buffer, where + behind, last - first))
-        at, landed = last, True
-        if behind:
-            moves.append((to + where, to + where + behind, last - first))
-        moves.append((to + place, of + begin, first - begin))
-        moves.append((to + where + last - first, of + last, begin + length - last))
-    if at < nbytes:
-        memory.append(Part(chunk, at, nbytes - at))
+    def __init__(self, store: DiskStore, name: str, nbytes: int, spilled: Callable[[int], None]) -> None:
+        self._store, self._spilled = store, spilled
+        self._extent = store.allocate(f"{name} (gradients)", nbytes, "gradients")
+        self._address = store.mapping(self._extent).data_ptr()
 
-    def finish() -> None:
-        for destination, source, length in moves:
-            ctypes.memmove(destination, source, length)
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `GradientMemory.tensor`."""
+        return self._store.mapping(self._extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
 
-    return memory, finish if landed else None
+    def offset_of(self, target: torch.Tensor) -> int:
+        """Where memory from `tensor` begins in the extent, in bytes."""
+        return target.data_ptr() - self._address
 
+    def write(self, target: torch.Tensor, piece: torch.Tensor) -> Request:
+        """Submits writing the contiguous `piece` to the place of `target`, past the page cache."""
+        self._spilled(piece.nbytes)
+        return self._store.write(self._extent, piece.view(torch.uint8), self.offset_of(target))
 
-_LEAST_LANDING_BYTES = 64 << 10
-_EXTENT = ""  # stands for the path where all bytes lie in one extent
-_GAP_BYTES = 64 << 10  # between two tensors of a file: so small a gap is read, too, instead of starting a new read
-
-
-@dataclass
-class _Run:
-    """Neighbouring byte ranges of a file that one read brings."""
-
-    path: str
-    first: int  # first byte in the file, at the start of a page
-    end: int = 0
-    parts: list[tuple[int, int, int]] = field(default_factory=list)  # (in the chunk, bytes, in the block)
-
-    def reaches(self, path: str, begin: int, chunk_bytes: int) -> bool:
-        """Whether the same read can also bring the range that begins at `begin` in `path`, or a part of it."""
-        return path == self.path and begin - self.end <= _GAP_BYTES and begin < self.first + chunk_bytes
-
-
-def _runs(wanted: Iterable[tuple[str, int, int, int]], chunk_bytes: int) -> list[_Run]:
-    """The reads that bring all `wanted` ranges: (file, first byte in it, bytes, first byte in the target)."""
-    runs: list[_Run] = []
-    for path, first, total_bytes, to in sorted(wanted):
-        at = 0
-        while at < total_bytes:
-            begin = first + at
-            if not runs or not runs[-1].reaches(path, begin, chunk_bytes):
-                runs.append(_Run(path, begin // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES))
-            run = runs[-1]
-            nbytes = min(total_bytes - at, run.first + chunk_bytes - begin)
-            run.end = begin + nbytes
-            run.parts.append((begin - run.first, nbytes, to + at))
-            at += nbytes
-    return runs
-
-
-def _grain_bytes(nbytes: int, chunk_bytes: int) -> int:
-    """The length of a checksummed grain: whole pages, at most a chunk, chosen so that whole grains leave as few of
-    `nbytes` over as possible.
-    """
-    pages, least = nbytes // DISK_ALIGNMENT_BYTES, max(1, -(-nbytes // chunk_bytes))
-    grains = {max(1, pages // count) for count in range(least, least + 8)}
-    return max(grains, key=lambda grain: (pages // grain * grain, grain)) * DISK_ALIGNMENT_BYTES
-
-
-def _carve(layouts: Sequence[Layout], tensor: Callable[[int, int], torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters' views of the memory that `tensor(first byte, bytes)` gives: one storage for each region."""
-    regions = {region: tensor(region[0], region[1] - region[0]) for region in {layout.region for layout in layouts}}
-    return [layout.view(regions[layout.region], first_byte=layout.region[0]) for layout in layouts]
+    def forget(self, written_bytes: int) -> None:
+        """Called after `written_bytes` were written through the mapping: its pages leave this process's memory."""
+        self._spilled(written_bytes)
+        self._store.forget(self._extent)

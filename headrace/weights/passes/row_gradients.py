@@ -1,6 +1,6 @@
-"""How does a weight get a gradient if only parts of it came? Each part has one, and their sum goes to the home.
+"""How does a weight get a gradient if only some rows of it came? Each use of rows has one; their sum goes to the home.
 
-Parts are rows of a table (lookup.py) or single experts (expert_dispatch.py).
+Rows are those of a table (lookup.py), or single experts (expert_dispatch.py).
 """
 
 import weakref
@@ -14,18 +14,18 @@ from headrace.runtime.autograd import without_overrides
 from headrace.weights.model.managed_param import REMOVED, ManagedParam
 from headrace.weights.passes.backward import Backward
 
-__all__ = ["PartGradients", "TakenPart"]
+__all__ = ["RowGradients", "TakenRows"]
 
 
-class PartGradients:
-    """Takes the gradients of parts of one model's weights."""
+class RowGradients:
+    """Takes the gradients of rows of one model's weights."""
 
     def __init__(self, backward: Backward, device: torch.device) -> None:
         self._backward = backward
         self._device = device
         self._of: dict[ManagedParam, _OfWeight] = {}
 
-    def part(
+    def computed(
         self,
         slot: ManagedParam,
         values: Callable[[], torch.Tensor],
@@ -37,7 +37,7 @@ class PartGradients:
         """What `values` gives, computed from these rows of the slot's weight. `rows` names each once.
 
         `to_rows(gradient, *saved)` makes the gradient of these rows from that of the values. `alone`: whether nothing
-        but parts of the weight has gradients. If not, autograd gets a part's gradient as one of the whole weight, and
+        but rows of the weight has gradients. If not, autograd gets the gradient of rows as one of the whole weight, and
         adds all up in its own order.
         """
         if not (torch.is_grad_enabled() and slot.home.requires_grad):
@@ -46,7 +46,7 @@ class PartGradients:
         of = self._of.get(slot)
         if of is None:
             of = self._of[slot] = _OfWeight(self._backward, slot, self._device, alone)
-        apply: Any = TakenPart.apply
+        apply: Any = TakenRows.apply
         on_host = torch.as_tensor(rows, device="cpu")
         found: torch.Tensor = apply(slot.leaf, of.sign, values, of, on_host, to_rows, *saved)
         return found
@@ -57,8 +57,8 @@ class PartGradients:
 
 
 class _OfWeight:
-    """The gradients of parts of one weight. `sign` tells when autograd has all of them: it is a leaf of one element,
-    for which each part has a gradient as well, and its hook is called when none is missing.
+    """The gradients of rows of one weight. `sign` tells when autograd has all of them: it is a leaf of one element,
+    for which each use of rows has a gradient as well, and its hook is called when none is missing.
     """
 
     def __init__(self, backward: Backward, slot: ManagedParam, device: torch.device, alone: Callable[[], bool]) -> None:
@@ -71,7 +71,7 @@ class _OfWeight:
         register(lambda _: _complete(own()))
 
     def take(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Takes a part's gradient, in backward. Returns what autograd itself is to add up for the weight: None, unless
+        """Takes a gradient of rows, in backward. Returns what autograd itself is to add up for the weight: None, unless
         uses of the whole weight have gradients, too.
         """
         if self._slot.on_gradient is None:
@@ -86,7 +86,7 @@ class _OfWeight:
         return whole.index_copy(0, rows.to(gradient.device), gradient)
 
     def complete(self) -> None:
-        """All parts have given their gradients in one backward. Called by autograd, by the hook of `sign`."""
+        """All uses of rows have given their gradients in one backward. Called by autograd, by the hook of `sign`."""
         self.sign.grad = None
         self._backward.rows_complete(self._slot)
 
@@ -96,7 +96,7 @@ def _complete(gradients: _OfWeight | None) -> None:
         gradients.complete()
 
 
-class TakenPart(torch.autograd.Function):
+class TakenRows(torch.autograd.Function):
     """Saves what a plain run's operation in its place saves, and reads no weight in backward."""
 
     @staticmethod

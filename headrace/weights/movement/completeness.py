@@ -12,7 +12,7 @@ from headrace.errors import StateError
 from headrace.runtime.pending import Unit, Watcher
 from headrace.weights.model.managed_param import ManagedParam
 
-__all__ = ["Arrivals", "tell_of_failure", "tell_watchers"]
+__all__ = ["Completeness", "tell_of_failure", "tell_watchers"]
 
 _ALIKE = 2  # backwards that must have been alike before the next is expected to be
 
@@ -27,7 +27,7 @@ class _Count:
     taken: bool = False  # whether an update began in this backward
 
 
-class Arrivals:
+class Completeness:
     """Counts the gradients of blocks that have watchers."""
 
     def __init__(self) -> None:

@@ -12,10 +12,10 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.shares import Shares
 
-__all__ = ["CalledExperts"]
+__all__ = ["ModuleExperts"]
 
 
-class CalledExperts:
+class ModuleExperts:
     """Experts of one model that are modules: which ones were called, and which make room for others.
 
     `evict`: evicts a block, unless it is in use.
@@ -33,7 +33,7 @@ class CalledExperts:
         self._shares = shares
         self._residency = residency
         self._meter = meter
-        self._layers = len({block.called[0] for block in blocks if block.called is not None})
+        self._layers = len({block.expert_key[0] for block in blocks if block.expert_key is not None})
         self._keeping: Keeping | None = None
         self._room = 0  # how many experts `_keeping` was made for
         self._layer = -1  # the layer whose experts are being called
@@ -46,7 +46,7 @@ class CalledExperts:
 
     def note_use(self, block: Block) -> None:
         """Called when an expert is. Another layer's expert, or the same one again, begins a new call of a layer."""
-        key = block.called or (-1, -1)
+        key = block.expert_key or (-1, -1)
         self._meter.expert_uses += 1
         if key[0] != self._layer or key in self._layer_call:
             self._keeps.used(self._layer, [expert for _, expert in self._layer_call])
@@ -66,9 +66,9 @@ class CalledExperts:
 
     def make_room(self, block: Block, keep: Sequence[Block]) -> None:
         """Evicts other experts until there is room for `block`, but none that are in `keep` or in use."""
-        held = {one.called: one for one in self._residency.present() if one.called is not None}
-        room_bytes = self._shares.called_bytes - block.nbytes - sum(one.nbytes for one in held.values())
-        stay = {one.called for one in keep if one.called is not None}
+        held = {one.expert_key: one for one in self._residency.with_buffers() if one.expert_key is not None}
+        room_bytes = self._shares.module_experts_bytes - block.nbytes - sum(one.nbytes for one in held.values())
+        stay = {one.expert_key for one in keep if one.expert_key is not None}
         while room_bytes < 0 and not stay.issuperset(held):
             kept = stay | self._layer_call
             key = self._keeps.victim(self._layer, held, stay if kept.issuperset(held) else kept)
@@ -89,7 +89,7 @@ class CalledExperts:
     @property
     def _keeps(self) -> Keeping:
         """The rule for which experts stay. It is made anew when the room for experts has changed."""
-        room = max(1, self._shares.called_bytes // max(1, self._shares.largest_called_bytes))
+        room = max(1, self._shares.module_experts_bytes // max(1, self._shares.largest_module_expert_bytes))
         if self._keeping is None or room != self._room:
             self._keeping, self._room = Keeping(room, self._layers), room
         return self._keeping
