@@ -131,7 +131,7 @@ def test_a_token_loads_what_is_planned_for_the_share_that_is_there(banks: list[i
     assert cut.banks == (len(banks), banks[0])
     assert cut.slots == sum(banks)
     assert stats.expert_uses == TOKENS * found.wanted_experts * LAYERS
-    assert found.given.onload_bytes * TOKENS == pytest.approx(stats.expert_bytes, abs=1)
+    assert found.given.onload_bytes * TOKENS == pytest.approx(stats.expert_bytes + stats.row_bytes, abs=1)
     assert 0 < stats.expert_loads < stats.expert_uses
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.planning.cost.experts import ExpertCut, PartLoads, cut_of, loads_of
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import mean_read_share
-from headrace.planning.cost.rows import row_loads, without_tables
+from headrace.planning.cost.rows import room_for_rows, row_loads, without_tables
 from headrace.planning.cost.shape import BlockKind, BlockShape
 from headrace.planning.cost.tiers import Tiers
 from headrace.planning.cost.work import Case, Place, Work
@@ -105,7 +105,7 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
         disk_share=disk_share,
         whole=one.rate(1.0, max(0, visiting.shape.weight_bytes - budget), rows),
     )
-    cut = cut_of(replace(visiting, work=token), budget)
+    cut = cut_of(replace(visiting, work=token), budget - room_for_rows(case, tiers.tables, token.tokens))
     if cut is None:
         return found
     wanted = max(block.wanted_experts(token.tokens) for block in shape.blocks)

@@ -9,9 +9,11 @@ from headrace.planning.cost.shape import BlockShape
 from headrace.planning.cost.work import Case, Place
 from headrace.planning.tables import goes_by_rows
 
-__all__ = ["row_loads", "tables_of", "without_tables"]
+__all__ = ["room_for_rows", "row_loads", "tables_of", "without_tables"]
 
 Tables = frozenset[int]
+
+_FEWEST_ROWS = 16  # for which there is always room
 
 
 def tables_of(case: Case) -> Tables:
@@ -50,6 +52,12 @@ def row_loads(block: BlockShape, case: Case, tokens: int) -> PartLoads:
     on_disk = case.method.weights is Place.DISK
     disk = hardware.disk_latency_seconds + nbytes / hardware.disk_read_bytes_per_second if on_disk else 0.0
     return PartLoads(nbytes=nbytes, link_seconds=link, disk_seconds=disk, in_backward=False)
+
+
+def room_for_rows(case: Case, tables: Tables, tokens: int) -> int:
+    """Bytes on the device that plans leave free for lookups of so many different tokens."""
+    blocks = (case.shape.blocks[index] for index in tables)
+    return sum(round(_looked_up(block, max(tokens, _FEWEST_ROWS)) * block.weight_bits / 8) for block in blocks)
 
 
 def _looked_up(block: BlockShape, tokens: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.planning.cost.experts import ExpertCut, can_cut, cut_of, least_cut_bytes
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import packed_bytes, packs
-from headrace.planning.cost.rows import row_loads, tables_of, without_tables
+from headrace.planning.cost.rows import room_for_rows, tables_of, without_tables
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.sharing import crossing_of
 from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, block_seconds
@@ -84,7 +84,7 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
     if room >= shape.weight_bytes:
         tables, visiting = frozenset(), case
     if tables:
-        wanted = sum(round(row_loads(shape.blocks[index], case, case.work.tokens).nbytes) for index in tables)
+        wanted = room_for_rows(case, tables, case.work.tokens)
         room = min(room, visiting.shape.weight_bytes + wanted)
         rows = max(0, min(wanted, int(room * _MOST_ROWS_SHARE), room - least))
     cut = cut_of(visiting, room - rows)
