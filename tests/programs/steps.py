@@ -34,7 +34,8 @@ def train(world: World, rng: random.Random) -> None:
             world.optimizer.step(accumulate)
         else:
             accumulate()
-            if clip == "norm":
+            # PyTorch adds up the norms of several dtypes in an order that differs between devices.
+            if clip == "norm" and len({parameter.dtype for parameter in world.trained()}) == 1:
                 world.see("norm", nn.utils.clip_grad_norm_(world.trained(), 0.5, foreach=False))
             elif clip == "value":
                 nn.utils.clip_grad_value_(world.trained(), 0.01, foreach=False)
