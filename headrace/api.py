@@ -430,8 +430,8 @@ class Offloaded(Handle):
     def refresh(self) -> None:
         """Renews the device's copies of parameters. Needed after writes that go unnoticed (through a kept `p.data`)."""
         for block in self._blocks():
-            for slot in block.slots:
-                slot.touch()
+            for param in block.params:
+                param.touch()
         self._executor.homes_changed()
 
     def _check_offloaded(self, what: str) -> None:

@@ -112,11 +112,11 @@ def _make_writable(blocks: Sequence[Block], wanted: Sequence["_Wanted"]) -> None
     """Homes that are about to be written are where that is kept."""
     written = {id(tensor) for one in wanted for tensor in one.into}
     for block in blocks:
-        loaded = [id(slot.home) in written for slot in block.slots]
+        loaded = [id(param.home) in written for param in block.params]
         if any(loaded):
             block.make_writable(keeps=not all(loaded))
-            for slot in block.slots:
-                slot.touch()
+            for param in block.params:
+                param.touch()
 
 
 _Image = list[tuple[int, TensorInFile]]  # of a block: the first byte of each tensor in it
@@ -127,10 +127,10 @@ def _images(blocks: Sequence[Block], wanted: Sequence["_Wanted"]) -> list[tuple[
     plain = {id(t): one.saved for one in wanted for t in one.into if not one.converts(t) and t.is_contiguous()}
     found = []
     for block in blocks:
-        slots = block.slots
-        apart = len({slot.layout.region for slot in slots}) == len(slots)
-        if apart and isinstance(block.rest, DiskRest) and all(s.in_place and id(s.home) in plain for s in slots):
-            found.append((block, block.rest, [(s.layout.offset, plain[id(s.home)]) for s in slots]))
+        params = block.params
+        apart = len({param.layout.region for param in params}) == len(params)
+        if apart and isinstance(block.rest, DiskRest) and all(s.in_place and id(s.home) in plain for s in params):
+            found.append((block, block.rest, [(s.layout.offset, plain[id(s.home)]) for s in params]))
     return found
 
 
@@ -151,7 +151,7 @@ def _read_weights(
     wanted: Sequence["_Wanted"], handles: Sequence[ModelHandle], images: Sequence[tuple[Block, DiskRest, _Image]]
 ) -> None:
     into = [tensor for one in wanted for tensor in one.into]
-    filled = {id(slot.home) for block, _, _ in images for slot in block.slots}
+    filled = {id(param.home) for block, _, _ in images for param in block.params}
     places: dict[SavedFile, list[Place]] = defaultdict(list)
     devices = {tensor.device for tensor in into if is_accelerator(tensor.device)}
     with torch.no_grad():

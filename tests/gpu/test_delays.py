@@ -83,8 +83,8 @@ def without_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
         self._submit_ready()
         arrived = self._targets
         self._forget()
-        for slot, gradient in arrived.items():
-            slot.home.grad = gradient
+        for param, gradient in arrived.items():
+            param.home.grad = gradient
 
     monkeypatch.setattr(Gradients, "deliver", deliver)
 

@@ -479,7 +479,7 @@ def test_parts_of_an_expert_do_not_overlap() -> None:
     model = model_of("GptOss")
     with headrace.offload(model, device="cpu", device_memory=budget(model, 6)) as handle:
         block = next(block for block in handle._blocks() if block.experts is not None)
-        parts, nbytes = slice_parts([slot.layout for slot in block.slots])
+        parts, nbytes = slice_parts([param.layout for param in block.params])
         ends = [part.offset + part.nbytes for part in parts]
         assert all(end <= part.offset for end, part in zip(ends, parts[1:], strict=False))
         assert ends[-1] <= nbytes == block.experts.slice_bytes

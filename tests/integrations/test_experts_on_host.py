@@ -66,7 +66,7 @@ def host_slots(handle: Any) -> int:
 def bytes_on_disk(handle: Any, layer: int, expert: int) -> int:
     """Of the whole pages in which one expert lies."""
     block = [block for block in handle._blocks() if block.experts is not None][layer]
-    sizes = [(slot.layout.offset, slot.layout.nbytes // EXPERTS) for slot in block.slots]
+    sizes = [(param.layout.offset, param.layout.nbytes // EXPERTS) for param in block.params]
     ranges = [(offset + expert * nbytes, nbytes, 0) for offset, nbytes in sizes]
     return sum(piece.nbytes for piece in block.rest.pieces(2**20, ranges))
 

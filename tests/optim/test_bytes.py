@@ -204,7 +204,7 @@ def test_managed_parameters_are_plain_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     """The look at them is no look of the user's: nothing is loaded anew because of it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     touched: list[ManagedParam] = []
-    monkeypatch.setattr(ManagedParam, "touch", lambda slot: touched.append(slot))
+    monkeypatch.setattr(ManagedParam, "touch", lambda param: touched.append(param))
     with headrace.offload(model, device="cpu"):
         optimizer = optim.AdamW(model.parameters())
         model(torch.ones(1, 4)).sum().backward()

@@ -99,7 +99,7 @@ def test_steps_are_exact_and_seen(
             counted.clear()
             handle.reset_stats()
             train(model, ours)
-            here = sum(len(block.slots) for block in fetched(handle))
+            here = sum(len(block.params) for block in fetched(handle))
             assert counted["parameters"] == here > 10
             resting = sum(block.rest.extent.capacity_bytes for block in fetched(handle))
             assert counted["bytes"] >= resting
@@ -130,11 +130,11 @@ def test_who_else_trains_a_part_of_a_block_keeps_it_in_memory(tmp_path: Path, co
                     optimizer.step()
                 for optimizer in both:
                     optimizer.zero_grad()
-        with_flat = {id(p) for block in fetched(handle) for p in (s.home for s in block.slots) if p.dim() == 1}
+        with_flat = {id(p) for block in fetched(handle) for p in (s.home for s in block.params) if p.dim() == 1}
         assert len(with_flat) > 6
         assert_same(list(model.parameters()), list(plain.parameters()))
-        alone = [block for block in fetched(handle) if not any(s.home.dim() == 1 for s in block.slots)]
-        assert counted["parameters"] == 3 * sum(len(block.slots) for block in alone)
+        alone = [block for block in fetched(handle) if not any(s.home.dim() == 1 for s in block.params)]
+        assert counted["parameters"] == 3 * sum(len(block.params) for block in alone)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -158,7 +158,7 @@ def test_parameters_over_the_same_memory(tier: str, tmp_path: Path, counted: Cou
             train(plain, theirs)
             train(model, ours)
         assert_same(list(model.parameters()), list(plain.parameters()))
-        assert counted["parameters"] == 3 * sum(len(block.slots) for block in fetched(handle)) > 0
+        assert counted["parameters"] == 3 * sum(len(block.params) for block in fetched(handle)) > 0
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

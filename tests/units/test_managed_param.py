@@ -71,25 +71,25 @@ def weight() -> nn.Parameter:
 
 
 @pytest.fixture
-def slot(weight: nn.Parameter) -> ManagedParam:
+def param(weight: nn.Parameter) -> ManagedParam:
     block = block_of(weight)
     loaded(block)
     assert block.is_current
-    block.slots[0].block = block  # type: ignore[attr-defined]  # kept alive
-    return block.slots[0]
+    block.params[0].block = block  # type: ignore[attr-defined]  # kept alive
+    return block.params[0]
 
 
 def test_the_object_stays_and_moves_into_the_arena(weight: nn.Parameter) -> None:
     ledger, before = Ledger(), id(weight)
     block = block_of(weight, ledger=ledger)
-    home = block.slots[0].home
+    home = block.params[0].home
     assert id(home) == before
     assert isinstance(weight, Home)
     assert isinstance(weight, nn.Parameter)
     assert weight.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert weight.data_ptr() == block.rest.memory.data_ptr()
     assert ledger.held_bytes(Tier.HOST, "weights") > 0
-    block.slots[0].release()
+    block.params[0].release()
     assert type(weight) is nn.Parameter
     assert vars(weight) == {}
 
@@ -118,42 +118,42 @@ def change_through_set(home: nn.Parameter) -> None:
 @pytest.mark.parametrize(
     "change", [change_in_place, change_through_data, point_elsewhere, change_by_copy_to_data, change_through_set]
 )
-def test_a_write_makes_the_device_copy_stale(slot: ManagedParam, change) -> None:
-    change(slot.home)
-    assert not slot.block.is_current
-    buffer = loaded(slot.block)
-    assert slot.block.is_current
-    assert torch.equal(slot.layout.view(buffer), slot.home.detach())
+def test_a_write_makes_the_device_copy_stale(param: ManagedParam, change) -> None:
+    change(param.home)
+    assert not param.block.is_current
+    buffer = loaded(param.block)
+    assert param.block.is_current
+    assert torch.equal(param.layout.view(buffer), param.home.detach())
 
 
-def test_reading_makes_nothing_stale(slot: ManagedParam) -> None:
-    home = slot.home
+def test_reading_makes_nothing_stale(param: ManagedParam) -> None:
+    home = param.home
     home.detach().sum()
     assert (home.shape, home.dtype, home.device, home.is_leaf) == ((2, 3), torch.float32, CPU, True)
     home.numel(), home.data_ptr(), repr(home), home * 2
-    assert slot.block.is_current
-    assert not was_written(slot.block)
+    assert param.block.is_current
+    assert not was_written(param.block)
 
 
-def test_the_token_tells_what_autograd_would_notice(slot: ManagedParam) -> None:
+def test_the_token_tells_what_autograd_would_notice(param: ManagedParam) -> None:
     """`p.data` writes are stale for the next load, but autograd, too, lets them pass between forward and backward."""
-    token = slot.token
-    change_through_data(slot.home)
-    assert slot.token == token
-    change_in_place(slot.home)
-    assert slot.token != token
-    assert not slot.block.is_current
-    assert was_written(slot.block)
+    token = param.token
+    change_through_data(param.home)
+    assert param.token == token
+    change_in_place(param.home)
+    assert param.token != token
+    assert not param.block.is_current
+    assert was_written(param.block)
 
 
-def test_data_waits_for_copies_that_read_the_home(slot: ManagedParam) -> None:
+def test_data_waits_for_copies_that_read_the_home(param: ManagedParam) -> None:
     reads = Waits()
-    slot.block.read_until(reads)
-    slot.home.detach()
+    param.block.read_until(reads)
+    param.home.detach()
     assert reads.count == 0
-    assert slot.home.data.shape == (2, 3)
+    assert param.home.data.shape == (2, 3)
     assert reads.count == 1
-    slot.home.data = torch.zeros(2, 3)
+    param.home.data = torch.zeros(2, 3)
     assert reads.count == 1  # nothing reads any more
 
 
@@ -161,10 +161,10 @@ def test_a_home_that_points_elsewhere_is_copied_from_there() -> None:
     first, second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
     block = block_of(first, second)
     first.data = torch.full((4,), 3.0)
-    assert not block.slots[0].in_place
+    assert not block.params[0].in_place
     buffer = loaded(block)
-    assert block.slots[0].layout.view(buffer).tolist() == [3] * 4
-    assert block.slots[1].layout.view(buffer).tolist() == [0] * 4
+    assert block.params[0].layout.view(buffer).tolist() == [3] * 4
+    assert block.params[1].layout.view(buffer).tolist() == [0] * 4
 
 
 def test_only_what_changed_is_copied_into_a_buffer_that_is_there() -> None:
@@ -184,31 +184,31 @@ def test_only_what_changed_is_copied_into_a_buffer_that_is_there() -> None:
 def test_a_cast_is_renewed_when_its_home_changes() -> None:
     weight = nn.Parameter(torch.tensor([1.0, 1 / 3]))
     block = block_of(weight, param_dtype=torch.bfloat16)
-    slot = block.slots[0]
-    assert slot.casts
+    param = block.params[0]
+    assert param.casts
     assert weight.dtype == torch.float32
-    assert torch.equal(slot.layout.view(loaded(block)), weight.detach().bfloat16())
+    assert torch.equal(param.layout.view(loaded(block)), weight.detach().bfloat16())
     change_in_place(weight)
-    assert torch.equal(slot.layout.view(loaded(block)), weight.detach().bfloat16())
+    assert torch.equal(param.layout.view(loaded(block)), weight.detach().bfloat16())
     assert weight[1] == torch.tensor(1 / 3) * 2  # the home keeps its own precision
 
 
-def test_a_changed_shape_is_refused(slot: ManagedParam) -> None:
-    slot.home.data = torch.zeros(3, 3)
+def test_a_changed_shape_is_refused(param: ManagedParam) -> None:
+    param.home.data = torch.zeros(3, 3)
     with pytest.raises(LayoutError, match=r"'p0' was offloaded with shape \(2, 3\) and now has shape \(3, 3\); call"):
-        slot.check_shape()
+        param.check_shape()
 
 
-def test_an_absent_leaf_is_nan_of_the_right_shape_and_no_memory(slot: ManagedParam) -> None:
-    slot.block.buffer = None
-    slot.block.loaded_generation = -1
-    slot.block.leaves.point(None)
-    assert slot.leaf.shape == (2, 3)
+def test_an_absent_leaf_is_nan_of_the_right_shape_and_no_memory(param: ManagedParam) -> None:
+    param.block.buffer = None
+    param.block.loaded_generation = -1
+    param.block.leaves.point(None)
+    assert param.leaf.shape == (2, 3)
     with without_overrides():
-        assert slot.leaf.isnan().all()
-        assert slot.leaf.untyped_storage().nbytes() == 4
-    assert torch.equal(slot.leaf, slot.home)  # whoever kept it, and uses it
-    assert not slot.block.is_current
+        assert param.leaf.isnan().all()
+        assert param.leaf.untyped_storage().nbytes() == 4
+    assert torch.equal(param.leaf, param.home)  # whoever kept it, and uses it
+    assert not param.block.is_current
 
 
 def test_binding_swaps_leaf_and_home(weight: nn.Parameter) -> None:
@@ -217,7 +217,7 @@ def test_binding_swaps_leaf_and_home(weight: nn.Parameter) -> None:
     weight.requires_grad_(False)
     block.bind(adopts=True)
     leaf = block.container[0]
-    assert leaf is block.slots[0].leaf
+    assert leaf is block.params[0].leaf
     assert not leaf.requires_grad  # as its home
     assert torch.equal(leaf, weight)
     block.unbind()
@@ -229,11 +229,11 @@ def test_a_replaced_parameter_is_adopted_and_the_old_one_let_go(weight: nn.Param
     new = nn.Parameter(torch.full((2, 3), 9.0))
     block.container[0] = new
     block.places.adopt_replacements()
-    slot = block.slots[0]
-    assert slot.home is new
+    param = block.params[0]
+    assert param.home is new
     assert type(weight) is nn.Parameter
-    assert new.data_ptr() == slot.rest.data_ptr()
-    assert slot.layout.view(loaded(block)).tolist() == [[9] * 3] * 2
+    assert new.data_ptr() == param.rest.data_ptr()
+    assert param.layout.view(loaded(block)).tolist() == [[9] * 3] * 2
     change_in_place(new)
     assert weight.tolist() == [[0, 1, 2], [3, 4, 5]]  # whoever still holds the old one keeps its contents
 
@@ -244,7 +244,7 @@ def test_a_replacement_of_another_kind_is_refused(weight: nn.Parameter, new: tor
     block.container[0] = nn.Parameter(new)
     with pytest.raises(LayoutError, match=r"parameter 'p0' was offloaded as torch.float32 of shape \(2, 3\).*remove"):
         block.places.adopt_replacements()
-    assert block.slots[0].home is weight
+    assert block.params[0].home is weight
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
@@ -298,7 +298,7 @@ def test_parameters_that_shared_a_storage_still_do() -> None:
     with torch.no_grad():
         left.fill_(4)
     assert right.tolist() == [4, 4, 0, 0, 0]
-    assert block.slots[1].layout.view(loaded(block)).tolist() == [4, 4, 0, 0, 0]
+    assert block.params[1].layout.view(loaded(block)).tolist() == [4, 4, 0, 0, 0]
 
 
 def test_presence_changes_only_as_its_table_says(weight: nn.Parameter) -> None:
@@ -327,4 +327,4 @@ def test_ctrl_c_as_a_block_goes_leaves_none_that_seems_present(monkeypatch: pyte
             block.becomes(Presence.ABSENT)
     assert block.presence is Presence.ABSENT
     block.lost()  # as whoever mends it says
-    assert all(type(slot.leaf) is AwayLeaf for slot in block.slots)
+    assert all(type(param.leaf) is AwayLeaf for param in block.params)

@@ -122,7 +122,7 @@ def test_what_crosses_the_link_is_what_is_called_and_not_there(way: str, slots: 
         expert.register_forward_pre_hook(lambda module, args: called.append(module) if len(args[0]) else None)
     with headrace.offload(model, device="cpu", device_memory=budget(model, slots)) as handle:
         forwards(model, torch.device("cpu"))  # all other weights have come to stay
-        blocks = {id(slot.home): block for block in handle.settled_blocks("a look") for slot in block.slots}
+        blocks = {id(param.home): block for block in handle.settled_blocks("a look") for param in block.params}
         block_of = {expert: blocks[id(expert.up.weight)] for expert in experts_of(model)}
         called.clear()
         handle.reset_stats()

@@ -204,8 +204,8 @@ def test_edge_6_backward_returns_when_gradients_are_home(emu_device, decoder, to
         self._submit_ready()
         arrived = self._targets
         self._forget()
-        for slot, gradient in arrived.items():
-            slot.home.grad = gradient
+        for param, gradient in arrived.items():
+            param.home.grad = gradient
 
     monkeypatch.setattr(Gradients, "deliver", deliver)
     train(emu_device, decoder, tokens)

@@ -62,7 +62,7 @@ class ManagedParam:
     """One managed parameter.
 
     `home` is the user's own Parameter, on the host, until `adopt` makes another one the home. `leaf` is the Parameter
-    that autograd sees, on the device, as long as the model is offloaded. `rest` is the slot's place in the block's
+    that autograd sees, on the device, as long as the model is offloaded. `rest` is the parameter's place in the block's
     arena. The home's data lies there, unless the user re-pointed it (`p.data = t`), shared it with other processes, or
     it travels in another dtype.
     """
@@ -289,7 +289,7 @@ class ManagedParam:
         )
 
     def move_to(self, rest: torch.Tensor, *, keeps: bool = True) -> None:
-        """Makes `rest` the slot's place from now on; `keeps`: with the contents of the home, or of its cast."""
+        """Makes `rest` the parameter's place from now on; `keeps`: with the contents of the home, or of its cast."""
         with torch.no_grad():
             if keeps:
                 copy_on_disk(rest, self.rest if self.casts else self.data)
@@ -320,7 +320,7 @@ class ManagedParam:
             self._home_changed(written=True)
 
     def release(self) -> None:
-        """Makes the home an ordinary Parameter again, whose data stays where it is. Nothing refers back to the slot."""
+        """Makes the home an ordinary Parameter again, whose data stays where it is. Nothing refers back to this."""
         home = as_parameter(self.home)
         if home.grad is None and home.requires_grad:
             home.grad_dtype = home.dtype  # the dtype of a plain parameter's gradient

@@ -52,39 +52,39 @@ class Member:
 
 
 class Places:
-    """All places of one block's parameters, each with the slot or the compound of its parameter."""
+    """All places of one block's parameters, each with the ManagedParam or the compound that it shows."""
 
     def __init__(self, places: Iterable[tuple[Place, ManagedParam]]) -> None:
         self._keep(places, ())
 
     def move(
         self,
-        slots: Iterable[ManagedParam],
+        params: Iterable[ManagedParam],
         places: Mapping[int, Sequence[Place]],
         compounds: Iterable[Compound],
         places_of_compounds: Mapping[Compound, Sequence[Place]],
     ) -> None:
-        """Takes over new places, after the model was rebuilt around these slots. `places`: by the id of each home."""
+        """Takes over new places, after the model was rebuilt around these. `places`: by the id of each home."""
         self._keep(
-            ((place, slot) for slot in slots for place in places.get(id(slot.home), ())),
+            ((place, param) for param in params for place in places.get(id(param.home), ())),
             ((place, compound) for compound in compounds for place in places_of_compounds.get(compound, ())),
         )
 
     def _keep(self, places: Iterable[tuple[Place, ManagedParam]], compounds: Iterable[tuple[Place, Compound]]) -> None:
         places = list(places)
-        self._attributes = [(place, slot) for place, slot in places if place.module is not None]
+        self._attributes = [(place, param) for place, param in places if place.module is not None]
         self._others: list[tuple[Place, ManagedParam | Compound]] = [
-            *((place, slot) for place, slot in places if place.module is None),
+            *((place, param) for place, param in places if place.module is None),
             *compounds,
         ]
         self._compounds = {weight for _, weight in self._others if isinstance(weight, Compound)}
-        # For each module its `_parameters`, and the slots of what lies there: what a visit binds.
+        # For each module its `_parameters`, and the ManagedParams of what lies there: what a visit binds.
         self._modules: list[tuple[weakref.ref[nn.Module], dict[str, Any], list[tuple[str, ManagedParam, Leaf]]]] = []
-        for place, slot in self._attributes:
+        for place, param in self._attributes:
             if place.module is not None:
                 if not self._modules or self._modules[-1][1] is not place.container:
                     self._modules.append((place.module, place.container, []))
-                self._modules[-1][2].append((place.key, slot, slot.leaf))
+                self._modules[-1][2].append((place.key, param, param.leaf))
 
     @property
     def references(self) -> int:
@@ -100,14 +100,14 @@ class Places:
             if present is None:
                 continue
             attributes = present.__dict__ if type(present).__getattr__ is nn.Module.__getattr__ else None
-            for name, slot, leaf in held:
-                home = slot.home
+            for name, param, leaf in held:
+                home = param.home
                 if dict.get(parameters, name) is not home:
-                    if not (adopts and self._adopt(Place(parameters, name), slot)):
+                    if not (adopts and self._adopt(Place(parameters, name), param)):
                         continue
-                    home = slot.home
+                    home = param.home
                 if leaf.requires_grad != home.requires_grad:
-                    slot.prepare_leaf()
+                    param.prepare_leaf()
                 if attributes is not None:
                     attributes.setdefault(name, leaf)  # never replaces what the user has put there
         for place, weight in self._others:
@@ -135,8 +135,8 @@ class Places:
                         del attributes[name]
 
     def of_several_modules(self) -> set[ManagedParam]:
-        """The slots whose parameter is held by several modules, or twice by one."""
-        return {slot for slot, count in Counter(slot for _, slot in self._attributes).items() if count > 1}
+        """The parameters that are held by several modules, or twice by one."""
+        return {param for param, count in Counter(param for _, param in self._attributes).items() if count > 1}
 
     def adopt_replacements(self) -> None:
         """Makes parameters that the user put in the place of homes the homes."""
@@ -159,19 +159,19 @@ class Places:
                 other.put(weight.home)
         return True
 
-    def _check_still_tied(self, slot: ManagedParam) -> None:
+    def _check_still_tied(self, param: ManagedParam) -> None:
         """Raises LayoutError if modules that shared one parameter now hold different ones."""
-        held = [place.get() for place, its_slot in self._attributes if its_slot is slot]
+        held = [place.get() for place, its_param in self._attributes if its_param is param]
         if len({id(parameter) for parameter in held if parameter is not None}) > 1:
             raise LayoutError(
-                f"parameter {slot.name!r} was offloaded as one that {len(held)} modules share, and not all have the"
+                f"parameter {param.name!r} was offloaded as one that {len(held)} modules share, and not all have the"
                 " same one now: a checkpoint was loaded with assign=True, or one of them got another. Tie them again"
                 " (model.tie_weights() in transformers), or call remove() on the handle before, and offload after"
             )
 
 
 def _is_replacement(held: Any) -> bool:
-    """Whether `held` is a parameter of the user's: not another slot's home or leaf (tied after offload), and not a
+    """Whether `held` is a parameter of the user's: not another one's home or leaf (tied after offload), and not a
     tensor that `torch.func.functional_call` has put there for one call.
     """
     return isinstance(held, nn.Parameter) and not isinstance(held, Home | Leaf)

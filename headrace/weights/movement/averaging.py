@@ -89,14 +89,14 @@ class AveragedGradients(GradientFlow):
 
     def _lacking(self, block: Block) -> list[ManagedParam]:
         _refuse_hooks(block)
-        return [slot for slot in block.slots if slot.home.requires_grad and slot not in self._homes]
+        return [param for param in block.params if param.home.requires_grad and param not in self._homes]
 
     def _make(self, wanted: list[Wanted]) -> None:
         """Also makes the two halves of the memory through which gradients pass."""
         half_bytes = max(self._half_bytes, aligned(len(self._places)))
         for block in self._places:
-            slots = [slot for slot in block.slots if slot.home.requires_grad or slot in self._homes]
-            half_bytes = max(half_bytes, aligned(len(slots)) + self._sums.given_bytes(slots))
+            params = [param for param in block.params if param.home.requires_grad or param in self._homes]
+            half_bytes = max(half_bytes, aligned(len(params)) + self._sums.given_bytes(params))
         size = self._node.size
         more_bytes = 2 * (self._part_of(half_bytes * size) - self._part_of(self._half_bytes * size))
         self._tiers.check_gradients(more_bytes + sum(self._part_of(offsets[-1]) for _, _, offsets in wanted))
@@ -106,35 +106,35 @@ class AveragedGradients(GradientFlow):
             given = self._node, size * half_bytes, self.lanes.device, self.ledger, PURPOSE
             self._halves = [SharedArena(*given, by_ranks=True) for _ in range(2)]
             self._half_bytes = half_bytes
-        for block, slots, offsets in wanted:
+        for block, params, offsets in wanted:
             arena = self._tiers.common_gradient_memory(self._node, block.name, offsets[-1])
-            homes = NodeGradients(arena, arena.own_view(), dict(zip(slots, offsets, strict=False)))
-            self._homes |= dict.fromkeys(slots, homes)
+            homes = NodeGradients(arena, arena.own_view(), dict(zip(params, offsets, strict=False)))
+            self._homes |= dict.fromkeys(params, homes)
 
     def _part_of(self, nbytes: int) -> int:
         """The bytes that this rank books of memory that the node shares."""
         part = self._node.part(whole_pages(nbytes)) if nbytes else slice(0, 0)
         return int(part.stop - part.start)
 
-    def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    def take(self, param: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Takes one gradient, of all rows: with several ranks, tables and experts travel whole."""
         (gradient,) = gradients
-        block = block_of(slot)
+        block = block_of(param)
         if gradient.layout != torch.strided:
             raise LayoutError(
-                f"parameter {slot.name!r} has a sparse gradient (nn.Embedding(sparse=True)), which ranks cannot"
+                f"parameter {param.name!r} has a sparse gradient (nn.Embedding(sparse=True)), which ranks cannot"
                 " average; make it a dense one: sparse=False"
             )
         _refuse_hooks(block)  # hooks that were registered since forward
         if not self.synchronises:
-            self._keep(self._of_this_backward, slot, gradient)
+            self._keep(self._of_this_backward, param, gradient)
         elif self._places[block] < self._next:
-            self._keep(self._late, slot, gradient)
+            self._keep(self._late, param, gradient)
         else:
             held = self._open.setdefault(block, {})
-            if slot not in held:
+            if param not in held:
                 self.ledger.add(Tier.DEVICE, PURPOSE, gradient.nbytes)
-            held[slot] = held[slot] + gradient if slot in held else gradient
+            held[param] = held[param] + gradient if param in held else gradient
 
     def leave_block(self) -> None:
         """Called when backward goes on to another block: begins the rounds of those before. Compute first waits for the
@@ -151,8 +151,8 @@ class AveragedGradients(GradientFlow):
     def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
         """Called at the end of backward, on all ranks. When this returns, the averages are in the homes."""
         if not self.synchronises:
-            for slot, gradient in self._of_this_backward.items():
-                self._keep(self._unsynchronised, slot, gradient)
+            for param, gradient in self._of_this_backward.items():
+                self._keep(self._unsynchronised, param, gradient)
             self._of_this_backward.clear()
             return
         self._wait_for_all_but(0)
@@ -166,9 +166,9 @@ class AveragedGradients(GradientFlow):
             for homes in dict.fromkeys(self._homes.values()):
                 self._show(homes)
         averaged, self._averaged = self._averaged, set()
-        for slot in sorted(averaged, key=lambda slot: slot.name):
-            for hook in late_hooks(slot.home):
-                hook(slot.home)
+        for param in sorted(averaged, key=lambda param: param.name):
+            for hook in late_hooks(param.home):
+                hook(param.home)
 
     def abandon(self) -> None:
         if self._open or self._jobs or self._next:
@@ -192,13 +192,13 @@ class AveragedGradients(GradientFlow):
 
     def _discard(self, parameters: Iterable[Any]) -> None:
         wanted = set(map(id, parameters))
-        for slot in [slot for slot in self._unsynchronised if id(slot.home) in wanted]:
-            del self._unsynchronised[slot]
+        for param in [param for param in self._unsynchronised if id(param.home) in wanted]:
+            del self._unsynchronised[param]
 
-    def _keep(self, kept: dict[ManagedParam, torch.Tensor], slot: ManagedParam, gradient: torch.Tensor) -> None:
+    def _keep(self, kept: dict[ManagedParam, torch.Tensor], param: ManagedParam, gradient: torch.Tensor) -> None:
         """Adds one more gradient of a parameter to those in `kept`, on the host."""
-        gradient = gradient.detach().to("cpu", self.dtype(slot), copy=slot not in kept)
-        kept[slot] = kept[slot].add_(gradient) if slot in kept else gradient
+        gradient = gradient.detach().to("cpu", self.dtype(param), copy=param not in kept)
+        kept[param] = kept[param].add_(gradient) if param in kept else gradient
 
     def _wait_for_all_but(self, last: int) -> None:
         """Compute waits for gradients that are leaving the device, but for those of the `last` newest rounds."""
@@ -213,15 +213,15 @@ class AveragedGradients(GradientFlow):
         while self._next <= place:
             block = order[self._next]
             self._next += 1
-            slots = self._slots_of(block)
-            if slots:
-                kept = {slot: self._unsynchronised[slot] for slot in slots if slot in self._unsynchronised}
-                self._begin(block, slots, self._open.pop(block, {}), kept)
+            params = self._params_of(block)
+            if params:
+                kept = {param: self._unsynchronised[param] for param in params if param in self._unsynchronised}
+                self._begin(block, params, self._open.pop(block, {}), kept)
 
     def _begin(
         self,
         block: Block,
-        slots: list[ManagedParam],
+        params: list[ManagedParam],
         gradients: dict[ManagedParam, torch.Tensor],
         from_host: dict[ManagedParam, torch.Tensor],
     ) -> None:
@@ -230,14 +230,14 @@ class AveragedGradients(GradientFlow):
         number, half, before = self._next_round(f"room for gradients of {block.name!r}")
         says = []
         with without_overrides():
-            for slot in slots:
-                homes, held = self._homes[slot], slot.home.grad
-                adds = held is not None or slot in self._averaged
-                says.append(_GIVES * (slot in gradients or slot in from_host) | _ADDS * adds)
-                replaced = held is None or not homes.has_lent(slot, held)
-                if replaced and slot not in self._averaged and homes.is_kept(slot):
+            for param in params:
+                homes, held = self._homes[param], param.home.grad
+                adds = held is not None or param in self._averaged
+                says.append(_GIVES * (param in gradients or param in from_host) | _ADDS * adds)
+                replaced = held is None or not homes.has_lent(param, held)
+                if replaced and param not in self._averaged and homes.is_kept(param):
                     homes.leave_to_user()
-        given = Round(block, number, half, self._half_bytes, slots, says, from_host, before)
+        given = Round(block, number, half, self._half_bytes, params, says, from_host, before)
         transfer: Transfer | LateTransfer | None = self._sums.give(given, gradients)
         met = self._meeting.submit(self._meet, given)
         if given.rows:
@@ -267,7 +267,7 @@ class AveragedGradients(GradientFlow):
             uneven = (adds.amin(0) != adds.amax(0)).nonzero().flatten().tolist()
             if uneven:
                 having = [node.ranks[rank] for rank in range(node.size) if adds[rank, uneven[0]]]
-                raise _uneven(given.slots[uneven[0]], f"ranks {having} alone, of {list(node.ranks)}")
+                raise _uneven(given.params[uneven[0]], f"ranks {having} alone, of {list(node.ranks)}")
             return self._sums.exchange(given, given.heard & _GIVES)
 
     def _sum(self, given: Round, met: Job[Any]) -> list[ManagedParam]:
@@ -287,13 +287,13 @@ class AveragedGradients(GradientFlow):
         anywhere = said[0]
         uneven = (said[1] + said[2] > _ADDS).nonzero().flatten().tolist()
         if uneven:
-            raise _uneven(given.slots[uneven[0]], "some nodes alone")
-        for index, slot in enumerate(given.slots):
-            part = self._sums.part(slot.home.numel())
+            raise _uneven(given.params[uneven[0]], "some nodes alone")
+        for index, param in enumerate(given.params):
+            part = self._sums.part(param.home.numel())
             if not anywhere[index] and not adds[0, index]:
                 continue
-            common = self._homes[slot].common(slot, self.dtype(slot))[part]
-            before = common if slot in self._averaged else _there_is(slot)[part] if adds[0, index] else None
+            common = self._homes[param].common(param, self.dtype(param))[part]
+            before = common if param in self._averaged else _there_is(param)[part] if adds[0, index] else None
             # As in one process, gradients are added to the present one; of several nodes, or by devices, their sum is.
             continued = before is not None and node.across is None and self._sums.on_host
             begin = before.clone() if before is not None and continued else None
@@ -301,12 +301,12 @@ class AveragedGradients(GradientFlow):
             total = None if total is None else total.to(common.dtype)
             if anywhere[index] and node.across is not None:
                 total = torch.zeros_like(common) if total is None else total
-                node.reduce_across(total, f"the gradients of {slot.name!r}")
+                node.reduce_across(total, f"the gradients of {param.name!r}")
             if before is not None and not continued:
                 total = before if total is None else total.add_(before)
             if total is not None:
                 common.copy_(total)
-            averaged.append(slot)
+            averaged.append(param)
         return averaged
 
     def _next_round(self, what: str) -> tuple[int, SharedArena, Job[list[ManagedParam]] | None]:
@@ -334,11 +334,13 @@ class AveragedGradients(GradientFlow):
     def _average_late(self) -> None:
         """Averages the gradients that came too late on any rank."""
         blocks = list(self._places)
-        units = {slot.unit for slot in self._late}
+        units = {param.unit for param in self._late}
         late = torch.tensor([block in units for block in blocks], dtype=torch.uint8)
         for place in self._agreed(late).nonzero().flatten().tolist():
-            slots = self._slots_of(blocks[place])
-            self._begin(blocks[place], slots, {}, {slot: self._late.pop(slot) for slot in slots if slot in self._late})
+            params = self._params_of(blocks[place])
+            self._begin(
+                blocks[place], params, {}, {param: self._late.pop(param) for param in params if param in self._late}
+            )
         self._finish_rounds()
 
     def _agreed(self, mine: torch.Tensor) -> torch.Tensor:
@@ -358,44 +360,44 @@ class AveragedGradients(GradientFlow):
 
     def _show(self, homes: NodeGradients) -> None:
         """Makes averages the homes' gradients. They contain what this rank wrote to its gradients before."""
-        slots = [slot for slot in homes.offsets if slot in self._averaged]
-        if not slots:
+        params = [param for param in homes.offsets if param in self._averaged]
+        if not params:
             return
         homes.view.forget()
         homes.arena.forget()
-        for slot in slots:
-            dtype = self.dtype(slot)
-            gradient = slot.home.grad
-            if gradient is not None and homes.has_lent(slot, gradient):
+        for param in params:
+            dtype = self.dtype(param)
+            gradient = param.home.grad
+            if gradient is not None and homes.has_lent(param, gradient):
                 torch.autograd.graph.increment_version(gradient)
                 continue
-            if dtype != slot.home.grad_dtype:
-                slot.home.grad_dtype = dtype
-            slot.home.grad = homes.lend(slot, dtype)
+            if dtype != param.home.grad_dtype:
+                param.home.grad_dtype = dtype
+            param.home.grad = homes.lend(param, dtype)
 
-    def _slots_of(self, block: Block) -> list[ManagedParam]:
+    def _params_of(self, block: Block) -> list[ManagedParam]:
         """The parameters of a block that have memory for gradients. They are the same on all ranks."""
-        return [slot for slot in block.slots if slot in self._homes]
+        return [param for param in block.params if param in self._homes]
 
 
-def _uneven(slot: ManagedParam, where: str) -> StateError:
+def _uneven(param: ManagedParam, where: str) -> StateError:
     return StateError(
-        f"parameter {slot.name!r} has a gradient already on {where}: set gradients to None, or accumulate, on all ranks"
-        " or on none"
+        f"parameter {param.name!r} has a gradient already on {where}: set gradients to None, or accumulate, on all"
+        " ranks or on none"
     )
 
 
-def _there_is(slot: ManagedParam) -> torch.Tensor:
+def _there_is(param: ManagedParam) -> torch.Tensor:
     """The elements of the gradient that the home has."""
-    gradient: Any = slot.home.grad
-    return elements_of(gradient.detach(), slot, gradient.dtype)
+    gradient: Any = param.home.grad
+    return elements_of(gradient.detach(), param, gradient.dtype)
 
 
 def _refuse_hooks(block: Block) -> None:
     """Raises StateError for a hook that wants to see gradients before they are averaged."""
-    for slot in block.slots:
-        if slot.home._backward_hooks:
+    for param in block.params:
+        if param.home._backward_hooks:
             raise StateError(
-                f"parameter {slot.name!r} has a hook that sees gradients before they are averaged (register_hook);"
+                f"parameter {param.name!r} has a hook that sees gradients before they are averaged (register_hook);"
                 " with several ranks use register_post_accumulate_grad_hook, which sees the average"
             )

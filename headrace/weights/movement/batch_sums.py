@@ -45,32 +45,32 @@ class BatchSums:
         self._leaving: list[Transfer] = []  # transfers that compute has not waited for
         self._last: Event | None = None  # the end of the last transfer that compute has waited for
         # In a table of which only rows travel, one block gives a gradient of rows, whose number is not known.
-        dense = {slot: count * (blocks - _is_table(slot)) for slot, blocks in apart.items()}
-        self._room = {slot: [self._arena(_nbytes(slot)) for _ in range(parts)] for slot, parts in dense.items()}
+        dense = {param: count * (blocks - _is_table(param)) for param, blocks in apart.items()}
+        self._room = {param: [self._arena(_nbytes(param)) for _ in range(parts)] for param, parts in dense.items()}
 
-    def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    def take(self, param: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Takes a complete gradient of the present micro-batch. Arguments: see `GradientFlow.take`."""
-        if slot in self._apart:
-            self._put_aside(slot, gradients[0] if rows is None else torch.cat(gradients), rows)
+        if param in self._apart:
+            self._put_aside(param, gradients[0] if rows is None else torch.cat(gradients), rows)
             return
         if rows is not None:
-            if slot in self._sums:
-                self._gradients.take(slot, self._sums.pop(slot))
-            self._of_rows.add(slot)
-        if slot in self._of_rows or gradients[0].layout != torch.strided:
-            self._gradients.take(slot, *gradients, rows=rows)
-        elif slot in self._sums:
-            self._sums[slot].add_(gradients[0])
+            if param in self._sums:
+                self._gradients.take(param, self._sums.pop(param))
+            self._of_rows.add(param)
+        if param in self._of_rows or gradients[0].layout != torch.strided:
+            self._gradients.take(param, *gradients, rows=rows)
+        elif param in self._sums:
+            self._sums[param].add_(gradients[0])
         else:
-            before, dtype = self._gradients.continued(slot), self._gradients.dtype(slot)
-            self._sums[slot] = gradients[0].to(dtype) if before is None else before.add_(gradients[0])
+            before, dtype = self._gradients.continued(param), self._gradients.dtype(param)
+            self._sums[param] = gradients[0].to(dtype) if before is None else before.add_(gradients[0])
 
     def leave_block(self) -> None:
         """Called when all micro-batches have been at the block: hands its sums on."""
         sums, self._sums = self._sums, {}
         self._of_rows.clear()
-        for slot, gradient in sums.items():
-            self._gradients.take(slot, gradient)
+        for param, gradient in sums.items():
+            self._gradients.take(param, gradient)
         leaving, self._leaving = self._leaving, []
         for transfer in leaving:
             self._lanes.wait(transfer.done)
@@ -82,24 +82,24 @@ class BatchSums:
         if self._last is not None:
             self._last.synchronize()  # of transfers on one lane, the last one ends last
         for waiting in self._waiting:
-            for slot, parts in waiting.items():
-                for gradient, rows in parts if slot in self._one_by_one else _added_up(parts):
-                    self._gradients.add_on_host(slot, gradient, rows)
+            for param, parts in waiting.items():
+                for gradient, rows in parts if param in self._one_by_one else _added_up(parts):
+                    self._gradients.add_on_host(param, gradient, rows)
             waiting.clear()
         self._room.clear()
 
-    def _put_aside(self, slot: ManagedParam, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
-        parts = self._waiting[self.number].setdefault(slot, [])
+    def _put_aside(self, param: ManagedParam, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
+        parts = self._waiting[self.number].setdefault(param, [])
         if gradient.layout != torch.strided:
             parts.append((gradient.to("cpu"), rows))
             return
         with torch.no_grad(), without_overrides():
             gradient = gradient.contiguous()
-            fits = rows is None and gradient.nbytes <= _nbytes(slot) and self._room.get(slot)
+            fits = rows is None and gradient.nbytes <= _nbytes(param) and self._room.get(param)
             arena = fits.pop() if fits else self._arena(gradient.nbytes)
             host = arena.tensor(0, gradient.nbytes, gradient.dtype).view(gradient.shape)
             transfer = self._lanes.copy(Lane.OFFLOAD, [(host, gradient)], self._lanes.mark())
-            self._gradients.meter.offloaded(transfer, slot.name)
+            self._gradients.meter.offloaded(transfer, param.name)
             self._leaving.append(transfer)
             parts.append((host, rows))
 
@@ -121,12 +121,12 @@ def _added_up(parts: list[_Part]) -> list[_Part]:
 
 def bytes_apart(uses: Mapping[ManagedParam, int], count: int) -> int:
     """The most bytes of host memory that `count` micro-batches take for parameters used in so many blocks (`uses`)."""
-    return count * sum(blocks * whole_pages(_nbytes(slot)) for slot, blocks in uses.items())
+    return count * sum(blocks * whole_pages(_nbytes(param)) for param, blocks in uses.items())
 
 
-def _is_table(slot: ManagedParam) -> bool:
-    return block_of(slot).row_bytes > 0
+def _is_table(param: ManagedParam) -> bool:
+    return block_of(param).row_bytes > 0
 
 
-def _nbytes(slot: ManagedParam) -> int:
-    return slot.home.numel() * slot.dtype.itemsize
+def _nbytes(param: ManagedParam) -> int:
+    return param.home.numel() * param.dtype.itemsize

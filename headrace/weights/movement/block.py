@@ -90,37 +90,37 @@ class Block:
         self._lay_down(members, device, param_dtype)
         self.packed = tiers.packed_copy(name)
         self.compounds = list(dict.fromkeys(member.compound for member in members if member.compound is not None))
-        self.leaves = Leaves(self.slots, self.compounds)
-        self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
-        self.slot_offsets = [slot.layout.offset for slot in self.slots_by_offset]
+        self.leaves = Leaves(self.params, self.compounds)
+        self.params_by_offset = sorted(self.params, key=lambda param: param.layout.offset)
+        self.param_offsets = [param.layout.offset for param in self.params_by_offset]
         self.places = Places(
-            [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
+            [(place, param) for member, param in zip(members, self.params, strict=True) for place in member.places]
         )
         # Makes leaves the modules' attributes; with `adopts`, what users put in place of homes becomes the home first.
         self.bind: Callable[..., None] = self.places.bind
-        for slot in self.slots:
-            slot.count_references()
+        for param in self.params:
+            param.count_references()
         self._flushed = self.generation if self.rest.filled else -1  # the generation that the files hold; -1: none
         self._flushed_ranges: Sequence[Range] | None = None  # the ranges that `_flushed` is known of; None: all
         self._flush(self.generation)
 
     def _lay_down(self, members: Sequence[Member], device: torch.device, param_dtype: torch.dtype | None) -> None:
-        """Called by the constructor: moves the homes' bytes to where they rest, and makes a slot for each parameter."""
+        """Called by the constructor: moves the homes' bytes to where they rest, and makes a ManagedParam for each."""
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
         self.layouts, self.kind = layouts, _KINDS.setdefault(tuple(layouts), len(_KINDS))
         self.rest = self._tiers.rest_for(self.name, parameters, layouts, self.nbytes)
         absent = AbsentLeaves(device)
-        self.slots = [
+        self.params = [
             ManagedParam(
                 member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch, self._before_write
             )
             for member, layout, rest in zip(members, layouts, self.rest.tensors(layouts), strict=True)
         ]
-        for slot in self.slots:
-            slot.unit = self
-            slot.on_change = self._changed
-        self.rest.take_homes(self.slots)
+        for param in self.params:
+            param.unit = self
+            param.on_change = self._changed
+        self.rest.take_homes(self.params)
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self.see_homes()
@@ -153,41 +153,41 @@ class Block:
         versions, addresses = list(map(_VERSION_OF, homes)), list(map(_ADDRESS_OF, homes))
         if versions != self._versions or addresses != self._addresses:
             self.generation += 1
-            seen = zip(self.slots, versions, self._versions, addresses, self._addresses, strict=True)
-            for slot, version, last_version, address, last_address in seen:
-                slot.home.follow()
+            seen = zip(self.params, versions, self._versions, addresses, self._addresses, strict=True)
+            for param, version, last_version, address, last_address in seen:
+                param.home.follow()
                 if version != last_version:
-                    self.written_generation = slot.generation = self.generation
+                    self.written_generation = param.generation = self.generation
                 elif address != last_address:
-                    slot.generation = self.generation
+                    param.generation = self.generation
             self._versions, self._addresses = versions, addresses
         return self.generation
 
     def see_homes(self) -> None:
         """Called when homes have moved or were replaced: begins a generation, with which `look` compares then."""
-        self._homes = [slot.shown for slot in self.slots]
+        self._homes = [param.shown for param in self.params]
         self._versions = list(map(_VERSION_OF, self._homes))
         self._addresses = list(map(_ADDRESS_OF, self._homes))
         self.generation += 1
-        for slot in self.slots:
-            slot.generation = self.generation
+        for param in self.params:
+            param.generation = self.generation
 
     @property
     def is_current(self) -> bool:
         """Whether there is a device copy, and it has what the homes hold. Looks at the homes now (`look`)."""
         return self.look() == self.loaded_generation
 
-    def _changed(self, slot: ManagedParam, written: bool) -> None:
+    def _changed(self, param: ManagedParam, written: bool) -> None:
         """Called when a home may have changed: it was `written`, or its memory was handed out."""
         self.generation += 1
-        slot.generation = self.generation
+        param.generation = self.generation
         if written:
             self.written_generation = self.generation
         self.leaves.touched()
         if self.users:
             self.places.hide_leaves()  # a module that is asked for a leaf brings the block once more
-        if self._homes[self.slots.index(slot)] is not slot.shown:
-            self._homes = [one.shown for one in self.slots]
+        if self._homes[self.params.index(param)] is not param.shown:
+            self._homes = [one.shown for one in self.params]
 
     # bytes ------------------------------------------------------------------------------------------------------------
     def prepare_copies(self, *, only_changes: bool = False) -> list[Copy]:
@@ -211,38 +211,40 @@ class Block:
             self.loaded_generation = self.last_loaded_generation = generation
             return [] if self.rest.memory is None else [(self.buffer, self.rest.memory)]
         self.make_homes_readable()
-        changed = [slot for slot in self.slots if slot.generation > self.loaded_generation or slot.others_may_write]
+        changed = [
+            param for param in self.params if param.generation > self.loaded_generation or param.others_may_write
+        ]
         copies: list[Copy] = []
-        if not only_changes or self.is_fetched or 2 * len(changed) > len(self.slots):
+        if not only_changes or self.is_fetched or 2 * len(changed) > len(self.params):
             if self.rest.memory is not None:
                 copies.append((self.buffer, self.rest.memory))
-            changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
+            changed = [param for param in self.params if not param.casts and not param.in_place]
         # Detached: a view would hold a reference to its base that `is_free` does not expect.
-        copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
+        copies += [(param.layout.view(self.buffer).detach(), param.source) for param in changed if param.layout.nbytes]
         self.tell_autograd()
-        for slot in self.slots:
-            slot.loaded_token = slot.token
+        for param in self.params:
+            param.loaded_token = param.token
         self.loaded_generation = self.last_loaded_generation = generation
-        if any(slot.others_may_write for slot in self.slots):
+        if any(param.others_may_write for param in self.params):
             self.loaded_generation = -1  # it cannot be known
-        self._as_arena = generation if all(slot.in_place for slot in self.slots) else -1
+        self._as_arena = generation if all(param.in_place for param in self.params) else -1
         return copies
 
     def tell_autograd(self) -> None:
         """Called when homes may hold other values than the device copy. Raises the version of such leaves if autograd
         may have saved them in a forward without visits: backward then raises an error, as it would for homes.
         """
-        others = [slot for slot in self.slots if slot.is_old_on_device] if self.may_be_saved else []
+        others = [param for param in self.params if param.is_old_on_device] if self.may_be_saved else []
         if others:
             with without_overrides():
-                torch.autograd.graph.increment_version([slot.leaf for slot in others])
-            for slot in others:
-                slot.kept_version += 1  # raising a version wrote nothing
+                torch.autograd.graph.increment_version([param.leaf for param in others])
+            for param in others:
+                param.kept_version += 1  # raising a version wrote nothing
 
     @property
     def memory_is_kept(self) -> bool:
         """Whether a user refers to the memory in which homes lie (`kept = p.data`), so that a move frees nothing."""
-        return any(slot.in_place and slot.memory_is_kept for slot in self.slots)
+        return any(param.in_place and param.memory_is_kept for param in self.params)
 
     @property
     def travels_in_parts(self) -> bool:
@@ -257,7 +259,7 @@ class Block:
         nbytes = self.nbytes if ranges is None else sum(one.nbytes for one in ranges)
         pieces = self.rest.pieces(by.chunk_bytes, ranges)
         if ranges is None:
-            pieces = self.packed.pieces(pieces, self.slots, by, generation, self.rest)
+            pieces = self.packed.pieces(pieces, self.params, by, generation, self.rest)
         flush = partial(_flush, weakref.ref(self), generation, ranges if always else None)
         fetch = Fetch(pieces, nbytes, generation, flush, by)
         self.read_until(fetch)
@@ -322,16 +324,16 @@ class Block:
         """The home of a table, prepared so that its rows may be read until the next update."""
         self.keep_leaf_writes()
         self.wait_for_updates()
-        self.slots[0].check_shape()
+        self.params[0].check_shape()
         if self.is_fetched and self.look() != self._flushed:  # frees the host memory that writes took
             self._leave_checkpoint()
             self._flush(self.look())
-        return self.slots[0].data
+        return self.params[0].data
 
     def _leave_checkpoint(self) -> None:
         """Moves homes from a checkpoint to where changes are kept, if they were written to, not just handed out."""
         if self.look() != self._flushed and not self.rest.writable:
-            if self.rest.is_as_in_files and all(slot.in_place for slot in self.slots):
+            if self.rest.is_as_in_files and all(param.in_place for param in self.params):
                 self.note_flushed()
             else:
                 self.make_writable()
@@ -345,14 +347,14 @@ class Block:
         """Moves the block to disk, from host memory or a checkpoint. Its memory is freed with its last user."""
         self.wait_until_free()
         before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded_generation
-        rest, keeps = self._tiers.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
-        for slot, place in zip(self.slots, rest.tensors([slot.layout for slot in self.slots]), strict=True):
-            slot.move_to(place, keeps=keeps)
+        rest, keeps = self._tiers.hand_on(self.name, self.nbytes, self.rest, self.params, keeps=keeps)
+        for param, place in zip(self.params, rest.tensors([param.layout for param in self.params]), strict=True):
+            param.move_to(place, keeps=keeps)
         self.rest, self._flushed, self._flushed_ranges = rest, -1, None
-        rest.take_homes(self.slots, keeps=keeps)
+        rest.take_homes(self.params, keeps=keeps)
         self.see_homes()
-        for slot in self.slots:
-            slot.count_references()
+        for param in self.params:
+            param.count_references()
         if was_loaded and keeps:
             self.loaded_generation = self.generation  # their values are unchanged
         if rest.filled:
@@ -364,11 +366,11 @@ class Block:
         """Waits for updates, and casts anew the homes that travel in another dtype, where their casts are old."""
         self.wait_for_updates()
         self.look()
-        for slot in self.slots:
-            slot.check_shape()
-            if slot.cast_is_old:
+        for param in self.params:
+            param.check_shape()
+            if param.cast_is_old:
                 self.wait_for_reads()
-                slot.cast()
+                param.cast()
 
     def _flush(self, generation: int, ranges: Sequence[Range] | None = None) -> None:
         """Writes this generation to the files of a block on disk, unless they have it; `ranges`: what will be read."""
@@ -395,8 +397,8 @@ class Block:
         writes it meanwhile.
         """
         known = {id(parameter) for parameter in parameters}
-        alone = all(id(slot.home) in known or not slot.home.requires_grad for slot in self.slots)
-        if not (alone and self.rest.has_own_files and all(slot.in_place and not slot.casts for slot in self.slots)):
+        alone = all(id(param.home) in known or not param.home.requires_grad for param in self.params)
+        if not (alone and self.rest.has_own_files and all(param.in_place and not param.casts for param in self.params)):
             return False
         self.flush()
         return self.in_files
@@ -432,18 +434,18 @@ class Block:
                 return False
             if self.buffer is not None and self.presence is Presence.PRESENT:
                 self.wait_until_free()
-                before_write(slot.home for slot in self.slots)
-                for slot in self.slots:
-                    if slot.keep_leaf_writes(self.buffer):
-                        self._changed_alike(slot)
+                before_write(param.home for param in self.params)
+                for param in self.params:
+                    if param.keep_leaf_writes(self.buffer):
+                        self._changed_alike(param)
             self.leaves.note_writes_kept()
         return True
 
-    def _changed_alike(self, slot: ManagedParam) -> None:
+    def _changed_alike(self, param: ManagedParam) -> None:
         """Called when a home got what the model wrote to its leaf: the device copy is as current as it was before."""
         was_current = self.loaded_generation == self.generation
         self.generation += 1
-        slot.generation = self.generation
+        param.generation = self.generation
         if was_current:
             self.loaded_generation = self.generation
 
@@ -452,7 +454,7 @@ class Block:
         self._tiers.read_in_place.handed_out(self)
         self.keep_leaf_writes()
         self.wait_until_free()
-        before_write(slot.home for slot in self.slots)
+        before_write(param.home for param in self.params)
 
     def _before_write(self) -> None:
         """Called before a home is written to: moves it out of a checkpoint, where changed pages take host memory."""
@@ -498,17 +500,17 @@ class Block:
 
     def release(self) -> None:
         """Makes the homes ordinary parameters again."""
-        for slot in self.slots:
-            slot.release()
+        for param in self.params:
+            param.release()
         for compound in self.compounds:
             compound.release()
 
 
-def block_of(slot: ManagedParam) -> Block:
+def block_of(param: ManagedParam) -> Block:
     """The block that a parameter travels in. Raises StateError after the model was let go of."""
-    if not isinstance(slot.unit, Block):
+    if not isinstance(param.unit, Block):
         raise StateError(REMOVED)
-    return slot.unit
+    return param.unit
 
 
 def _flush(block: "weakref.ref[Block]", generation: int, ranges: Sequence[Range] | None) -> None:

@@ -199,8 +199,8 @@ class CommonHomes:
 
     def _accept(self, block: Block) -> None:
         self._agreed[block] = block.look()
-        for slot in block.slots if isinstance(block.rest, SharedRest) and block.rest.wide is not None else ():
-            slot.note_cast()  # all ranks see the cast, too
+        for param in block.params if isinstance(block.rest, SharedRest) and block.rest.wide is not None else ():
+            param.note_cast()  # all ranks see the cast, too
 
     def note_step(self, alike: Sequence[int]) -> None:
         """Notes that the ranks of this node agreed on an optimizer's step; `alike`: the values that all have."""
@@ -252,29 +252,29 @@ class CommonHomes:
             self._updates[block] = _Updates(self._said, index, f"its update of {block.name!r}")
         return self._updates[block].begin()
 
-    def place_of(self, slot: ManagedParam) -> torch.Tensor:
+    def place_of(self, param: ManagedParam) -> torch.Tensor:
         """The memory of a home as all ranks see it, in the home's shape."""
-        block = block_of(slot)
+        block = block_of(param)
         if not isinstance(block.rest, SharedRest):
-            raise StateError(f"parameter {slot.name!r} is not in memory that the ranks share")
-        home = block.rest.place_of_home(block.slots.index(slot))
-        return block.rest.common_tensors([slot.layout])[0] if home is None else home
+            raise StateError(f"parameter {param.name!r} is not in memory that the ranks share")
+        home = block.rest.place_of_home(block.params.index(param))
+        return block.rest.common_tensors([param.layout])[0] if home is None else home
 
     @torch.no_grad()
-    def updated(self, slots: Iterable[ManagedParam]) -> None:
+    def updated(self, params: Iterable[ManagedParam]) -> None:
         """Called when an optimizer has written these homes for all ranks: casts those that travel in another dtype."""
-        for slot in slots:
-            rest = block_of(slot).rest if slot.casts else None
+        for param in params:
+            rest = block_of(param).rest if param.casts else None
             if isinstance(rest, SharedRest):
-                rest.common_tensors([slot.layout])[0].copy_(self.place_of(slot))
+                rest.common_tensors([param.layout])[0].copy_(self.place_of(param))
 
     def _is_written(self, block: Block) -> bool:
         """Whether this rank's user has written to the block, as the users of all other ranks should have."""
         if not isinstance(block.rest, SharedRest | CheckpointRest):
             return False
         with torch.no_grad(), without_overrides():
-            for slot in block.slots:
-                slot.return_home()
+            for param in block.params:
+                param.return_home()
         is_own = isinstance(block.rest, SharedRest) and block.rest.is_own
         if block.look() == self._agreed.get(block) and not is_own:
             return False
@@ -289,12 +289,12 @@ class CommonHomes:
 
 def _mark_changed(block: Block) -> None:
     """Marks the homes as changed: a device copy may be from after the user's write, but of what all ranks saw then."""
-    for slot in block.slots:
-        slot.changed_untraced()
+    for param in block.params:
+        param.changed_untraced()
 
 
 def _trained(blocks: Sequence[Block]) -> int:
     """A number that differs between ranks that train different parameters."""
     with without_overrides():
-        names = [slot.name for block in blocks for slot in block.slots if slot.home.requires_grad]
+        names = [param.name for block in blocks for param in block.params if param.home.requires_grad]
     return zlib.crc32("\n".join(names).encode())

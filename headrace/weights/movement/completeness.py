@@ -33,16 +33,16 @@ class Completeness:
     def __init__(self) -> None:
         self._counts: dict[int, _Count] = {}
 
-    def complete(self, slot: ManagedParam, unit: Unit) -> list[ManagedParam]:
-        """Called when one more gradient came. Returns the slots with a gradient, if the block seems to have all now."""
+    def complete(self, param: ManagedParam, unit: Unit) -> list[ManagedParam]:
+        """Called when one more gradient came. Returns the parameters with one, if the block seems to have all now."""
         count = self._counts.setdefault(id(unit), _Count())
         if count.taken:
             raise StateError(
-                f"parameter {slot.name!r} got one more gradient after its update in this backward, which is unlike the"
+                f"parameter {param.name!r} got one more gradient after its update in this backward, which is unlike the"
                 ' backwards before; with overlap="backward" the model must do the same at every step:'
                 ' use overlap="forward"'
             )
-        count.now[slot] += 1
+        count.now[param] += 1
         return list(count.now) if count.alike >= _ALIKE and count.now == count.last else []
 
     def taken(self, unit: Unit) -> None:
@@ -59,21 +59,21 @@ class Completeness:
             count.taken = False
 
 
-def tell_watchers(slots: Iterable[ManagedParam], announced: Collection[ManagedParam]) -> None:
+def tell_watchers(params: Iterable[ManagedParam], announced: Collection[ManagedParam]) -> None:
     """Tells the watchers of these parameters' units that the gradients are in homes."""
     watched: dict[Watcher, dict[Any, bool]] = {}
     unit, watchers = None, []
-    for slot in slots:
-        if slot.unit is not unit:
-            unit = slot.unit
+    for param in params:
+        if param.unit is not unit:
+            unit = param.unit
             watchers = [] if unit is None else list(unit.watchers)
         for watcher in watchers:
-            watched.setdefault(watcher, {})[slot.home] = slot in announced
+            watched.setdefault(watcher, {})[param.home] = param in announced
     for watcher, homes in watched.items():
         watcher.delivered(homes)
 
 
 def tell_of_failure(announced: Iterable[ManagedParam]) -> None:
     """Called when backward failed: tells watchers that began updates, which a plain run would not have made."""
-    for watcher in {watcher for slot in announced if slot.unit is not None for watcher in slot.unit.watchers}:
+    for watcher in {watcher for param in announced if param.unit is not None for watcher in param.unit.watchers}:
         watcher.abandoned()

@@ -63,7 +63,7 @@ class Executor:
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
         self._has_module_experts = any(block.expert_key is not None for block in self._blocks)
-        quantised = any(isinstance(slot.home, AliasHome) for block in self._blocks for slot in block.slots)
+        quantised = any(isinstance(param.home, AliasHome) for block in self._blocks for param in block.params)
         plain = self._gathers is None and not quantised
         self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
         self._indexes: dict[tuple[Block, ...], tuple[int, ...]] = {}  # the indexes of the blocks that a visit has

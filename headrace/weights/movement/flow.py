@@ -50,8 +50,8 @@ class GradientFlow(ABC):
         """Makes memory for gradients of trainable parameters that lack it. Called before backward: pinning is slow."""
         # The memory is ours, whatever transform the model is called in; and looking at a gradient waits for nobody.
         with without_transforms(), without_overrides():
-            lacking = [(block, slots) for block in blocks if (slots := self._lacking(block))]
-            self._make([(block, slots, offsets_of(slots, self.dtype)) for block, slots in lacking])
+            lacking = [(block, params) for block in blocks if (params := self._lacking(block))]
+            self._make([(block, params, offsets_of(params, self.dtype)) for block, params in lacking])
 
     @abstractmethod
     def _lacking(self, block: Block) -> list[ManagedParam]:
@@ -62,7 +62,7 @@ class GradientFlow(ABC):
         """Makes the memory of these gradients. Raises BudgetError where there is no room."""
 
     @abstractmethod
-    def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    def take(self, param: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Takes a complete gradient on the device, which goes to its home with the others of its block.
 
         With `rows`, it is the gradient of some rows of a table, or of some experts, in pieces; without, that of the
@@ -93,9 +93,9 @@ class GradientFlow(ABC):
     def close(self) -> None:
         """Called when the model is let go of: ends threads."""
 
-    def dtype(self, slot: ManagedParam) -> torch.dtype:
+    def dtype(self, param: ManagedParam) -> torch.dtype:
         """The dtype that the gradient in the home has."""
-        return slot.dtype if self._grad_dtype is None else self._grad_dtype
+        return param.dtype if self._grad_dtype is None else self._grad_dtype
 
     def _release_oldest(self) -> None:
         """Compute waits for the copies of the oldest gradients under way; then their device memory is free."""

@@ -68,27 +68,27 @@ class Gradients(GradientFlow):
         """
         missing: list[ManagedParam] = []
         being_updated = bool(block.updates) and block.being_updated
-        for slot in block.slots:
-            home = slot.home
-            if slot.node_is_watched or home._backward_hooks:  # `gradient_is_watched`, without a call
-                slot.look_for_watchers()
-            memory = self._memory.get(slot)
+        for param in block.params:
+            home = param.home
+            if param.node_is_watched or home._backward_hooks:  # `gradient_is_watched`, without a call
+                param.look_for_watchers()
+            memory = self._memory.get(param)
             if memory is None:
                 if home.requires_grad:
-                    missing.append(slot)
+                    missing.append(param)
             elif memory.next is None and (
-                (home.grad is None and not being_updated) or slot.node_is_watched or home._backward_hooks
+                (home.grad is None and not being_updated) or param.node_is_watched or home._backward_hooks
             ):
                 memory.make_next()
         return missing
 
     def _make(self, wanted: list[Wanted]) -> None:
         self._tiers.check_gradients(sum(offsets[-1] for _, _, offsets in wanted))
-        for block, slots, offsets in wanted:
+        for block, params, offsets in wanted:
             memory = self._tiers.gradient_memory(block.name, offsets[-1])
             make = partial(_more_memory, self._tiers, self._staging, block.name)
-            for slot, offset in zip(slots, offsets, strict=False):
-                self._memory[slot] = HostGradient(slot, self.dtype(slot), memory, offset, make)
+            for param, offset in zip(params, offsets, strict=False):
+                self._memory[param] = HostGradient(param, self.dtype(param), memory, offset, make)
             largest_bytes = max(offsets[-1], block.nbytes)
             self._staging.grow(min(largest_bytes, _SEND_BYTES) if block.row_bytes else largest_bytes)
         short_bytes = self._tiers.short_staging_bytes
@@ -96,66 +96,66 @@ class Gradients(GradientFlow):
             self._staging.limit(short_bytes)
             self._tiers.make_room(self._staging.missing_bytes)
 
-    def add_on_host(self, slot: ManagedParam, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
+    def add_on_host(self, param: ManagedParam, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
         """Takes a gradient that is in host memory already; the caller's thread adds it at once."""
         if gradient.layout != torch.strided:
-            self.take(slot, gradient)
+            self.take(param, gradient)
             return
         self._submit_ready()
         self._staging.wait()
-        target, adds, _ = self._destination(slot)
-        disk = self._memory[slot].disk
-        rest = [] if rows is None else remainders_of(target, rows, disk, adds=adds, large=_has_experts(slot))
+        target, adds, _ = self._destination(param)
+        disk = self._memory[param].disk
+        rest = [] if rows is None else remainders_of(target, rows, disk, adds=adds, large=_has_experts(param))
         add_up([*rest, Staged(gradient, gradient, target, adds, disk, rows)], self._writes)
 
     def watched(self, blocks: Iterable[Block]) -> str | None:
         """The name of a parameter with a hook that is to see each gradient; None: there is none."""
-        for slot in (slot for block in blocks for slot in block.slots if slot.home.requires_grad):
-            slot.look_for_watchers()
-            if slot.gradient_is_watched or late_hooks(slot.home):
-                return slot.name
+        for param in (param for block in blocks for param in block.params if param.home.requires_grad):
+            param.look_for_watchers()
+            if param.gradient_is_watched or late_hooks(param.home):
+                return param.name
         return None
 
-    def continued(self, slot: ManagedParam) -> torch.Tensor | None:
+    def continued(self, param: ManagedParam) -> torch.Tensor | None:
         """A copy on the device of the gradient that the home has already. The caller adds to it and gives the sum to
         `take`, which replaces that gradient. None: there is no gradient that can be added to so.
         """
-        there = slot.home.grad
-        if there is None or not self._is_added_in_place(slot) or slot in self._targets:
+        there = param.home.grad
+        if there is None or not self._is_added_in_place(param) or param in self._targets:
             return None
-        slot.wait_for_updates()
-        self._replaced.add(slot)
+        param.wait_for_updates()
+        self._replaced.add(param)
         return there.to(self.lanes.device, copy=True)
 
-    def take(self, slot: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        if slot not in self._memory:  # a forward within a backward used it
-            self.prepare([block_of(slot)])
-        self._announced.discard(slot)  # it was not complete after all
-        self._ready.append((slot, gradients, rows))
+    def take(self, param: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        if param not in self._memory:  # a forward within a backward used it
+            self.prepare([block_of(param)])
+        self._announced.discard(param)  # it was not complete after all
+        self._ready.append((param, gradients, rows))
         for gradient in gradients:
             if gradient.layout == torch.strided:
                 self._ready_bytes += gradient.nbytes
-        if slot.unit is not None and slot.unit.watchers:
-            complete = self._completeness.complete(slot, slot.unit)
+        if param.unit is not None and param.unit.watchers:
+            complete = self._completeness.complete(param, param.unit)
             if complete:
-                self._announce(slot.unit, complete)
+                self._announce(param.unit, complete)
         if self._ready_bytes >= _SEND_BYTES:
             self._submit_ready()
 
-    def _announce(self, unit: Unit, slots: list[ManagedParam]) -> None:
+    def _announce(self, unit: Unit, params: list[ManagedParam]) -> None:
         """Called when all gradients of a unit are complete: its watchers may update its parameters at once."""
-        if any(slot.gradient_is_watched or late_hooks(slot.home) for slot in slots):
+        if any(param.gradient_is_watched or late_hooks(param.home) for param in params):
             return  # hooks are to see gradients before anyone uses them
-        if any(slot.leaf_may_be_written for slot in slots):
+        if any(param.leaf_may_be_written for param in params):
             return  # the model may have written to a leaf: the home gets that first
-        if any(is_accumulated_itself(slot.home) for slot in slots):
+        if any(is_accumulated_itself(param.home) for param in params):
             return  # autograd adds to these homes itself
         self._submit_ready()
-        if any(self._added.get(slot) for slot in slots):
+        if any(self._added.get(param) for param in params):
             return  # others refer to the gradient, and may write it before the step
         sent, additions = self._last_sent, self._staging.under_way()
-        targets = {slot: self._targets.get(slot, slot.home.grad) for slot in slots}
-        gradients = {slot.home: target for slot, target in targets.items() if target is not None}
+        targets = {param: self._targets.get(param, param.home.grad) for param in params}
+        gradients = {param.home: target for param, target in targets.items() if target is not None}
 
         def arrived() -> None:
             if sent is not None:
@@ -163,12 +163,12 @@ class Gradients(GradientFlow):
             for addition in additions:
                 addition.synchronize()
 
-        self._announced.update(slots)
+        self._announced.update(params)
         for watcher in list(unit.watchers):
             begun = {id(parameter) for parameter in watcher.complete(unit, gradients, arrived)}
-            for slot in slots:
-                if id(slot.home) in begun:
-                    slot.changed_untraced()
+            for param in params:
+                if id(param.home) in begun:
+                    param.changed_untraced()
                     self._completeness.taken(unit)
 
     def leave_block(self) -> None:
@@ -182,31 +182,31 @@ class Gradients(GradientFlow):
         self._wait_for_sent()
         arrived, added, announced = self._targets, self._added, self._announced
         self._forget()
-        slots = list(arrived | added)
+        params = list(arrived | added)
         hooked: dict[ManagedParam, None] = {}
         seen: dict[ManagedParam, list[torch.Tensor]] = {}
-        for slot in slots:
-            home = slot.home
-            if slot.node_is_watched or home._backward_hooks:  # `gradient_is_watched`, without a call
-                hooked[slot] = None
-                if slot in arrived:
-                    seen[slot] = [arrived.pop(slot)]
+        for param in params:
+            home = param.home
+            if param.node_is_watched or home._backward_hooks:  # `gradient_is_watched`, without a call
+                hooked[param] = None
+                if param in arrived:
+                    seen[param] = [arrived.pop(param)]
             elif home._post_accumulate_grad_hooks:
-                hooked[slot] = None
+                hooked[param] = None
         with without_overrides():  # updates of these homes may be under way
-            for slot, gradient in arrived.items():
-                home = slot.home
+            for param, gradient in arrived.items():
+                home = param.home
                 if home.grad is None and home.grad_dtype == gradient.dtype:
                     grad_of.__set__(home, gradient)
                 else:
                     accumulate(home, gradient)
             self._completeness.end(completed=True)
-            tell_watchers([slot for slot in slots if slot not in hooked], announced)
+            tell_watchers([param for param in params if param not in hooked], announced)
         try:
-            accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()], in_hooks)
-            for slot in hooked:
-                for hook in () if slot in seen else late_hooks(slot.home):
-                    hook(slot.home)
+            accumulate_as_autograd([(param.home, gradient) for param, gradient in seen.items()], in_hooks)
+            for param in hooked:
+                for hook in () if param in seen else late_hooks(param.home):
+                    hook(param.home)
         except BaseException:
             tell_of_failure(announced)
             raise
@@ -248,22 +248,22 @@ class Gradients(GradientFlow):
         self.ledger.add(Tier.DEVICE, PURPOSE, self._ready_bytes)
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         what = ready[0][0].name if ready else ""
-        for slot, gradients, rows in ready:
-            gradient, memory = gradients[0], self._memory[slot]
+        for param, gradients, rows in ready:
+            gradient, memory = gradients[0], self._memory[param]
             if gradient.layout is not torch.strided:
-                if slot in self._targets:  # a dense gradient, whose copy must have arrived
+                if param in self._targets:  # a dense gradient, whose copy must have arrived
                     self._send(direct, staged, what)
                     direct, staged = [], []
                     self._wait_for_sent()
-                self._take_sparse(slot, gradient)
+                self._take_sparse(param, gradient)
                 continue
             if (
-                slot.home.grad is None and memory.next is not None and slot not in self._targets
+                param.home.grad is None and memory.next is not None and param not in self._targets
             ):  # the usual case, without calls
-                self._targets[slot] = target = memory.next
+                self._targets[param] = target = memory.next
                 memory.next, adds, is_new = None, False, True
             else:
-                target, adds, is_new = self._destination(slot)
+                target, adds, is_new = self._destination(param)
             disk = memory.disk
             straight = is_new and disk is None and gradient.dtype is memory.dtype
             if straight and rows is None:
@@ -271,8 +271,8 @@ class Gradients(GradientFlow):
                 direct.append((target, gradient if same else laid_out(gradient, target.stride(), gradient.dtype)))
                 continue
             if rows is not None:
-                staged += remainders_of(target, rows, disk, adds=adds, large=_has_experts(slot))
-                if straight and _has_experts(slot):
+                staged += remainders_of(target, rows, disk, adds=adds, large=_has_experts(param))
+                if straight and _has_experts(param):
                     each = (one for piece in gradients for one in piece.contiguous())
                     direct += [(target[row], one) for row, one in zip(rows.tolist(), each, strict=True)]
                     continue
@@ -298,45 +298,45 @@ class Gradients(GradientFlow):
         if staged:
             self._staging.turn(Additions(self.lanes.run(lambda: add_up(staged, self._writes), transfer.done)))
 
-    def _destination(self, slot: ManagedParam) -> tuple[torch.Tensor, bool, bool]:
+    def _destination(self, param: ManagedParam) -> tuple[torch.Tensor, bool, bool]:
         """The tensor that a gradient goes to, whether it is added there, and whether that tensor is a new one."""
-        if slot in self._targets:
-            return self._targets[slot], True, False
-        if slot.home.grad is None or not self._is_added_in_place(slot):
-            self._targets[slot] = target = self._memory[slot].fresh()
+        if param in self._targets:
+            return self._targets[param], True, False
+        if param.home.grad is None or not self._is_added_in_place(param):
+            self._targets[param] = target = self._memory[param].fresh()
             return target, False, True
-        if slot not in self._added:
-            slot.wait_for_updates()  # they read the gradient; a backward that needs no weight has not waited
-            self._added[slot] = gradient_is_shared(slot.home)
-        adds = slot not in self._replaced
-        self._replaced.discard(slot)  # later ones are added
-        return slot.home.grad, adds, False
+        if param not in self._added:
+            param.wait_for_updates()  # they read the gradient; a backward that needs no weight has not waited
+            self._added[param] = gradient_is_shared(param.home)
+        adds = param not in self._replaced
+        self._replaced.discard(param)  # later ones are added
+        return param.home.grad, adds, False
 
-    def _is_added_in_place(self, slot: ManagedParam) -> bool:
+    def _is_added_in_place(self, param: ManagedParam) -> bool:
         """Whether a gradient is added to the present `home.grad` on the host lane, before backward ends."""
-        if slot in self._added:
+        if param in self._added:
             return True
-        there = slot.home.grad
-        if there is None or there.layout != torch.strided or slot.gradient_is_watched:
+        there = param.home.grad
+        if there is None or there.layout != torch.strided or param.gradient_is_watched:
             return False
-        return not is_accumulated_itself(slot.home)  # autograd would add to it at the same time
+        return not is_accumulated_itself(param.home)  # autograd would add to it at the same time
 
-    def _take_sparse(self, slot: ManagedParam, gradient: torch.Tensor) -> None:
+    def _take_sparse(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         """Copies a sparse gradient (nn.Embedding(sparse=True)) while the host waits, as its size is known last."""
         on_host = gradient.to("cpu")
-        self._targets[slot] = self._targets[slot] + on_host if slot in self._targets else on_host
+        self._targets[param] = self._targets[param] + on_host if param in self._targets else on_host
 
 
-def _has_experts(slot: ManagedParam) -> bool:
+def _has_experts(param: ManagedParam) -> bool:
     """Whether the rows of the parameter are experts."""
-    return block_of(slot).experts is not None
+    return block_of(param).experts is not None
 
 
-def refuse_graph(slot: ManagedParam, gradient: torch.Tensor) -> None:
+def refuse_graph(param: ManagedParam, gradient: torch.Tensor) -> None:
     """Raises StateError for a gradient with a graph, which it would lose on its way to the host."""
     if gradient.requires_grad:
         raise StateError(
-            f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses"
+            f"backward(create_graph=True) reached parameter {param.name!r}: a gradient that leaves the device loses"
             " its graph; use torch.autograd.grad(..., create_graph=True) for the inner derivative, then backward()"
         )
 

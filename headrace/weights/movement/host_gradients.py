@@ -24,7 +24,7 @@ class HostGradient:
 
     def __init__(
         self,
-        slot: ManagedParam,
+        param: ManagedParam,
         dtype: torch.dtype,
         memory: GradientMemory,
         offset: int,
@@ -33,8 +33,8 @@ class HostGradient:
         self.dtype = dtype
         self.next: torch.Tensor | None = None  # the tensor that `fresh` gives, once `make_next` has made it
         self.disk: DiskGradients | None = None  # where it rests on disk; None: it is in host memory, or has no bytes
-        self._nbytes = slot.home.numel() * dtype.itemsize
-        self._layout = slot.layout.shape, strides_of(slot)
+        self._nbytes = param.home.numel() * dtype.itemsize
+        self._layout = param.layout.shape, strides_of(param)
         self._make = make  # makes more memory, in whatever tier has room
         self._lent: StorageWeakRef | None = None  # the storage of the tensor that `make_next` made last
         # Places on disk that the user has or had: extents are not freed, so places are reused.
@@ -88,23 +88,23 @@ class NodeGradients:
     offsets: dict[ManagedParam, int]
     lent: dict[ManagedParam, tuple[StorageWeakRef, int]] = field(default_factory=dict)  # storage and address
 
-    def common(self, slot: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
+    def common(self, param: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
         """A gradient's memory as all ranks see it, for the average: shape (elements,)."""
-        return self.arena.tensor(self.offsets[slot], slot.home.numel() * dtype.itemsize, dtype)
+        return self.arena.tensor(self.offsets[param], param.home.numel() * dtype.itemsize, dtype)
 
-    def lend(self, slot: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
+    def lend(self, param: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
         """The average as the user of this rank sees it, in the home's shape. Notes that it was lent."""
-        lent = self.view.tensor(self.offsets[slot], slot.home.numel() * dtype.itemsize, dtype)
-        self.lent[slot] = StorageWeakRef(lent.untyped_storage()), lent.data_ptr()
-        return lent.as_strided_(slot.layout.shape, strides_of(slot))
+        lent = self.view.tensor(self.offsets[param], param.home.numel() * dtype.itemsize, dtype)
+        self.lent[param] = StorageWeakRef(lent.untyped_storage()), lent.data_ptr()
+        return lent.as_strided_(param.layout.shape, strides_of(param))
 
-    def is_kept(self, slot: ManagedParam) -> bool:
+    def is_kept(self, param: ManagedParam) -> bool:
         """Whether the user still refers to the tensor that was lent last."""
-        return slot in self.lent and not self.lent[slot][0].expired()
+        return param in self.lent and not self.lent[param][0].expired()
 
-    def has_lent(self, slot: ManagedParam, gradient: torch.Tensor) -> bool:
+    def has_lent(self, param: ManagedParam, gradient: torch.Tensor) -> bool:
         """Whether `gradient` is the tensor that was lent last."""
-        return self.is_kept(slot) and gradient.data_ptr() == self.lent[slot][1]
+        return self.is_kept(param) and gradient.data_ptr() == self.lent[param][1]
 
     def leave_to_user(self) -> None:
         """Leaves all that was lent to the user, and takes a new view for what is lent from now on."""
@@ -113,16 +113,16 @@ class NodeGradients:
         self.lent.clear()
 
 
-def offsets_of(slots: Iterable[ManagedParam], dtype_of: Callable[[ManagedParam], torch.dtype]) -> list[int]:
+def offsets_of(params: Iterable[ManagedParam], dtype_of: Callable[[ManagedParam], torch.dtype]) -> list[int]:
     """The bytes at which gradients of these parameters begin, one after the other and aligned, and the end."""
-    return [0, *accumulate(aligned(slot.home.numel() * dtype_of(slot).itemsize) for slot in slots)]
+    return [0, *accumulate(aligned(param.home.numel() * dtype_of(param).itemsize) for param in params)]
 
 
-def strides_of(slot: ManagedParam) -> tuple[int, ...]:
+def strides_of(param: ManagedParam) -> tuple[int, ...]:
     """The strides of a parameter's gradients: the home's, or contiguous ones where the home's leave holes."""
-    home = torch.empty_strided(slot.layout.shape, slot.layout.stride, device="meta")
+    home = torch.empty_strided(param.layout.shape, param.layout.stride, device="meta")
     dense = torch.ops.aten.is_non_overlapping_and_dense(home)
-    return slot.layout.stride if dense else torch.empty(slot.layout.shape, device="meta").stride()
+    return param.layout.stride if dense else torch.empty(param.layout.shape, device="meta").stride()
 
 
 def laid_out(gradient: torch.Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -137,6 +137,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def elements_of(gradient: torch.Tensor, slot: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
+def elements_of(gradient: torch.Tensor, param: ManagedParam, dtype: torch.dtype) -> torch.Tensor:
     """The gradient's elements, shape (elements,), in the order that headrace's memory for gradients has."""
-    return flat(laid_out(gradient, strides_of(slot), dtype))
+    return flat(laid_out(gradient, strides_of(param), dtype))

@@ -20,14 +20,14 @@ _HANDED_OUT: Callable[[Leaf], bool] = attrgetter("handed_out")
 
 
 class Leaves:
-    """The leaves of one block's slots, and of the compounds that these slots are parts of."""
+    """The leaves of one block's parameters, and of the compounds that these parameters are parts of."""
 
-    def __init__(self, slots: Sequence[ManagedParam], compounds: Sequence[Compound]) -> None:
-        self._slots, self._compounds = slots, compounds
-        self._leaves = [slot.leaf for slot in slots]
-        self._absent = [slot.absent for slot in slots]
-        self._with_bytes = sum(slot.layout.nbytes > 0 for slot in slots)
-        by_home = {id(slot.home): slot.leaf for slot in slots}
+    def __init__(self, params: Sequence[ManagedParam], compounds: Sequence[Compound]) -> None:
+        self._params, self._compounds = params, compounds
+        self._leaves = [param.leaf for param in params]
+        self._absent = [param.absent for param in params]
+        self._with_bytes = sum(param.layout.nbytes > 0 for param in params)
+        by_home = {id(param.home): param.leaf for param in params}
         for compound in compounds:
             compound.make_leaf({path: by_home[id(part)] for path, part in compound.parts.items()})
 
@@ -60,13 +60,13 @@ class Leaves:
 
     def may_be_written(self) -> bool:
         """Whether the model may have written to a leaf since `note_writes_kept`. Called within `without_overrides`."""
-        written = list(map(_VERSION_OF, self._leaves)) != list(map(_KEPT_VERSION_OF, self._slots))
+        written = list(map(_VERSION_OF, self._leaves)) != list(map(_KEPT_VERSION_OF, self._params))
         return written or True in map(_HANDED_OUT, self._leaves)
 
     def note_writes_kept(self) -> None:
         """Notes that the homes have all that was written to the leaves until now. Called within `without_overrides`."""
-        for slot in self._slots:
-            slot.kept_version = slot.leaf._version
+        for param in self._params:
+            param.kept_version = param.leaf._version
 
     def note_none_handed_out(self) -> None:
         """Notes that nobody has the `data` of a leaf."""
@@ -79,8 +79,8 @@ class Leaves:
 
     def are_kept(self, references: int) -> bool:
         """Whether somebody has a leaf, beside this block and the `references` of the model."""
-        own = 3 * len(self._slots) + references  # each by its slot, the list here, and the call that counts
-        kept = sum(sys.getrefcount(slot.leaf) for slot in self._slots)
+        own = 3 * len(self._params) + references  # each by its parameter, the list here, and the call that counts
+        kept = sum(sys.getrefcount(param.leaf) for param in self._params)
         for compound in self._compounds:
             own += compound.own_references
             kept += compound.references

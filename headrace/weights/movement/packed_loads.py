@@ -186,7 +186,7 @@ class PackedLoads:
             or buffer.nbytes < LEAST_PIECE_BYTES
         ):
             return None
-        if not is_frozen(block.slots):
+        if not is_frozen(block.params):
             if block in self._blocks:
                 self._drop(self._blocks.pop(block))
             return None
@@ -326,7 +326,7 @@ class PackedLoads:
 
 
 def _may_be_packed(block: Block) -> bool:
-    return not block.is_fetched and block.nbytes >= LEAST_PIECE_BYTES and is_frozen(block.slots)
+    return not block.is_fetched and block.nbytes >= LEAST_PIECE_BYTES and is_frozen(block.params)
 
 
 def _pack(loads: "weakref.ref[PackedLoads]", packed: _PackedBlock, memory: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ class Rows:
         if at_once >= len(used):
             with self._brought(block, used) as rows:
                 return F.embedding(index.to(device), rows)
-        layout = block.slots[0].layout
+        layout = block.params[0].layout
         found = torch.empty((*index.shape, layout.shape[1]), dtype=layout.dtype, device=device)
         flat = index.reshape(-1)
         for first in range(0, len(used), at_once):
@@ -75,7 +75,7 @@ class Rows:
     @contextmanager
     def _brought(self, block: Block, used: torch.Tensor) -> Iterator[torch.Tensor]:
         """The rows `used` of the table on the device, shape (rows, columns), within the `with` block."""
-        layout = block.slots[0].layout
+        layout = block.params[0].layout
         buffer = self._residency.allot(len(used) * block.row_bytes)
         try:
             with plain_tensors():

@@ -39,7 +39,7 @@ class Slices:
         self._meter = meter
         self._blocks = [block for block in blocks if block.experts is not None]
         self.travel = bool(self._blocks)
-        layouts = {block: slice_parts([slot.layout for slot in block.slots]) for block in self._blocks}
+        layouts = {block: slice_parts([param.layout for param in block.params]) for block in self._blocks}
         self._parts = {block: parts for block, (parts, _) in layouts.items()}
         self._bytes_of_one = {block: sum(part.nbytes for part in parts) for block, parts in self._parts.items()}
         self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
@@ -265,7 +265,7 @@ class Slices:
                 self._meter.expert_host_loads += 1
             else:
                 places = self.views(block, bank, slot, 1)
-                copies = [(place[0], own.source[key[1]]) for place, own in zip(places, block.slots, strict=True)]
+                copies = [(place[0], own.source[key[1]]) for place, own in zip(places, block.params, strict=True)]
                 arrival, read = self._copy(copies, after)
                 block.read_until(read)
         bank.arriving[slot] = arrival
@@ -286,7 +286,7 @@ class Slices:
         ranges: list[Range] = []
         more: list[Copy] = []
         places = self.views(block, bank, slot, 1)
-        for part, own, place in zip(self._parts[block], block.slots, places, strict=True):
+        for part, own, place in zip(self._parts[block], block.params, places, strict=True):
             if own.casts or own.in_place:
                 first = part.layout.offset + expert * part.nbytes
                 ranges.append(Range(first, part.nbytes, slot * self.slot_bytes + part.offset))

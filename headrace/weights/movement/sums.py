@@ -39,7 +39,7 @@ class Round:
     number: int
     half: SharedArena
     region_bytes: int
-    slots: list[ManagedParam]
+    params: list[ManagedParam]
     says: list[int]  # what this rank says of each parameter
     from_host: dict[ManagedParam, torch.Tensor]  # gradients on the host, added to those from the device
     before: "Future[list[ManagedParam]] | None"  # the job that summed up the last round in `half`
@@ -50,11 +50,11 @@ class Round:
 
     def said(self, rank: int) -> torch.Tensor:
         """Where `rank` says what it has of each parameter."""
-        return self.half.tensor(rank * self.region_bytes, len(self.slots))
+        return self.half.tensor(rank * self.region_bytes, len(self.params))
 
     def given(self, rank: int, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """The memory of `count` elements that `rank` gives, from byte `begin` of its gradients on."""
-        first = rank * self.region_bytes + aligned(len(self.slots)) + begin
+        first = rank * self.region_bytes + aligned(len(self.params)) + begin
         return self.half.tensor(first, count * dtype.itemsize, dtype)
 
 
@@ -81,7 +81,7 @@ class Sums(ABC):
         """Which of a parameter's elements this rank adds up."""
 
     @abstractmethod
-    def given_bytes(self, slots: Sequence[ManagedParam]) -> int:
+    def given_bytes(self, params: Sequence[ManagedParam]) -> int:
         """The most bytes that a rank gives for a block."""
 
     @abstractmethod
@@ -107,9 +107,9 @@ class Sums(ABC):
         where no rank gives a gradient. With `on_host`, the ranks' gradients are added to `begin`, one after the other.
         """
 
-    def _given(self, slot: ManagedParam) -> torch.dtype:
+    def _given(self, param: ManagedParam) -> torch.dtype:
         """The dtype in which a gradient is given: one that rounds nothing before it is added."""
-        return torch.promote_types(slot.layout.dtype, self._dtype_of(slot))
+        return torch.promote_types(param.layout.dtype, self._dtype_of(param))
 
     def _send(self, given: Round, copies: list[Copy], after: Event) -> Transfer:
         transfer = self._lanes.copy(Lane.OFFLOAD, copies, after)
@@ -129,17 +129,17 @@ class HostSums(Sums):
     def part(self, count: int) -> slice:
         return self._node.part(count)
 
-    def given_bytes(self, slots: Sequence[ManagedParam]) -> int:
-        return offsets_of(slots, self._given)[-1]
+    def given_bytes(self, params: Sequence[ManagedParam]) -> int:
+        return offsets_of(params, self._given)[-1]
 
     def give(self, given: Round, gradients: dict[ManagedParam, torch.Tensor]) -> Transfer | None:
-        given.landing = dict(zip(given.slots, offsets_of(given.slots, self._given), strict=False)), set(gradients)
+        given.landing = dict(zip(given.params, offsets_of(given.params, self._given), strict=False)), set(gradients)
         if not gradients:
             return None
         copies: list[Copy] = []
-        for slot, gradient in gradients.items():
-            place = self._place(given, self._node.rank, slot)
-            copies.append((place, elements_of(gradient, slot, place.dtype)))
+        for param, gradient in gradients.items():
+            place = self._place(given, self._node.rank, param)
+            copies.append((place, elements_of(gradient, param, place.dtype)))
         return self._send(given, copies, self._lanes.mark())
 
     def land(self, given: Round) -> None:
@@ -147,28 +147,28 @@ class HostSums(Sums):
         if given.left is not None:
             given.left.synchronize()
         _, transferred = given.landing
-        for slot, gradient in given.from_host.items():
-            place = self._place(given, self._node.rank, slot)
-            elements = elements_of(gradient, slot, gradient.dtype)
-            place.add_(elements) if slot in transferred else place.copy_(elements)
+        for param, gradient in given.from_host.items():
+            place = self._place(given, self._node.rank, param)
+            elements = elements_of(gradient, param, gradient.dtype)
+            place.add_(elements) if param in transferred else place.copy_(elements)
 
     def exchange(self, given: Round, gives: torch.Tensor) -> None:
         """Does nothing: each rank reads what the others have given."""
 
     def average(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
         """Adds up in the order of the ranks."""
-        slot, total = given.slots[index], begin
+        param, total = given.params[index], begin
         for rank in range(self._node.size):
             if gives[rank, index]:
-                whole = self._place(given, rank, slot)
+                whole = self._place(given, rank, param)
                 one = whole[self.part(len(whole))] / self._node.world
-                total = one.to(self._dtype_of(slot)) if total is None else total.add_(one)
+                total = one.to(self._dtype_of(param)) if total is None else total.add_(one)
         return total
 
-    def _place(self, given: Round, rank: int, slot: ManagedParam) -> torch.Tensor:
+    def _place(self, given: Round, rank: int, param: ManagedParam) -> torch.Tensor:
         """The memory in which `rank` gives a gradient: shape (elements,)."""
         begins, _ = given.landing
-        return given.given(rank, begins[slot], slot.home.numel(), self._given(slot))
+        return given.given(rank, begins[param], param.home.numel(), self._given(param))
 
 
 class DeviceSums(Sums):
@@ -188,25 +188,25 @@ class DeviceSums(Sums):
         length = -(-count // self._node.size)
         return slice(min(count, length * self._node.rank), min(count, length * (self._node.rank + 1)))
 
-    def given_bytes(self, slots: Sequence[ManagedParam]) -> int:
+    def given_bytes(self, params: Sequence[ManagedParam]) -> int:
         """The bytes of one row."""
-        return sum(aligned(length * dtype.itemsize) for dtype, length in self._lay_out(slots)[1].items())
+        return sum(aligned(length * dtype.itemsize) for dtype, length in self._lay_out(params)[1].items())
 
     def give(self, given: Round, gradients: dict[ManagedParam, torch.Tensor]) -> None:
         """Packs gradients into rows, those from the host too, each divided by the number of ranks of all nodes."""
         size, device = self._node.size, self._lanes.device
-        places, lengths = self._lay_out(given.slots)
+        places, lengths = self._lay_out(given.params)
         for dtype, length in lengths.items():
             given.rows[dtype] = torch.zeros(size, length, dtype=dtype, device=device)
         with torch.no_grad():
-            for slot in given.slots:
-                gradient, more = gradients.get(slot), given.from_host.get(slot)
+            for param in given.params:
+                gradient, more = gradients.get(param), given.from_host.get(param)
                 if more is not None:
                     gradient = more.to(device) if gradient is None else gradient + more.to(device)
                 if gradient is None:
                     continue
-                dtype, place = self._given(slot), places[slot]
-                elements = elements_of(gradient, slot, dtype)
+                dtype, place = self._given(param), places[param]
+                elements = elements_of(gradient, param, dtype)
                 missing = size * (place.stop - place.start) - len(elements)
                 given.rows[dtype][:, place].copy_(torch.nn.functional.pad(elements, (0, missing)).view(size, -1))
             for one in given.rows.values():
@@ -238,16 +238,16 @@ class DeviceSums(Sums):
         """The part of the sum that has come to the host."""
         if not gives[:, index].any():
             return None
-        slot = given.slots[index]
-        first, part = self._lay_out(given.slots)[0][slot].start, self.part(slot.home.numel())
-        sums: torch.Tensor = given.landing[1][self._given(slot)]
+        param = given.params[index]
+        first, part = self._lay_out(given.params)[0][param].start, self.part(param.home.numel())
+        sums: torch.Tensor = given.landing[1][self._given(param)]
         return sums[first : first + part.stop - part.start]
 
-    def _lay_out(self, slots: Sequence[ManagedParam]) -> tuple[dict[ManagedParam, slice], dict[torch.dtype, int]]:
+    def _lay_out(self, params: Sequence[ManagedParam]) -> tuple[dict[ManagedParam, slice], dict[torch.dtype, int]]:
         """Where each parameter's part lies in a row, and how long the row of each dtype is."""
-        places, lengths = {}, dict.fromkeys(map(self._given, slots), 0)
-        for slot in slots:
-            dtype = self._given(slot)
-            begin, length = lengths[dtype], -(-slot.home.numel() // self._node.size)
-            places[slot], lengths[dtype] = slice(begin, begin + length), begin + length
+        places, lengths = {}, dict.fromkeys(map(self._given, params), 0)
+        for param in params:
+            dtype = self._given(param)
+            begin, length = lengths[dtype], -(-param.home.numel() // self._node.size)
+            places[param], lengths[dtype] = slice(begin, begin + length), begin + length
         return places, lengths

@@ -76,7 +76,8 @@ def _copies(slices: Slices, block: Block, used: list[int]) -> Iterator[torch.Ten
     bank = slices.bank_of(block, len(used))
     device = bank.buffer.device
     copies = [
-        torch.empty((len(used), *slot.layout.shape[1:]), dtype=slot.layout.dtype, device=device) for slot in block.slots
+        torch.empty((len(used), *param.layout.shape[1:]), dtype=param.layout.dtype, device=device)
+        for param in block.params
     ]
     with torch.no_grad():
         for first in range(0, len(used), bank.slots):

@@ -136,17 +136,17 @@ class Attachment:
         module (weight_norm makes `weight` into `weight_v`), and travels as that one did.
         """
         gone = [
-            slot
+            param
             for block in self._engine.all_blocks()
-            for slot in block.slots
-            if id(slot.home) not in inventory.members
+            for param in block.params
+            if id(param.home) not in inventory.members
         ]
         left = []
         for member in added:
-            for slot in gone:
-                if slot.fits(member.parameter) and member.name.startswith(slot.name[: slot.name.rfind(".") + 1]):
-                    slot.adopt(member.parameter)
-                    gone.remove(slot)
+            for param in gone:
+                if param.fits(member.parameter) and member.name.startswith(param.name[: param.name.rfind(".") + 1]):
+                    param.adopt(member.parameter)
+                    gone.remove(param)
                     break
             else:
                 left.append(member)
@@ -184,9 +184,9 @@ class Attachment:
 
     def _link(self, inventory: Inventory) -> None:
         places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}
-        self._block_of = {id(slot.home): block for block in self._engine.all_blocks() for slot in block.slots}
+        self._block_of = {id(param.home): block for block in self._engine.all_blocks() for param in block.params}
         for block in self._engine.all_blocks():
-            block.places.move(block.slots, places, block.compounds, inventory.places_of_compounds)
+            block.places.move(block.params, places, block.compounds, inventory.places_of_compounds)
         for module, name in inventory.names.items():
             if site_of(module) is None:
                 make_managed(module, self._site(module, name, inventory), self._engine)

@@ -142,7 +142,7 @@ class Backward:
                 self._executor.bring(block)
         self._residency.arrive(block)
 
-    def note_function(self, slot: ManagedParam, function: Any) -> None:
+    def note_function(self, param: ManagedParam, function: Any) -> None:
         """Notes that a user's autograd Function has unpacked a weight. Not a checkpoint's: it computes with copies."""
         if function.name() == "CheckpointFunctionBackward":
             return
@@ -150,26 +150,26 @@ class Backward:
         @unseen
         def over(*_: object) -> None:
             hook.remove()
-            self._in_function.pop(slot, None)
+            self._in_function.pop(param, None)
 
-        self._in_function[slot] = function.name()
+        self._in_function[param] = function.name()
         hook = function.register_hook(over)
 
-    def rows_ready(self, slot: ManagedParam, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+    def rows_ready(self, param: ManagedParam, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         """Takes a gradient of some rows of a table, or of some experts, each named once. More may follow."""
         if self.refused:
             raise StateError(REMOVED)
         self.begin()
-        refuse_graph(slot, gradient)
-        self._of_rows.setdefault((slot, backward_task()), []).append((rows, gradient))
+        refuse_graph(param, gradient)
+        self._of_rows.setdefault((param, backward_task()), []).append((rows, gradient))
 
-    def rows_complete(self, slot: ManagedParam) -> None:
+    def rows_complete(self, param: ManagedParam) -> None:
         """Makes one gradient of all that rows_ready() took, as if whole tables had been added up. No more follow."""
-        parts = self._of_rows.pop((slot, backward_task()), None)
+        parts = self._of_rows.pop((param, backward_task()), None)
         if parts:
             with without_overrides():
                 rows, gradients = sum_of_rows(parts)
-                (self.batch_sums or self._gradients).take(slot, *gradients, rows=rows)
+                (self.batch_sums or self._gradients).take(param, *gradients, rows=rows)
 
     def begin(self) -> "_Outermost":
         """Begins the outermost backward, unless it has begun. Nested backwards (of reentrant checkpoints) are a part of
@@ -239,8 +239,8 @@ class Backward:
             self._updates.changed()
 
     def _forget_nested(self) -> None:
-        for slot in self._nested:
-            slot.leaf.got_nested_gradient = None
+        for param in self._nested:
+            param.leaf.got_nested_gradient = None
         self._nested.clear()
 
     def forget(self) -> None:
@@ -256,8 +256,8 @@ class Backward:
         """Drops an unfinished backward's gradients, also those that an interrupt left on the leaves."""
         with without_overrides():
             for block in (*self._bindings.blocks, *self._bindings.residents):
-                for slot in block.slots:
-                    slot.leaf.grad = None
+                for param in block.params:
+                    param.leaf.grad = None
         self._abandon_gradients()
 
     def _abandon_gradients(self) -> None:
@@ -282,18 +282,18 @@ def _reach(backward: Backward, site: Site, _gradient: torch.Tensor) -> None:
 @unseen
 def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
     """Takes a leaf's gradient, complete as far as is known. Called by autograd, on the thread of the device."""
-    self, slot = backward(), leaf.owner()
-    if self is None or slot is None or slot.on_gradient is None:  # the model was let go of
+    self, param = backward(), leaf.owner()
+    if self is None or param is None or param.on_gradient is None:  # the model was let go of
         return
     outermost = self._under_way or self.begin()  # unannounced: a block that saves nothing is never unpacked
-    if slot in self._in_function:
+    if param in self._in_function:
         raise StateError(
-            f"{self._in_function[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"
-            " leaves the device, and is no `.grad` of what it saved; use torch.autograd.grad(output, [..., weight])"
-            " there, and return that"
+            f"{self._in_function[param]} calls backward() for parameter {param.name!r}, which it has saved: that"
+            " gradient leaves the device, and is no `.grad` of what it saved; use torch.autograd.grad(output,"
+            " [..., weight]) there, and return that"
         )
     with without_overrides():
-        if not slot.home.requires_grad:  # frozen since forward: autograd, too, asks its leaves now
+        if not param.home.requires_grad:  # frozen since forward: autograd, too, asks its leaves now
             grad_of.__set__(leaf, None)
             return
         gradient = grad_of.__get__(leaf)
@@ -301,8 +301,8 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
         if gradient is None:
             return
         if gradient.requires_grad:
-            refuse_graph(slot, gradient)
-        (self.batch_sums or self._gradients).take(slot, gradient)
+            refuse_graph(param, gradient)
+        (self.batch_sums or self._gradients).take(param, gradient)
     if backward_task() != outermost.task and leaf.got_nested_gradient is None:
-        leaf.got_nested_gradient = slot.name
-        self._nested.append(slot)
+        leaf.got_nested_gradient = param.name
+        self._nested.append(param)

@@ -98,9 +98,9 @@ class Engine:
     def _adopt(self, block: Block) -> None:
         """From now on the gradients of a block's leaves come to this engine, and its leaves are lent."""
         with without_overrides():  # a leaf may be away
-            for slot in block.slots:
-                slot.on_gradient = self.backward.on_gradient
-                slot.prepare_leaf()
+            for param in block.params:
+                param.on_gradient = self.backward.on_gradient
+                param.prepare_leaf()
         self.lending.add(block)
 
     def all_blocks(self) -> list[Block]:

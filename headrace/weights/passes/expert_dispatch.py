@@ -128,7 +128,7 @@ class ExpertDispatch:
         """Runs the call with stand-ins from which the module takes experts by their usual numbers."""
         with without_overrides():
             asked = ExpertsOfCall(self._slices, call.block, used, self._gradients, gathers=gathers)
-            stand_ins = [WeightOfExperts.of(asked, place, slot) for place, slot in enumerate(call.block.slots)]
+            stand_ins = [WeightOfExperts.of(asked, place, param) for place, param in enumerate(call.block.params)]
         try:
             with standing_in(self._slices, call.module, call.names, stand_ins):
                 return call.own(*call.args, **call.kwargs)
@@ -157,8 +157,8 @@ class ExpertDispatch:
                 slices.arrive(bank, slot)
             stand_ins = slices.views(block, bank, 0, span)
             bank.in_call = block, tuple(slots)
-        for place, own_slot in enumerate(block.slots):
-            stand_ins[place] = self._gradients.bank(block, own_slot, used.tolist(), slots, stand_ins[place])
+        for place, param in enumerate(block.params):
+            stand_ins[place] = self._gradients.bank(block, param, used.tolist(), slots, stand_ins[place])
         numbers = torch.tensor(slots, device="cpu")[routing.where].to(self._device, routing.dtype)
         with standing_in(slices, call.module, call.names, stand_ins, span):
             return call.own(routing.hidden, numbers, routing.weights)
@@ -170,7 +170,7 @@ class ExpertDispatch:
         _NEEDS_ALL where that would round differently, as a round's results have the dtype of hidden states; and with
         gradients, which would be added up in another order.
         """
-        dtypes = {routing.hidden.dtype, routing.weights.dtype, *(slot.layout.dtype for slot in call.block.slots)}
+        dtypes = {routing.hidden.dtype, routing.weights.dtype, *(param.layout.dtype for param in call.block.params)}
         if len(dtypes) > 1 or torch.is_grad_enabled():
             return _NEEDS_ALL
         flat, routed = routing.where.reshape(-1), routing.where.shape[-1]
@@ -247,7 +247,7 @@ class ExpertDispatch:
         if block.experts is None:
             return None
         names = {id(held): name for name, held in dict.items(module._parameters)}
-        found = [names.get(id(slot.home)) for slot in block.slots]
+        found = [names.get(id(param.home)) for param in block.params]
         return None if None in found else [name for name in found if name is not None]
 
     def _goes_by_slices(self, block: Block, routing: Iterable[torch.Tensor]) -> bool:

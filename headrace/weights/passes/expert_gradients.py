@@ -44,7 +44,7 @@ class ExpertGradients:
         """Whether a call of the block's module now is part of a pass in which a weight of the block gets a gradient."""
         with without_overrides():
             follows = torch.is_grad_enabled() or self._executor.gradients_follow
-            return follows and any(slot.home.requires_grad for slot in block.slots)
+            return follows and any(param.home.requires_grad for param in block.params)
 
     def note_whole(self, block: Block) -> None:
         """Notes that a call used more of the block than single experts."""
@@ -85,14 +85,14 @@ class ExpertGradients:
                     use = node.metadata[_MARK] = _Use()
                     self._whole.setdefault(block, weakref.WeakSet()).add(use)
 
-    def one(self, block: Block, slot: ManagedParam, expert: int, values: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def one(self, block: Block, param: ManagedParam, expert: int, values: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One expert's weight, which `values` gives; its gradient goes to the host as one row."""
-        return self._part(block, slot, values, [expert], _as_row)
+        return self._part(block, param, values, [expert], _as_row)
 
     def several(
         self,
         block: Block,
-        slot: ManagedParam,
+        param: ManagedParam,
         used: Sequence[int],
         numbers: torch.Tensor,
         values: Callable[[], torch.Tensor],
@@ -106,21 +106,21 @@ class ExpertGradients:
             rows = gradient.new_zeros(len(used), *gradient.shape[numbers.dim() :])
             return rows.index_put_((numbers,), gradient, accumulate=True)
 
-        return self._part(block, slot, values, used, to_rows, numbers)
+        return self._part(block, param, values, used, to_rows, numbers)
 
     def bank(
-        self, block: Block, slot: ManagedParam, used: Sequence[int], places: Sequence[int], weights: torch.Tensor
+        self, block: Block, param: ManagedParam, used: Sequence[int], places: Sequence[int], weights: torch.Tensor
     ) -> torch.Tensor:
         """A weight in which the used experts are at these places: shape (places and more, ...).
 
         The places are saved for backward: a checkpoint may recompute with other places, and saves those.
         """
-        return self._part(block, slot, lambda: weights, used, _rows_at, torch.tensor(places, device="cpu"))
+        return self._part(block, param, lambda: weights, used, _rows_at, torch.tensor(places, device="cpu"))
 
     def _part(
         self,
         block: Block,
-        slot: ManagedParam,
+        param: ManagedParam,
         values: Callable[[], torch.Tensor],
         experts: Sequence[int],
         to_rows: Callable[..., torch.Tensor],
@@ -130,7 +130,7 @@ class ExpertGradients:
             return not block.trains_whole and not self._whole.get(block)
 
         with without_overrides():
-            return self._row_gradients.computed(slot, values, experts, alone, to_rows, *saved)
+            return self._row_gradients.computed(param, values, experts, alone, to_rows, *saved)
 
 
 def _rows_at(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

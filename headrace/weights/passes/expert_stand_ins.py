@@ -112,7 +112,7 @@ class ExpertsOfCall:
         """One expert's weight, of the parameter at that place of the block. None if no slot is free for the expert."""
         if not self._comes(number):
             return None
-        return self._gradients.one(self._block, self._block.slots[place], number, lambda: self._given(place, number))
+        return self._gradients.one(self._block, self._block.params[place], number, lambda: self._given(place, number))
 
     def _given(self, place: int, number: int) -> torch.Tensor:
         weight = self._view(place, number)
@@ -129,16 +129,16 @@ class ExpertsOfCall:
             if not len(wanted) or not 0 <= int(wanted.min()) <= int(wanted.max()) < self.count:
                 if self._gradients.trains(self._block):
                     return None  # a use of no experts gives a trained weight a gradient of zeros
-                return self._block.slots[place].absent[numbers]  # no values, or raises as the weight does
+                return self._block.params[place].absent[numbers]  # no values, or raises as the weight does
             gathered = self._gathered = self._copies(place, numbers, wanted)
             if gathered is None:
                 return None
         found = gathered.weights.pop(place)
-        slot = self._block.slots[place]
-        return self._gradients.several(self._block, slot, gathered.used, gathered.where, lambda: found)
+        param = self._block.params[place]
+        return self._gradients.several(self._block, param, gathered.used, gathered.where, lambda: found)
 
     def _copies(self, place: int, numbers: torch.Tensor, wanted: torch.Tensor) -> _Gathered | None:
-        places = range(len(self._block.slots)) if self._gathers else [place]
+        places = range(len(self._block.params)) if self._gathers else [place]
         used, where = torch.unique(wanted, return_inverse=True)
         copies: dict[int, torch.Tensor] = {}
         with torch.no_grad():
@@ -154,12 +154,12 @@ class ExpertsOfCall:
                     del weight
         return _Gathered(numbers, used.tolist(), where.view(numbers.shape).to(self._bank.buffer.device), copies)
 
-    def lend(self, slot: ManagedParam) -> torch.Tensor:
+    def lend(self, param: ManagedParam) -> torch.Tensor:
         """All of a weight, lent until the call ends: the module does more with it than take experts."""
         self.let_go()
         self.whole = True
         self._banks.clear()  # the block needs their memory
-        return borrow(slot.home)
+        return borrow(param.home)
 
     def let_go(self) -> None:
         """The call ends, or needs all of a weight: what the module wrote to experts is written to their homes, and what
@@ -170,9 +170,9 @@ class ExpertsOfCall:
             one = self._taken.pop()
             if one.is_written:
                 self.whole = True
-                slot = self._block.slots[one.place]
-                slot.touch()
-                slot.keep(slot.data[one.number], one.alias)
+                param = self._block.params[one.place]
+                param.touch()
+                param.keep(param.data[one.number], one.alias)
             view = one.view()
             if view is not None:
                 with torch.no_grad():
@@ -238,18 +238,18 @@ class WeightOfExperts(StandIn):
 
     asked: ExpertsOfCall
     place: int
-    slot: ManagedParam
+    param: ManagedParam
 
     @classmethod
-    def of(cls, asked: ExpertsOfCall, place: int, slot: ManagedParam) -> "WeightOfExperts":
-        """The stand-in for the parameter of that slot, which is at that place of the block."""
-        weight: WeightOfExperts = make_subclass(cls, slot.absent, False)
-        weight.asked, weight.place, weight.slot = asked, place, slot
+    def of(cls, asked: ExpertsOfCall, place: int, param: ManagedParam) -> "WeightOfExperts":
+        """The stand-in for a parameter, which is at that place of the block."""
+        weight: WeightOfExperts = make_subclass(cls, param.absent, False)
+        weight.asked, weight.place, weight.param = asked, place, param
         return weight
 
     def used(self) -> torch.Tensor:
         """All of the weight, for a torch function that does more than take experts."""
-        return self.asked.lend(self.slot)
+        return self.asked.lend(self.param)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -269,7 +269,7 @@ def _item(weight: WeightOfExperts, index: Any) -> torch.Tensor | None:
     if number is not None:
         number += weight.asked.count if number < 0 else 0
         if not 0 <= number < weight.asked.count:
-            return weight.slot.absent[index]  # raises as the weight does
+            return weight.param.absent[index]  # raises as the weight does
         one = weight.asked.take(weight.place, number)
         return one if one is None or not rest else one[rest]
     if not rest and type(first) is torch.Tensor and first.dtype in (torch.int64, torch.int32):

@@ -46,7 +46,7 @@ class WeightHandle(NamedTuple):
     """A view of a weight that autograd saved, without its memory."""
 
     block: Block
-    slot: ManagedParam
+    param: ManagedParam
     token: Token
     leaf_version: int  # counts what the model itself writes to the weight in forward
     dtype: torch.dtype
@@ -134,12 +134,12 @@ class SavedTensors:
         block = self._addresses.block_of(tensor)
         if block is not None:
             dtype, offset = tensor.dtype, tensor.storage_offset()
-            slot = block.slots_by_offset[bisect_right(block.slot_offsets, offset * dtype.itemsize) - 1]
+            param = block.params_by_offset[bisect_right(block.param_offsets, offset * dtype.itemsize) - 1]
             return WeightHandle(
                 block,
-                slot,
-                slot.loaded_token,
-                slot.leaf._version,
+                param,
+                param.loaded_token,
+                param.leaf._version,
                 dtype,
                 tensor.size(),
                 tensor.stride(),
@@ -180,21 +180,21 @@ class SavedTensors:
             if packed.recompute is not None:
                 _compute_again(packed.recompute)
                 backward.reach(site)
-            slot = packed.slot
+            param = packed.param
             if isinstance(packed, SavedExperts):
-                check_unchanged(slot, packed.token)
+                check_unchanged(param, packed.token)
                 return packed.weight(self._slices)
             if packed.block.presence is not Presence.PRESENT:
                 backward.require(packed.block)
-            if slot.leaf.requires_grad:
+            if param.leaf.requires_grad:
                 node = running_node()
                 if isinstance(node, FunctionNode):
-                    backward.note_function(slot, node)
-            token, leaf = packed.token, slot.leaf
+                    backward.note_function(param, node)
+            token, leaf = packed.token, param.leaf
             with without_overrides():
-                version = slot.home._version
-            if (version, slot.untraced_changes, slot.data_number) != token:
-                check_unchanged(slot, token)
+                version = param.home._version
+            if (version, param.untraced_changes, param.data_number) != token:
+                check_unchanged(param, token)
             if leaf._version != packed.leaf_version:
                 _refuse_own_write(packed)
             buffer = packed.block.buffer
@@ -263,26 +263,26 @@ def _compute_again(unpack: Callable[[Any], Any]) -> None:
         unpack(_NOTHING)
 
 
-def check_unchanged(slot: ManagedParam, before: Token) -> None:
-    """Raises WeightChangedError if the slot's home has other contents now than those of `before`."""
+def check_unchanged(param: ManagedParam, before: Token) -> None:
+    """Raises WeightChangedError if the parameter's home has other contents now than those of `before`."""
     with without_overrides():  # a look at a home is our own
-        now = slot.token
+        now = param.token
     if now == before:
         return
     if now == before._replace(data_number=now.data_number):
         raise WeightChangedError(
-            f"parameter {slot.name!r} was given other data (p.data = t) after forward used it and before backward did,"
+            f"parameter {param.name!r} was given other data (p.data = t) after forward used it and before backward did,"
             " which needs the data of before; run backward before that"
         )
     raise WeightChangedError(
-        f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
+        f"parameter {param.name!r} was modified in place after forward used it and before backward did (version"
         f" {now.version}; expected version {before.version}); run backward before optimizer.step() and the like"
     )
 
 
 def _refuse_own_write(handle: WeightHandle) -> None:
-    slot = handle.slot
+    param = handle.param
     raise WeightChangedError(
-        f"parameter {slot.name!r} was modified in place by the model itself after forward had used it (version"
-        f" {slot.leaf._version}; expected version {handle.leaf_version}); use it after the change, or a clone of it"
+        f"parameter {param.name!r} was modified in place by the model itself after forward had used it (version"
+        f" {param.leaf._version}; expected version {handle.leaf_version}); use it after the change, or a clone of it"
     )

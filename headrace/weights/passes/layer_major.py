@@ -226,14 +226,14 @@ class LayerMajor:
             again = max(Counter(number for number, _, _ in functions).values())
             often |= again > 1
             in_order = len({groups[number, segment] for number, _, segment in functions}) == 1
-            for slot in block.slots:
-                in_all = again + uses.get(slot, 0)
-                if slot.home.requires_grad and uses.get(slot, 0) <= 1 and (in_all > 1 or not in_order):
-                    one_by_one[slot] = in_all
+            for param in block.params:
+                in_all = again + uses.get(param, 0)
+                if param.home.requires_grad and uses.get(param, 0) <= 1 and (in_all > 1 or not in_order):
+                    one_by_one[param] = in_all
         if any(member.segments.checkpoints for member in members):
             stay = self._staying(any_of_them=often or not _in_order(members, groups))
-            one_by_one |= {slot: 1 + uses.get(slot, 0) for slot in stay if uses.get(slot, 0) <= 1}
-        apart = {slot: used for slot, used in uses.items() if slot is not None and used > 1} | one_by_one
+            one_by_one |= {param: 1 + uses.get(param, 0) for param in stay if uses.get(param, 0) <= 1}
+        apart = {param: used for param, used in uses.items() if param is not None and used > 1} | one_by_one
         others = [leaf for leaf in several if not isinstance(leaf, Leaf) and not self._is_passing(leaf, used_in[leaf])]
         if others:
             raise CannotCutError(
@@ -254,10 +254,10 @@ class LayerMajor:
         """
         for block in self._engine.residents:
             of_several = block.places.of_several_modules()
-            yield from (one for one in block.slots if one.home.requires_grad and (any_of_them or one in of_several))
+            yield from (one for one in block.params if one.home.requires_grad and (any_of_them or one in of_several))
 
     def _check_owners(self, leaves: Iterable[torch.Tensor]) -> None:
-        own = {slot for block in self._engine.all_blocks() for slot in block.slots}
+        own = {param for block in self._engine.all_blocks() for param in block.params}
         for leaf in leaves:
             if isinstance(leaf, Home):
                 raise CannotCutError("the loss uses a weight directly, outside of the model")

@@ -40,52 +40,52 @@ class Lending:
 
     def add(self, block: Block) -> None:
         """From now on the block's leaves are lent, too."""
-        self._blocks.update(dict.fromkeys(block.slots, block))
+        self._blocks.update(dict.fromkeys(block.params, block))
 
-    def lend_to_function(self, slot: ManagedParam, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
+    def lend_to_function(self, param: ManagedParam, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
         """The leaf for a home that a torch function takes with no call of its module; None: the home itself is used.
 
         A method other than `forward` uses homes themselves, outside of its pass, unless it uses them with tensors on
         the device: it may update, average or save weights.
         """
-        block = self._blocks.get(slot)
+        block = self._blocks.get(param)
         progress = self._progress
         method = None if block is None else self._method()
         if block is None or not (method or progress.in_call or progress.in_backward):
             return None
         if use is Use.LOOK:
-            return slot.leaf
+            return param.leaf
         if method is not None and (not progress.calls or progress.calls[-1] is method):
-            if slot.leaf.device not in beside:
+            if param.leaf.device not in beside:
                 method.pause()
                 return None
             self._begin_method(method)
         if use is Use.WRITE:  # the home is written to, as by the user from outside
-            slot.touch()
+            param.touch()
             return None
-        return self._lend(block, slot)
+        return self._lend(block, param)
 
-    def lend_to_module(self, slot: ManagedParam) -> torch.Tensor | None:
+    def lend_to_module(self, param: ManagedParam) -> torch.Tensor | None:
         """The leaf for a home that a module is asked for, of a block that no visit brought; None: it gives the home.
 
         In backward, recomputation runs with gradients on, and gets leaves. Hooks run with gradients off, and get homes,
         as user code does.
         """
-        block = self._blocks.get(slot)
+        block = self._blocks.get(param)
         if block is None or not (self.computes or self.begin_method()):
             return None
-        return self._lend(block, slot)
+        return self._lend(block, param)
 
-    def _lend(self, block: Block, slot: ManagedParam) -> torch.Tensor:
-        """Brings the block, and returns the slot's leaf. The block stays until the innermost call ends or, in backward,
+    def _lend(self, block: Block, param: ManagedParam) -> torch.Tensor:
+        """Brings the block, and returns the leaf. The block stays until the innermost call ends or, in backward,
         the visit that this is at; or until its memory is needed (`Block.may_be_taken_back`).
         """
-        slot.prepare_leaf()
-        if block.experts is not None and torch.is_grad_enabled() and slot.home.requires_grad:
+        param.prepare_leaf()
+        if block.experts is not None and torch.is_grad_enabled() and param.home.requires_grad:
             block.trains_whole = True  # its experts get gradients one by one in other calls
         if block.users:  # a home may have been written to while the block was bound
             self._executor.bring_back([block])
-            return slot.leaf
+            return param.leaf
         self._executor.visit((block,), Phase.BACKWARD if self._progress.in_backward else Phase.FORWARD, block.name)
         if block.row_bytes:
             self._executor.let_travel_whole(block)
@@ -93,7 +93,7 @@ class Lending:
         block.lent = True
         calls = self._progress.calls
         (calls[-1].lent if calls else self._lent_in_backward).append(block)
-        return slot.leaf
+        return param.leaf
 
     def begin_method(self) -> bool:
         """Makes a pass of this thread's method, in which a module is asked for a weight or a buffer. Whether it has."""
@@ -129,7 +129,7 @@ def is_idle(blocks: Sequence[Block], args: Any, kwargs: Any) -> bool:
     Where code loops over all experts of a layer, this holds for most calls. See docs/design/experts.md.
     """
     (block,) = blocks
-    if block.users or any(isinstance(slot.home, AliasHome) for slot in block.slots):
+    if block.users or any(isinstance(param.home, AliasHome) for param in block.params):
         return False
     given = list(tensors_in((args, kwargs)))
     if not given or any(tensor.numel() for tensor in given):
@@ -137,4 +137,4 @@ def is_idle(blocks: Sequence[Block], args: Any, kwargs: Any) -> bool:
     with without_overrides():
         if block.buffer is not None and not block.is_current:
             return False
-        return not (torch.is_grad_enabled() and any(slot.home.requires_grad for slot in block.slots))
+        return not (torch.is_grad_enabled() and any(param.home.requires_grad for param in block.params))

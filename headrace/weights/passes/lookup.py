@@ -48,16 +48,16 @@ class Lookups:
             and type(ids) in (torch.Tensor, nn.Parameter)
             and ids.device == self._device
             and self._lending.computes
-            and dict.get(module._parameters, "weight") is block.slots[0].home
+            and dict.get(module._parameters, "weight") is block.params[0].home
             and looks_rows_up(module)
             and not in_transform()
         )
 
     def _look_up(self, block: Block, module: Any, ids: torch.Tensor) -> torch.Tensor:
-        slot = block.slots[0]
-        slot.check_shape()
+        param = block.params[0]
+        param.check_shape()
         used, index = torch.unique(ids.detach().to("cpu", torch.int64), return_inverse=True)
-        rows = slot.layout.shape[0]
+        rows = param.layout.shape[0]
         if len(used) and not 0 <= int(used[0]) <= int(used[-1]) < rows:
             wrong = int(used[0]) if used[0] < 0 else int(used[-1])
             raise IndexError(
@@ -78,7 +78,7 @@ class Lookups:
 
         # What is saved is what an embedding saves: the very ids, as a checkpoint around it may compute the lookup
         # again in the whole table, if that is here by then. Its gradient does not read the table.
-        return self._row_gradients.computed(slot, values, used, lambda: bool(block.row_bytes), to_rows, ids)
+        return self._row_gradients.computed(param, values, used, lambda: bool(block.row_bytes), to_rows, ids)
 
 
 def _place(padding_idx: int | None, used: torch.Tensor, rows: int) -> int:

@@ -27,28 +27,28 @@ class RowGradients:
 
     def computed(
         self,
-        slot: ManagedParam,
+        param: ManagedParam,
         values: Callable[[], torch.Tensor],
         rows: torch.Tensor | Sequence[int],
         alone: Callable[[], bool],
         to_rows: Callable[..., torch.Tensor],
         *saved: torch.Tensor,
     ) -> torch.Tensor:
-        """What `values` gives, computed from these rows of the slot's weight. `rows` names each once.
+        """What `values` gives, computed from these rows of the weight. `rows` names each once.
 
         `to_rows(gradient, *saved)` makes the gradient of these rows from that of the values. `alone`: whether nothing
         but rows of the weight has gradients. If not, autograd gets the gradient of rows as one of the whole weight, and
         adds all up in its own order.
         """
-        if not (torch.is_grad_enabled() and slot.home.requires_grad):
+        if not (torch.is_grad_enabled() and param.home.requires_grad):
             return values()
-        slot.prepare_leaf()
-        of = self._of.get(slot)
+        param.prepare_leaf()
+        of = self._of.get(param)
         if of is None:
-            of = self._of[slot] = _OfWeight(self._backward, slot, self._device, alone)
+            of = self._of[param] = _OfWeight(self._backward, param, self._device, alone)
         apply: Any = TakenRows.apply
         on_host = torch.as_tensor(rows, device="cpu")
-        found: torch.Tensor = apply(slot.leaf, of.sign, values, of, on_host, to_rows, *saved)
+        found: torch.Tensor = apply(param.leaf, of.sign, values, of, on_host, to_rows, *saved)
         return found
 
     def is_sign(self, leaf: torch.Tensor) -> bool:
@@ -61,9 +61,11 @@ class _OfWeight:
     for which each use of rows has a gradient as well, and its hook is called when none is missing.
     """
 
-    def __init__(self, backward: Backward, slot: ManagedParam, device: torch.device, alone: Callable[[], bool]) -> None:
+    def __init__(
+        self, backward: Backward, param: ManagedParam, device: torch.device, alone: Callable[[], bool]
+    ) -> None:
         self._backward = backward
-        self._slot = slot
+        self._param = param
         self._alone = alone
         self.sign = torch.zeros((), device=device, requires_grad=True)
         own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
@@ -74,21 +76,21 @@ class _OfWeight:
         """Takes a gradient of rows, in backward. Returns what autograd itself is to add up for the weight: None, unless
         uses of the whole weight have gradients, too.
         """
-        if self._slot.on_gradient is None:
+        if self._param.on_gradient is None:
             raise StateError(REMOVED)
         with without_overrides():
-            if not self._slot.home.requires_grad:  # frozen since: autograd asks the same of its leaves
+            if not self._param.home.requires_grad:  # frozen since: autograd asks the same of its leaves
                 return None
         if self._alone():
-            self._backward.rows_ready(self._slot, rows, gradient)
+            self._backward.rows_ready(self._param, rows, gradient)
             return None
-        whole = torch.zeros(self._slot.layout.shape, dtype=gradient.dtype, device=gradient.device)
+        whole = torch.zeros(self._param.layout.shape, dtype=gradient.dtype, device=gradient.device)
         return whole.index_copy(0, rows.to(gradient.device), gradient)
 
     def complete(self) -> None:
         """All uses of rows have given their gradients in one backward. Called by autograd, by the hook of `sign`."""
         self.sign.grad = None
-        self._backward.rows_complete(self._slot)
+        self._backward.rows_complete(self._param)
 
 
 def _complete(gradients: _OfWeight | None) -> None:

@@ -22,7 +22,7 @@ class SavedExperts(NamedTuple):
     """A view of one expert's weight, or of one weight of all experts in a bank, without the memory."""
 
     block: Block
-    slot: ManagedParam
+    param: ManagedParam
     token: Token
     experts: dict[int, int]  # numbers of experts, by the slot of the bank
     bank_slots: int  # how many slots the bank had; 0: it does not matter in which one an expert is
@@ -76,12 +76,12 @@ def saved_experts_of(
         block = slices.block_of(held[number])
     parts = slices.slice_parts_of(block)
     index = bisect_right([part.offset for part in parts], at) - 1
-    slot = block.slots[index]
+    param = block.params[index]
     experts = {number: key[1] for number, key in held.items()}
     return SavedExperts(
         block,
-        slot,
-        slot.token,
+        param,
+        param.token,
         experts,
         bank.slots * is_bank,
         tensor.dtype,

@@ -95,47 +95,47 @@ class OptimizerSteps:
 
     def _before(self, optimizer: Optimizer) -> None:
         """Waits until no copy reads homes that will be written. Those in a checkpoint move to where writes are kept."""
-        slots = self._slots_of(optimizer)
-        if slots and optimizer not in self._seen:
+        params = self._params_of(optimizer)
+        if params and optimizer not in self._seen:
             self._seen[optimizer] = self._not_finite(optimizer, True)
         with without_overrides():  # a look at a gradient would wait for updates that use it
-            written = {id(slot) for slot in slots if slot.home.grad is not None}
+            written = {id(param) for param in params if param.home.grad is not None}
         for block in self._engine.all_blocks():
-            if any(id(slot) in written for slot in block.slots):
+            if any(id(param) in written for param in block.params):
                 if self._common is None:
                     block.make_writable()
                 block.keep_leaf_writes()
         self._within_step.close()  # of a step that raised
-        in_method = bool(slots) and self._engine.pause_method()
-        if in_method or (slots and self._engine.progress.computes):  # the step computes on the host, as any other
+        in_method = bool(params) and self._engine.pause_method()
+        if in_method or (params and self._engine.progress.computes):  # the step computes on the host, as any other
             self._within_step.enter_context(homes_as_they_are())
-        if slots and not self._waits_by_itself(optimizer):
+        if params and not self._waits_by_itself(optimizer):
             self._engine.wait_until_free()
-        if slots and self._common is not None:
+        if params and self._common is not None:
             self._meet_other_ranks(optimizer, self._common)
             for block in self._engine.all_blocks():
-                if any(id(slot) in written for slot in block.slots):
+                if any(id(param) in written for param in block.params):
                     block.make_writable()  # with the contents that all ranks have agreed on
         if not self._takes_turns(optimizer):  # the step may be broken off, and nothing is called after it then
-            for slot in slots:
-                slot.changed_untraced()
+            for param in params:
+                param.changed_untraced()
 
     def _after(self, optimizer: Optimizer) -> None:
         """Notes that homes were written: fused optimizers leave no trace of it."""
         self._within_step.close()
-        slots = self._slots_of(optimizer)
+        params = self._params_of(optimizer)
         unwritten = [] if self._common is None else self._common.unwritten()
         # Optimizers of ours leave traces, and so what they wrote past memory is known to be in the files.
         in_files = (
             [] if not self._takes_turns(optimizer) else [one for one in self._engine.all_blocks() if one.in_files]
         )
-        for slot in slots:
-            slot.changed_untraced()
+        for param in params:
+            param.changed_untraced()
         for block in in_files:
             block.note_flushed()
-        if slots and self._common is not None:
+        if params and self._common is not None:
             self._common.still_unwritten(unwritten)  # before anything is fetched
-        if slots:
+        if params:
             self._meter.steps += 1
             self._meter.skipped_steps += self._skipped(optimizer)
             self._engine.updates.changed()
@@ -151,12 +151,14 @@ class OptimizerSteps:
             )
         for block in self._engine.all_blocks():
             block.wait_for_reads()
-        before_write(slot.home for slot in self._slots_of(optimizer))  # by other ranks, which know of no capture here
+        before_write(
+            param.home for param in self._params_of(optimizer)
+        )  # by other ranks, which know of no capture here
         common.agree(f"{type(optimizer).__name__}.step()")
 
-    def _slots_of(self, optimizer: Optimizer) -> list[ManagedParam]:
+    def _params_of(self, optimizer: Optimizer) -> list[ManagedParam]:
         held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}
-        return [slot for block in self._engine.all_blocks() for slot in block.slots if id(slot.home) in held]
+        return [param for block in self._engine.all_blocks() for param in block.params if id(param.home) in held]
 
 
 def _register() -> Callable[[], None]:

@@ -55,14 +55,14 @@ class PackedCopy:
         self.saved_bytes = 0  # bytes that the last fetch did not have to read
 
     def pieces(
-        self, plain: Sequence[DiskRead], slots: Sequence[ManagedParam], by: Fetching, *of: object
+        self, plain: Sequence[DiskRead], params: Sequence[ManagedParam], by: Fetching, *of: object
     ) -> Sequence[DiskRead]:
         """The pieces to read in the place of `plain`. `of` identifies the block's contents: others are packed anew."""
         if of != self._of:
             self._of, self._fetches, self._stay_plain = of, 0, set()
         self._fetches += 1
         self.saved_bytes = 0
-        if self._fetches <= _FETCHES_BEFORE or not is_frozen(slots) or not by.packing_pays():
+        if self._fetches <= _FETCHES_BEFORE or not is_frozen(params) or not by.packing_pays():
             return plain
         store = self._open()
         if store is None:
@@ -110,8 +110,8 @@ class PackedCopy:
         return Ended(write)
 
 
-def is_frozen(slots: Sequence[ManagedParam]) -> bool:
+def is_frozen(params: Sequence[ManagedParam]) -> bool:
     """Whether the parameters are not trained, and most of their bytes are bfloat16."""
-    half = sum(slot.layout.nbytes for slot in slots if slot.layout.dtype is torch.bfloat16)
-    trained = any(slot.home.requires_grad for slot in slots)
-    return not trained and 2 * half > sum(slot.layout.nbytes for slot in slots)
+    half = sum(param.layout.nbytes for param in params if param.layout.dtype is torch.bfloat16)
+    trained = any(param.home.requires_grad for param in params)
+    return not trained and 2 * half > sum(param.layout.nbytes for param in params)

@@ -44,8 +44,8 @@ class Rest(ABC):
         process's memory. With `ranges`, only these are read until the next flush.
         """
 
-    def take_homes(self, slots: Sequence[ManagedParam], *, keeps: bool = False) -> None:  # noqa: B027  # they may lie anywhere
-        """Moves the homes of those `slots` that travel in another dtype to the places that this rest has for them, if
+    def take_homes(self, params: Sequence[ManagedParam], *, keeps: bool = False) -> None:  # noqa: B027  # they may lie anywhere
+        """Moves the homes of those `params` that travel in another dtype to the places that this rest has for them, if
         any; `keeps`: with their contents.
         """
 
@@ -198,11 +198,11 @@ class SharedRest(Rest):
             return None
         return self.wide.common_tensors([self.wide_layouts[number]])[0]
 
-    def take_homes(self, slots: Sequence[ManagedParam], *, keeps: bool = False) -> None:
+    def take_homes(self, params: Sequence[ManagedParam], *, keeps: bool = False) -> None:
         if self.wide is not None:
             places = self.wide.tensors(list(self.wide_layouts.values()))
             for number, place in zip(self.wide_layouts, places, strict=True):
-                slots[number].live_at(place, keeps=keeps)
+                params[number].live_at(place, keeps=keeps)
 
     def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         return super().pieces(chunk_bytes, ranges) if self._disk is None else self._disk.pieces(chunk_bytes, ranges)

@@ -162,17 +162,17 @@ class Tiers:
         return DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled, ranks)
 
     def hand_on(
-        self, name: str, nbytes: int, before: Rest, slots: Sequence[ManagedParam], *, keeps: bool
+        self, name: str, nbytes: int, before: Rest, params: Sequence[ManagedParam], *, keeps: bool
     ) -> tuple[Rest, bool]:
         """The new rest of a block that moves from `before` to disk, and whether the caller has to copy homes there.
 
         `keeps`: whether the contents are kept. What all ranks see is copied here; what this rank alone has written is
         for the caller to copy, and stays its own.
         """
-        layouts = [slot.layout for slot in slots]
+        layouts = [param.layout for param in params]
         if self._node is None:
             rest = self._writable(name, nbytes)
-            if keeps and all(slot.in_place or slot.casts for slot in slots):
+            if keeps and all(param.in_place or param.casts for param in params):
                 rest.tensors(layouts)
                 if isinstance(before, CheckpointRest) and before.is_as_in_files:
                     rest.fill_from(before, layouts)
@@ -181,7 +181,7 @@ class Tiers:
             return rest, keeps and not rest.filled
         shared = self._shared(self._node, name, nbytes, on_host=False)
         if not isinstance(before, SharedRest):
-            shared.fill([slot.data for slot in slots], layouts)
+            shared.fill([param.data for param in params], layouts)
             return shared, False
         shared.fill(before.common_tensors(layouts), layouts)
         if before.wide is not None:
