@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Depreca
 
 LINEAR_WEIGHTS = 6 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
 BUDGET_BYTES = 700 << 10
+TABLE_BYTES = 256 * 128 * 4  # of the embedding, whose rows travel alone: it takes no room on the device
 
 
 def torchao_int8() -> Any:
@@ -110,14 +111,14 @@ def test_adapters_train_on_a_quantised_directory(directory: Path, tier: str, tmp
     if tier == "disk":
         options = {"host_memory": int(packed_bytes(directory) * 0.8), "disk": tmp_path}
     model, handle = headrace.from_pretrained(
-        directory, device="cpu", device_memory=BUDGET_BYTES, trainable=False, **options
+        directory, device="cpu", device_memory=BUDGET_BYTES - TABLE_BYTES, trainable=False, **options
     )
     with handle:
         got = trained(with_adapters(model))
         assert len(got) == len(wanted)
         assert_same(got, wanted)
         stats = handle.stats()
-        assert stats.device_peak_bytes <= BUDGET_BYTES
+        assert stats.device_peak_bytes <= BUDGET_BYTES - TABLE_BYTES
         assert stats.onload_bytes > 5 * 0.5 * LINEAR_WEIGHTS
         assert tier == "host" or stats.fetch_bytes > 0
 
