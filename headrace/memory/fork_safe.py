@@ -32,7 +32,11 @@ _REMOVE = getattr(mmap, "MADV_REMOVE", -1)  # frees pages of a shared mapping
 
 
 class _File:
-    """A file in memory of this process: one descriptor for all mappings. Each has a range of its own, used once."""
+    """A file in memory of this process: one descriptor for many mappings. Each has a range of its own, used once.
+
+    After a fork, the process makes another file for what comes later. What children may read of this one is given back
+    to the system only with its last mapping, and by the last child.
+    """
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("headrace")
@@ -62,12 +66,19 @@ class _File:
         return reserved + before
 
     def unmap(self, address: int) -> None:
-        """Called when nobody refers to a mapping any more. In a child, which forgot the file, only the mapping goes."""
-        offset_and_bytes = self.offsets.pop(address, None)
-        if offset_and_bytes is not None:
-            if self is _file:
-                advise(address, offset_and_bytes[1], _REMOVE)
-            unmap(address, offset_and_bytes[1])
+        """Called when nobody refers to a mapping any more."""
+        nbytes = self.offsets.pop(address)[1]
+        if self is _file:
+            advise(address, nbytes, _REMOVE)
+        unmap(address, nbytes)
+        if self is not _file and not self.offsets:
+            self.close()
+
+    def close(self) -> None:
+        """Gives the descriptor back. What is mapped stays."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def make_private(self) -> None:
         """Called in a forked child: its mappings become private, in the same places."""
@@ -75,10 +86,11 @@ class _File:
             for address, (offset, nbytes) in list(self.offsets.items()):
                 map_file(self.descriptor, offset, nbytes, shared=False, at=address)
         finally:
-            os.close(self.descriptor)
+            self.close()
 
 
-_file: _File | None = None  # made at first use
+_file: _File | None = None  # for new mappings: made at first use, and anew after a fork
+_files: "weakref.WeakSet[_File]" = weakref.WeakSet()  # all that this process has made and that have mappings
 _making = threading.Lock()
 
 
@@ -95,6 +107,7 @@ def map_fork_safe(nbytes: int) -> tuple[Any, int]:
         return pages, ctypes.addressof(pages)
     with _making:
         file = _file = _file or _File()
+        _files.add(file)
     address = file.map(nbytes)
     owner = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(owner, file.unmap, address).atexit = False
@@ -105,12 +118,20 @@ def map_fork_safe(nbytes: int) -> tuple[Any, int]:
     return owner, address
 
 
+def _has_forked() -> None:
+    """Called in the parent: children may read what the file holds."""
+    global _file
+    if _file is not None and _file.offsets:
+        _file = None
+
+
 def _forked() -> None:
     """Called in a forked child, which makes a file of its own if it needs one."""
     global _file, _making
-    file, _file, _making = _file, None, threading.Lock()
-    if file is not None:
+    _file, _making = None, threading.Lock()
+    for file in list(_files):
         file.make_private()
+    _files.clear()
 
 
-after_fork(_forked)
+after_fork(in_child=_forked, in_parent=_has_forked)

@@ -58,10 +58,13 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def after_fork(in_child: Callable[[], Any]) -> None:
-    """Has `in_child` called in each process that is forked from this one. Does nothing on systems without fork."""
+def after_fork(in_child: Callable[[], Any], in_parent: Callable[[], Any] = lambda: None) -> None:
+    """Has `in_child` called in each process that is forked from this one, and `in_parent` in this one then.
+
+    Does nothing on systems without fork.
+    """
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=in_child)
+        os.register_at_fork(after_in_child=in_child, after_in_parent=in_parent)
 
 
 def libc() -> Any:
