@@ -111,9 +111,10 @@ def map_fork_safe(nbytes: int) -> tuple[Any, int]:
     address = file.map(nbytes)
     owner = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(owner, file.unmap, address).atexit = False
+    whole = nbytes // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES if nbytes >= LARGE_FROM_BYTES else 0
+    takes_large = whole > 0 and advise(address, whole, HUGEPAGE) == 0
     touch(address, nbytes)
-    whole = nbytes // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
-    if nbytes >= LARGE_FROM_BYTES and advise(address, whole, HUGEPAGE) == 0:
+    if takes_large:  # where the system gives them at the first touch, this does nothing
         advise(address, whole, _COLLAPSE)
     return owner, address
 
