@@ -5,9 +5,10 @@ seconds and as much memory again, for each child. Pages of shared mappings are n
 in the same place as private memory: it reads what the parent has there, and what it writes stays its own.
 """
 
+import contextlib
 import ctypes
-import mmap
 import os
+import select
 import threading
 import weakref
 from typing import Any
@@ -17,6 +18,7 @@ from headrace.memory.pages import (
     LARGE_FROM_BYTES,
     LARGE_PAGE_BYTES,
     advise,
+    libc_call,
     map_file,
     map_pages,
     touch,
@@ -28,20 +30,25 @@ __all__ = ["map_fork_safe"]
 
 # Linux's own. Gives whole ranges large pages, whatever the system's setting for shared memory is (Linux 6.1 and later).
 _COLLAPSE = 25
-_REMOVE = getattr(mmap, "MADV_REMOVE", -1)  # frees pages of a shared mapping
+_PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE: frees pages of the file
 
 
 class _File:
-    """A file in memory of this process: one descriptor for many mappings. Each has a range of its own, used once.
+    """A file in memory of this process: one descriptor for all mappings. Each has a range of its own, used once.
 
-    After a fork, the process makes another file for what comes later. What children may read of this one is given back
-    to the system only with its last mapping, and by the last child.
+    A range that is no longer mapped is given back to the system as soon as no child lives that may read it.
     """
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("headrace")
         self.offsets: dict[int, tuple[int, int]] = {}  # offset and bytes of each mapping, by address
+        self._descriptor = os.memfd_create("headrace")
         self._end = 0
+        self._unmapped: list[tuple[int, int]] = []  # offset and bytes of ranges that have yet to be given back
+        self._pipe: tuple[int, int] | None = None  # of the fork that is under way
+        # For each child, the end of a pipe that hangs up when it and its own children have ended.
+        self._children: list[int] = []
+        self._is_unwatched = False  # whether there was a fork without a pipe: then nothing is given back
+        self._owner = os.getpid()
         self._lock = threading.Lock()
 
     def map(self, nbytes: int) -> int:
@@ -50,15 +57,15 @@ class _File:
         with self._lock:
             offset = -(-self._end // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES if large else self._end
             self._end = offset + nbytes
-            os.ftruncate(self.descriptor, self._end)
+            os.ftruncate(self._descriptor, self._end)
         at = self._place(nbytes) if large else None
-        address = map_file(self.descriptor, offset, nbytes, shared=True, at=at)
+        address = map_file(self._descriptor, offset, nbytes, shared=True, at=at)
         self.offsets[address] = offset, nbytes
         return address
 
     def _place(self, nbytes: int) -> int:
         """Reserves addresses for `nbytes`, which begin with a large page; the caller maps memory over them."""
-        reserved = map_file(self.descriptor, 0, nbytes + LARGE_PAGE_BYTES, shared=True)
+        reserved = map_file(self._descriptor, 0, nbytes + LARGE_PAGE_BYTES, shared=True)
         before = -reserved % LARGE_PAGE_BYTES
         if before:
             unmap(reserved, before)
@@ -66,31 +73,54 @@ class _File:
         return reserved + before
 
     def unmap(self, address: int) -> None:
-        """Called when nobody refers to a mapping any more."""
-        nbytes = self.offsets.pop(address)[1]
-        if self is _file:
-            advise(address, nbytes, _REMOVE)
+        """Called when nobody refers to a mapping any more; in a child, too, which has only the mapping."""
+        offset, nbytes = self.offsets.pop(address)
         unmap(address, nbytes)
-        if self is not _file and not self.offsets:
-            self.close()
+        if os.getpid() == self._owner:
+            self._unmapped.append((offset, nbytes))
+            self._give_back()
 
-    def close(self) -> None:
-        """Gives the descriptor back. What is mapped stays."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+    def _give_back(self) -> None:
+        """Gives back what no child may read. Called by finalizers, on any thread."""
+        poll = select.poll()
+        for end in self._children:
+            poll.register(end, 0)
+        for end, _hung_up in poll.poll(0):
+            with contextlib.suppress(ValueError):  # another thread may have seen it, too
+                self._children.remove(end)
+                os.close(end)
+        punch = libc_call("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        with contextlib.suppress(IndexError):
+            while not self._children and not self._is_unwatched:
+                punch(self._descriptor, _PUNCH_HOLE, *self._unmapped.pop())
 
-    def make_private(self) -> None:
-        """Called in a forked child: its mappings become private, in the same places."""
+    def before_fork(self) -> None:
+        """Makes a pipe that tells how long the child lives, as the child keeps its other end open."""
+        self._pipe = None
+        with contextlib.suppress(OSError):  # no descriptor is left
+            self._pipe = os.pipe()
+
+    def in_parent(self) -> None:
+        """Called after a fork, also after one that failed: then the pipe hangs up at once."""
+        if self._pipe is None:
+            self._is_unwatched = True
+            return
+        begin, end = self._pipe
+        os.close(end)
+        self._children.append(begin)
+        self._give_back()
+
+    def in_child(self) -> None:
+        """Makes the child's mappings private, in the same places."""
         try:
             for address, (offset, nbytes) in list(self.offsets.items()):
-                map_file(self.descriptor, offset, nbytes, shared=False, at=address)
+                map_file(self._descriptor, offset, nbytes, shared=False, at=address)
         finally:
-            self.close()
+            for descriptor in (self._descriptor, *self._children, *(self._pipe or ())[:1]):
+                os.close(descriptor)
 
 
-_file: _File | None = None  # for new mappings: made at first use, and anew after a fork
-_files: "weakref.WeakSet[_File]" = weakref.WeakSet()  # all that this process has made and that have mappings
+_file: _File | None = None  # made at first use
 _making = threading.Lock()
 
 
@@ -107,7 +137,6 @@ def map_fork_safe(nbytes: int) -> tuple[Any, int]:
         return pages, ctypes.addressof(pages)
     with _making:
         file = _file = _file or _File()
-        _files.add(file)
     address = file.map(nbytes)
     owner = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(owner, file.unmap, address).atexit = False
@@ -119,20 +148,22 @@ def map_fork_safe(nbytes: int) -> tuple[Any, int]:
     return owner, address
 
 
-def _has_forked() -> None:
-    """Called in the parent: children may read what the file holds."""
-    global _file
-    if _file is not None and _file.offsets:
-        _file = None
+def _before_fork() -> None:
+    if _file is not None:
+        _file.before_fork()
 
 
-def _forked() -> None:
+def _in_parent() -> None:
+    if _file is not None:
+        _file.in_parent()
+
+
+def _in_child() -> None:
     """Called in a forked child, which makes a file of its own if it needs one."""
     global _file, _making
-    _file, _making = None, threading.Lock()
-    for file in list(_files):
-        file.make_private()
-    _files.clear()
+    file, _file, _making = _file, None, threading.Lock()
+    if file is not None:
+        file.in_child()
 
 
-after_fork(in_child=_forked, in_parent=_has_forked)
+after_fork(_in_child, before=_before_fork, in_parent=_in_parent)

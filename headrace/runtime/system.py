@@ -58,13 +58,14 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def after_fork(in_child: Callable[[], Any], in_parent: Callable[[], Any] = lambda: None) -> None:
-    """Has `in_child` called in each process that is forked from this one, and `in_parent` in this one then.
+def after_fork(in_child: Callable[[], Any], **hooks: Callable[[], Any]) -> None:
+    """Has `in_child` called in each process that is forked from this one. Does nothing on systems without fork.
 
-    Does nothing on systems without fork.
+    `hooks`: `before` is called in this process before it forks, `in_parent` after that.
     """
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=in_child, after_in_parent=in_parent)
+        names = {"before": "before", "in_parent": "after_in_parent"}
+        os.register_at_fork(after_in_child=in_child, **{names[name]: hook for name, hook in hooks.items()})
 
 
 def libc() -> Any:
