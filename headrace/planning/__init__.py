@@ -7,10 +7,11 @@ from headrace.planning.keeping import Keeping, Key, passes_through
 from headrace.planning.plan import Plan, Prediction, Step
 from headrace.planning.planner import make_plan
 from headrace.planning.problem import Problem
-from headrace.planning.tables import goes_by_rows
+from headrace.planning.tables import FEWEST_ROWS, goes_by_rows, kept_free_for_rows
 from headrace.planning.visit import Phase, Visit
 
 __all__ = [
+    "FEWEST_ROWS",
     "ActivationPlan",
     "ActivationProblem",
     "BudgetTooSmall",
@@ -25,6 +26,7 @@ __all__ = [
     "Visit",
     "bytes_bound",
     "goes_by_rows",
+    "kept_free_for_rows",
     "lower_bound",
     "make_plan",
     "passes_through",

@@ -1,7 +1,10 @@
-"""Does an embedding's table travel by rows? Where not all weights stay on the device, and where that pays."""
+"""Does an embedding's table travel by rows, where not all weights stay on the device? And what room do rows have?"""
 
-__all__ = ["goes_by_rows"]
+__all__ = ["FEWEST_ROWS", "goes_by_rows", "kept_free_for_rows"]
 
+FEWEST_ROWS = 16  # the device has room for at least so many rows; a lookup of more may have to take turns
+
+_MOST_SHARE = 1 / 4  # of the room for weights: more rows evict blocks
 _FROZEN_SHARE = 1 / 4  # of the largest block: a smaller table saves too little for a wait of the host
 
 
@@ -13,3 +16,8 @@ def goes_by_rows(table_bytes: int, largest_bytes: int, *, trained: bool) -> bool
     first blocks. Of a frozen one only rows ever come, and it costs no more than a wait.
     """
     return table_bytes > largest_bytes if trained else table_bytes >= largest_bytes * _FROZEN_SHARE
+
+
+def kept_free_for_rows(wanted_bytes: int, room_bytes: int, least_bytes: int) -> int:
+    """Bytes of the room for weights that plans leave free for rows, beside the least that blocks need."""
+    return max(0, min(wanted_bytes, int(room_bytes * _MOST_SHARE), room_bytes - least_bytes))

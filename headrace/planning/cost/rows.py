@@ -7,13 +7,11 @@ from dataclasses import replace
 from headrace.planning.cost.experts import NO_EXPERTS, PartLoads, can_cut, others_of
 from headrace.planning.cost.shape import BlockShape
 from headrace.planning.cost.work import Case, Place
-from headrace.planning.tables import goes_by_rows
+from headrace.planning.tables import FEWEST_ROWS, goes_by_rows
 
 __all__ = ["room_for_rows", "row_loads", "tables_of", "without_tables"]
 
 Tables = frozenset[int]
-
-_FEWEST_ROWS = 16  # for which there is always room
 
 
 def tables_of(case: Case) -> Tables:
@@ -57,7 +55,7 @@ def row_loads(block: BlockShape, case: Case, tokens: int) -> PartLoads:
 def room_for_rows(case: Case, tables: Tables, tokens: int) -> int:
     """Bytes on the device that plans leave free for lookups of so many different tokens."""
     blocks = (case.shape.blocks[index] for index in tables)
-    return sum(round(_looked_up(block, max(tokens, _FEWEST_ROWS)) * block.weight_bits / 8) for block in blocks)
+    return sum(round(_looked_up(block, max(tokens, FEWEST_ROWS)) * block.weight_bits / 8) for block in blocks)
 
 
 def _looked_up(block: BlockShape, tokens: int) -> int:

@@ -13,11 +13,11 @@ from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.sharing import crossing_of
 from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, block_seconds
 from headrace.planning.cost.work import Activations, Case, Overlap, Place, Training
+from headrace.planning.tables import kept_free_for_rows
 
 __all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
-_MOST_ROWS_SHARE = 1 / 4  # of the room for weights, left free for rows of tables
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
 
 
@@ -86,7 +86,7 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
     if tables:
         wanted = room_for_rows(case, tables, case.work.tokens)
         room = min(room, visiting.shape.weight_bytes + wanted)
-        rows = max(0, min(wanted, int(room * _MOST_ROWS_SHARE), room - least))
+        rows = kept_free_for_rows(wanted, room, least)
     cut = cut_of(visiting, room - rows)
     banks = 0 if cut is None else cut.bank_bytes
     held.append(Held(Place.DEVICE, "weights", room - banks))

@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from headrace.config import BlocksSpec, parse_bytes
-from headrace.planning import Key, goes_by_rows
+from headrace.planning import FEWEST_ROWS, Key, goes_by_rows
 from headrace.weights.model.experts import Experts, experts_of, lists_experts
 from headrace.weights.model.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
-from headrace.weights.model.tables import FEWEST_ROWS, row_bytes_of
+from headrace.weights.model.tables import row_bytes_of
 
 __all__ = ["Part", "Partition", "partition"]
 

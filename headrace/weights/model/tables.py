@@ -11,9 +11,8 @@ from torch import nn
 from headrace.weights.model.inventory import Inventory
 from headrace.weights.model.layout import travel_dtype
 
-__all__ = ["FEWEST_ROWS", "gathering_bytes", "looks_rows_up", "row_bytes_of"]
+__all__ = ["gathering_bytes", "looks_rows_up", "row_bytes_of"]
 
-FEWEST_ROWS = 16  # the device has room for at least so many rows; a lookup of more may have to take turns
 _HALF_BYTES = 4 * 2**20  # a copy of this size has a link's full speed
 _HALF_SHARE = 1 / 8  # of a table, at the most
 

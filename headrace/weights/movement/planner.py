@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 
-from headrace.planning import Phase, Plan, Problem, Visit, make_plan
+from headrace.planning import Phase, Plan, Problem, Visit, kept_free_for_rows, make_plan
 from headrace.runtime.lanes import CollectiveLane
 from headrace.weights.meter import Meter
 from headrace.weights.movement.block import Block
@@ -13,7 +13,6 @@ from headrace.weights.movement.trace import Trace
 __all__ = ["Planner"]
 
 WAITS = 0.05  # waits for the link, as a share of compute, above which loads are packed
-_MOST_ROWS_SHARE = 1 / 4  # of the budget, left free for rows of tables: more rows evict blocks
 
 
 class Planner:
@@ -63,7 +62,7 @@ class Planner:
         largest = self._largest_bytes(trace)
         budget_bytes -= min(in_parts_bytes, budget_bytes - largest)
         if any(block.row_bytes for block in self._blocks):
-            budget_bytes -= max(0, min(rows_bytes, int(budget_bytes * _MOST_ROWS_SHARE), budget_bytes - largest))
+            budget_bytes -= kept_free_for_rows(rows_bytes, budget_bytes, largest)
         return Problem(
             block_bytes=tuple(block.nbytes for block in self._blocks),
             load_seconds=tuple(self._residency.load_seconds(block, link, gather_link) for block in self._blocks),

@@ -6,7 +6,7 @@ which lie in banks (slices.py).
 
 from collections.abc import Callable, Sequence
 
-from headrace.weights.model.tables import FEWEST_ROWS
+from headrace.planning import FEWEST_ROWS
 from headrace.weights.movement.block import Block
 
 __all__ = ["Shares"]
