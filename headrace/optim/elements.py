@@ -7,7 +7,6 @@ host memory, on an accelerator, or in a file and a part at a time in memory. All
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,12 +60,12 @@ class ElementUpdates:
         if device is not None and disk is None:
             for found in columns.values():
                 self._states.in_locked_memory(found.state, found.dtypes, device.device)
-        perform = partial(update.perform if device is None else device.perform, gradient_scale=scale)
+        perform = update.perform if device is None else device.perform
         if in_their_files:  # first: a drive that fails at once has changed nothing
             with contextlib.closing(Grains(in_their_files)) as grains:
-                self._perform(in_their_files, columns, disk, grains, perform)
+                self._perform(in_their_files, columns, disk, grains, perform, scale)
         if others:
-            self._perform(others, columns, disk, None, perform)
+            self._perform(others, columns, disk, None, perform, scale)
         self._count_steps([member.state for member in members if self._always_counts or member.rule.counts_steps])
 
     def _perform(
@@ -75,14 +74,15 @@ class ElementUpdates:
         every: dict[int, _Columns],
         disk: DiskState | None,
         grains: Grains | None,
-        perform_all: Callable[[Sequence[Update]], None],
+        perform_all: Callable[[Sequence[Update], float], None],
+        scale: float,
     ) -> None:
         columns = [every[id(member)] for member in members]
         checksums: list[int | torch.Tensor] = [0] * len(members)
 
         def perform(rows: Sequence[Row]) -> None:
             updates = [_update_of(members[row.index], columns[row.index], row) for row in rows]
-            perform_all(updates)
+            perform_all(updates, scale)
             for row, done in zip(rows, updates, strict=True):
                 member = members[row.index]
                 self._not_finite.note(member.step, done.not_finite)

@@ -27,6 +27,8 @@ __all__ = ["DeviceUpdates", "Piece", "device_bytes"]
 
 _PIECES = 3  # one arrives, one is updated, one leaves
 _MOST_PIECE_BYTES = 16 << 20  # long enough for the link: 1 Mi elements of AdamW's with bfloat16 weights
+_LEAST_ELEMENTS = 1 << 16  # of a piece, unless its parameter has fewer: kernels take longer than their launches
+_PIECES_OF_ONE = 8  # of a parameter, at least, unless they would be smaller: some leave while others arrive
 _MOST_UNDER_WAY = 2 * _PIECES  # pieces that are submitted before the host waits for the first of them
 _COLUMNS = ("weight", "gradient", "master", "first", "second", "maximum")
 
@@ -163,14 +165,15 @@ class DeviceUpdates:
     def _pieces(self, whole: Update, gradient_scale: float) -> Iterator[Piece]:
         flat = update.flattened(whole)
         columns = {name: tensor for name in _COLUMNS if (tensor := getattr(flat, name)) is not None}
-        elements = self._elements([column for column in columns.values() if column.device != self.device])
+        most = self._most_elements([column for column in columns.values() if column.device != self.device])
+        elements = min(most, max(_LEAST_ELEMENTS, flat.weight.numel() // _PIECES_OF_ONE // RUN_ELEMENTS * RUN_ELEMENTS))
         for start in range(0, flat.weight.numel(), elements):
             stop = min(start + elements, flat.weight.numel())
             part = {name: update.part_of(column, slice(start, stop)) for name, column in columns.items()}
             yield _piece(whole, flat, part, start, gradient_scale, self.flag())
 
-    def _elements(self, columns: Sequence[torch.Tensor]) -> int:
-        """How many elements of these columns make a piece: whole runs of 8-bit moments."""
+    def _most_elements(self, columns: Sequence[torch.Tensor]) -> int:
+        """How many elements of these columns a piece has at most: whole runs of 8-bit moments."""
         room = self.memory.nbytes // _PIECES - len(columns) * KERNEL_ALIGNMENT_BYTES
         run_bytes = sum(eight_bit.nbytes(RUN_ELEMENTS, column.dtype) for column in columns)
         return max(1, room // max(1, run_bytes)) * RUN_ELEMENTS

@@ -1,6 +1,7 @@
 """Does the accelerator update state that rests in host memory or on disk, within its budget, with its own bits?"""
 
 import copy
+import itertools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,8 @@ from tests.support.models import linears
 SHAPES = ((40, 30), (9,), (130, 70), (), (3, 40, 41), (65536 + 5,))
 MATRICES = ((40, 30), (130, 70), (64, 64))
 EXTRAS: dict[str, dict[str, Any]] = {"host": {}, "8bit": {"state_dtype": "8bit"}, "disk": {"tier": "disk"}}
+PLAIN = ("host", "disk")  # rules for whole parameters have no state in 8 bits
+BY_ELEMENT, WHOLE = ("adamw", "adamw_amsgrad", "sgd_nesterov", "lion"), ("adafactor", "muon")
 BUDGET = 3 * 24 * 32 * 4
 
 
@@ -44,15 +47,12 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.core(name="adamw", extra="host")
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["adamw", "adamw_amsgrad", "sgd_nesterov", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize(("name", "extra"), [*itertools.product(BY_ELEMENT, EXTRAS), *itertools.product(WHOLE, PLAIN)])
 def test_a_plain_model_whose_state_rests_on_the_host(
     emu_device: ModuleType, name: str, dtype: torch.dtype, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits as with the state on the accelerator; of the state, nothing is there after a step."""
-    if name in ("adafactor", "muon") and extra == "8bit":
-        pytest.skip("they have no state in 8 bits")
     monkeypatch.setattr(states, "LEAST_BYTES", 1)
     kind, settings = stock_settings(name)
     host = parameters(dtype, MATRICES if name == "muon" else SHAPES)
