@@ -57,8 +57,10 @@ class ElementUpdates:
             id(member): self._columns_in_memory(member) if disk is None else self._columns_on_disk(member, disk)
             for member in members
         }
-        if device is not None and disk is None:
-            for found in columns.values():
+        if device is not None:
+            if disk is not None:
+                disk.lock_for(device.device)
+            for found in columns.values() if disk is None else ():
                 self._states.in_locked_memory(found.state, found.dtypes, device.device)
         perform = update.perform if device is None else device.perform
         if in_their_files:  # first: a drive that fails at once has changed nothing

@@ -34,6 +34,7 @@ class ParamStates:
         self.entries: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # as in torch.optim: the state in memory
         self.masters: dict[torch.Tensor, MasterWeight] = {}
         self._ledger = Ledger()
+        self._may_lock = True  # until the system refuses to page-lock memory
         self._lent: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the state on disk that `entries` shows
         self._shapes: dict[torch.Tensor, dict[str, torch.Size]] = {}  # of tensors on disk, if not the parameter's
 
@@ -109,9 +110,11 @@ class ParamStates:
         """Has these tensors of a state lie in memory that is page-locked for a device which updates them."""
         for name in names:
             value = state[name]
-            if value.numel() and not value.is_pinned():
-                memory = Arena(value.nbytes, device, self._ledger, "optimizer").tensor(0, value.nbytes, value.dtype)
+            if self._may_lock and value.numel() and not value.is_pinned():
+                arena = Arena(value.nbytes, device, self._ledger, "optimizer")
+                memory = arena.tensor(0, value.nbytes, value.dtype)
                 state[name] = memory.as_strided(value.shape, value.stride()).copy_(value)
+                self._may_lock = arena.pinned
 
     def normalize(self, state: dict[str, Any], rule: ElementRule, master: MasterWeight) -> None:
         """Brings moments that were loaded or set by somebody into the form that is kept: 8 bits or not."""

@@ -1,5 +1,6 @@
 """Where and when does a step update parameters? At once or beside passes, on the host or on their accelerator."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,9 +37,7 @@ class Updates:
         self._local_shards = local_shards
         self._not_finite = not_finite
         self._elements = ElementUpdates(states, not_finite, always_counts=options.state_dtype != torch.float32)
-        self._on_device: dict[
-            Manager | torch.device, DeviceUpdates
-        ] = {}  # by what lent the memory: a model's manager, or a device
+        self._on_device: dict[object, DeviceUpdates] = {}  # by what lends memory: see `_lender_of`
         self.updater = Updater()
         self.interruption = Interruption()
         self.early: EarlyUpdates | None = None
@@ -146,14 +145,14 @@ class Updates:
             return
         by_lender: dict[Any, dict[torch.Tensor, bool]] = {}
         for parameter, whole in parameters.items():
-            by_lender.setdefault(_lender_of(parameter), {})[parameter] = whole
-        by_lender.pop(None, None)
+            if (lender := _lender_of(parameter)) is not None:
+                by_lender.setdefault(lender, {})[parameter] = whole
         self._on_device = {lender: known for lender, known in self._on_device.items() if lender in by_lender}
         for lender, theirs in by_lender.items():
             nbytes = device_bytes(theirs)
             if lender not in self._on_device or self._on_device[lender].memory.nbytes < nbytes:
-                self._on_device.pop(lender, None)
-                self._on_device[lender] = DeviceUpdates(_lent(lender, nbytes))
+                self._on_device.pop(lender, None)  # it lends the same memory again
+                self._on_device[lender] = DeviceUpdates(_lent(next(iter(theirs)), nbytes))
 
     def check_device(self) -> None:
         """Called when a step begins. Raises ValueError if an accelerator is to update, and none computes the model."""
@@ -167,8 +166,7 @@ class Updates:
         """Updates the weights of `members`, all in one memory. `scale` multiplies their gradients."""
         by_device: dict[DeviceUpdates | None, list[Member]] = {}
         for member in members:
-            lender = _lender_of(member.parameter) if self._on_device else None
-            device = None if lender is None else self._on_device.get(lender)
+            device = self._on_device.get(_lender_of(member.parameter)) if self._on_device else None
             by_device.setdefault(device, []).append(member)
         for device, present in by_device.items():
             whole = [member for member in present if isinstance(member.rule, MatrixRule)]
@@ -184,15 +182,16 @@ class Updates:
             member.master.written()
 
 
-def _lender_of(parameter: torch.Tensor) -> Manager | torch.device | None:
-    """What lends device memory for a parameter's update: its model, or its accelerator; None: no accelerator."""
+def _lender_of(parameter: torch.Tensor) -> "torch.device | weakref.ref[Manager] | None":
+    """What lends device memory for a parameter's update: its accelerator, or its model; None: no accelerator has it."""
     unit = unit_of(parameter)
     if unit is not None:
-        return unit.manager if is_accelerator(unit.manager.device) else None
+        return weakref.ref(unit.manager) if is_accelerator(unit.manager.device) else None
     return parameter.device if is_accelerator(parameter.device) else None
 
 
-def _lent(lender: Manager | torch.device, nbytes: int) -> torch.Tensor:
-    if isinstance(lender, torch.device):
-        return torch.empty(nbytes, dtype=torch.uint8, device=lender)
-    return lender.lend_device_memory(nbytes)
+def _lent(parameter: torch.Tensor, nbytes: int) -> torch.Tensor:
+    unit = unit_of(parameter)
+    if unit is not None:
+        return unit.manager.lend_device_memory(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device=parameter.device)

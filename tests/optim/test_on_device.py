@@ -1,6 +1,7 @@
 """Does the accelerator update state that rests in host memory or on disk, within its budget, with its own bits?"""
 
 import copy
+import gc
 import itertools
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from torch import nn
 import headrace
 import headrace.optim
 from headrace.errors import BudgetError
+from headrace.memory.arena import Arena
 from headrace.optim import AdamW, Muon, on_device, states
 from headrace.optim.on_device import DeviceUpdates, device_bytes
 from tests.optim.references import RULES, give_gradients, parameters
@@ -159,6 +161,40 @@ def test_the_memory_of_an_optimizer_that_is_gone_is_lent_again(emu_device: Modul
     with headrace.offload(net, device="emu", device_memory=budget, blocks=list(net)):
         for _ in range(5):
             train(net, AdamW(net.parameters(), lr=0.01, update="device"), 1)
+
+
+def test_a_model_that_was_removed_takes_its_memory_back(emu_device: ModuleType) -> None:
+    net = model(torch.float32)
+    budget = BUDGET + device_bytes(dict.fromkeys(net.parameters(), False))
+    before = torch.accelerator.memory_allocated()
+    with headrace.offload(net, device="emu", device_memory=budget, blocks=list(net)):
+        optimizer = AdamW(net.parameters(), lr=0.01, update="device")
+        train(net, optimizer, 2)
+        assert torch.accelerator.memory_allocated() > before
+    gc.collect()
+    assert torch.accelerator.memory_allocated() == before
+    with pytest.raises(ValueError, match="all parameters are on the CPU"):
+        optimizer.step()
+
+
+def test_memory_that_cannot_be_locked_is_used_as_it_is(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State is placed once, not in each step."""
+    made = []
+
+    class Refused(Arena):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.pinned = False
+            made.append(self)
+
+    monkeypatch.setattr(states, "Arena", Refused)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: False)
+    weight = nn.Parameter(torch.ones(300, device="emu"))
+    optimizer = AdamW([weight], update="device")
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert len(made) == 1
 
 
 def test_an_accelerator_is_needed() -> None:

@@ -303,6 +303,9 @@ class Engine:
     def release_everything(self) -> None:
         """Ends all that is under way, with homes bound everywhere; a backward that comes later is refused."""
         self._recover()
+        for lent, _ in self._lent:
+            if (memory := lent()) is not None:
+                memory.untyped_storage().resize_(0)
         self.buffers.release()
         self.backward.refused = True
 
