@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -84,7 +84,7 @@ class Meter(Counts):
     def __init__(self, lanes: Lanes, ledger: Ledger | None = None) -> None:
         self._lanes = lanes
         self._ledger = ledger
-        self._unread: deque[tuple[list[VisitRecord], Tick]] = deque()
+        self._unread: deque[tuple[list[VisitRecord], Tick, Callable[[list[Timing]], None] | None]] = deque()
         self.last_cycle: tuple[list[VisitRecord], Tick] | None = None
         self.last_transfers: deque[Moved] = deque(maxlen=1024)
         self.lane_use = LaneUse()
@@ -155,10 +155,12 @@ class Meter(Counts):
         """Called when the host begins a cycle."""
         self._cycle_began_at = time.perf_counter()
 
-    def cycle_ended(self, visits: list[VisitRecord], end: Tick) -> None:
-        """Called when a cycle is over. Its ticks are read two cycles later."""
+    def cycle_ended(
+        self, visits: list[VisitRecord], end: Tick, took: Callable[[list[Timing]], None] | None = None
+    ) -> None:
+        """Called when a cycle is over. Its ticks are read two cycles later, and `took` is called with its timings."""
         if visits:
-            self._unread.append((visits, end))
+            self._unread.append((visits, end, took))
             self.last_cycle = visits, end
             self._last_cycle_began_at = self._cycle_began_at
         while len(self._unread) > 2:
@@ -223,8 +225,11 @@ class Meter(Counts):
             if visit.sample is not None
         ]
 
-    def _read(self, visits: list[VisitRecord], end: Tick) -> None:
-        for timing in self.timings(visits, end):
+    def _read(self, visits: list[VisitRecord], end: Tick, took: Callable[[list[Timing]], None] | None) -> None:
+        timings = self.timings(visits, end)
+        if took is not None:
+            took(timings)
+        for timing in timings:
             self._stall_seconds += timing.stall_seconds
             self._compute_seconds += timing.compute_seconds
 

@@ -44,6 +44,22 @@ def test_the_last_step_is_measured_against_the_plan(report: Report) -> None:
 
 
 @pytest.mark.emu("lazy")
+@pytest.mark.parametrize("device_memory", ["900KiB", "4MiB"])  # blocks come and go, and all of them stay
+def test_a_plan_of_a_busy_machine_is_made_anew(emu_device, slow_link, device_memory: str) -> None:
+    """What no schedule can beat at the speeds of the plan is beaten when compute is quicker than it was then."""
+    model = stack()
+    emu_device.configure(flops_per_second=1e9)
+    with headrace.offload(model, device="emu", device_memory=device_memory, blocks=[model.layers]) as handle:
+        for step in range(12):
+            if step == 6:
+                emu_device.configure(flops_per_second=1e12)
+            model(torch.randn(64, 256)).sum().backward()
+        record = handle.report().record
+    assert record.planned is not None
+    assert record.step_seconds >= 0.9 * record.planned.lower_bound_seconds > 0
+
+
+@pytest.mark.emu("lazy")
 def test_stalls_name_the_copy_that_was_waited_for(report: Report) -> None:
     stalls = report.record.stalls()
     assert [stall.seconds for stall in stalls] == sorted((stall.seconds for stall in stalls), reverse=True)
