@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from headrace.config import (
     Size,
     activation_config,
     directory_of,
+    format_bytes,
     modules_of,
     parse_budget,
     parse_bytes,
@@ -188,6 +190,12 @@ class Offloaded(Handle):
         self._given = config
         self._start(model)
 
+    def __repr__(self) -> str:
+        if self._attachment is None:
+            return f"<{self._described}, removed>"
+        device, host = format_bytes(self._budgets.device_bytes), format_bytes(self._budgets.host_bytes)
+        return f"<{self._described}, offloaded on {self._device}: device_memory={device!r}, host_memory={host!r}>"
+
     def _start(self, model: nn.Module) -> None:
         self._config = config = self._given
         self._device = config.device
@@ -221,6 +229,8 @@ class Offloaded(Handle):
                 self._wire(model, inventory, parts, placement)
             undo.pop_all()
             self._watch_steps()
+        name = ", ".join(model) if type(model) is nn.ModuleDict else type(model).__name__  # or a pipeline's parts
+        self._described = f"{name} ({format_bytes(sum(block.nbytes for block in self._blocks()))} of weights)"
         live.handles.add(self)
 
     def _cut(self, model: nn.Module, materialized: Materialized | None) -> tuple[Inventory, Partition, Placement]:
@@ -490,6 +500,9 @@ class Offloaded(Handle):
                 rates=probed_rates(self._device),
                 activations=() if activations is None else activations.summary(),
                 ranks=() if self._way is None else (self._way.row,),
+                model=self._described,
+                made_at=time.strftime("%Y-%m-%d %H:%M"),
+                budgets={"device": self._budgets.device_bytes, "host": self._budgets.host_bytes},
             )
         )
 

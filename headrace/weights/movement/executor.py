@@ -454,7 +454,8 @@ class Executor:
         entry, records, self._entry, self._records = self._entry, self._records, None, []
         course = self._course
         follows_plan = course is not None and not course.strayed
-        self._meter.cycle_ended(records, end, course.trace.took if course is not None and follows_plan else None)
+        took = course.trace.took if course is not None and follows_plan else None
+        self._meter.cycle_ended(records, end, "" if entry is None else entry.site, took)
         if entry is None or not records or len(records) >= _MOST_RECORDED_VISITS:
             return
         if course is not None and follows_plan:
