@@ -29,6 +29,7 @@ from headrace.runtime.device import is_accelerator, resolve_device
 from headrace.runtime.host import available_host_bytes
 from headrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
 from headrace.runtime.probe_disk import disk_rates
+from headrace.runtime.progress import progress
 from headrace.shapes import shape_of
 
 __all__ = ["HardwareNotFound", "Probe", "cached_probe", "machine_of", "plan", "probe", "probed_rates"]
@@ -36,6 +37,7 @@ __all__ = ["HardwareNotFound", "Probe", "cached_probe", "machine_of", "plan", "p
 MEASURED = "measured"
 
 Choice = TypeVar("Choice", bound=Enum)
+Measured = TypeVar("Measured")
 
 
 class HardwareNotFound(HeadraceError, ValueError):  # noqa: N818 - the name says what is wrong
@@ -87,11 +89,15 @@ def probe(
     if cache:
         _make_cache()  # now: what takes a minute to measure should not be lost for want of a directory
     directory = Path(tempfile.gettempdir() if disk is None else disk)
-    link, products = link_rates(chosen), matmul_rates(chosen)
-    disk_found = disk_rates(directory)
+    with progress("headrace: measuring", 5, unit="figure") as bar:
+
+        def measured(rates: Measured) -> Measured:
+            bar.update(1)
+            return rates
+
+        link, products = measured(link_rates(chosen)), measured(matmul_rates(chosen))
+        disk_found, dram, update = measured(disk_rates(directory)), measured(dram_rate()), measured(update_rate())
     half = max(products["bfloat16"], products["float16"])
-    dram = dram_rate()
-    update = update_rate()
     device_memory = available_host_bytes()
     if is_accelerator(chosen):
         device_memory = int(torch.accelerator.get_memory_info(chosen)[1])

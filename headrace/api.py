@@ -45,6 +45,7 @@ from headrace.runtime.lanes import Lane, open_lanes
 from headrace.runtime.node import Node
 from headrace.runtime.pace import Pace
 from headrace.runtime.pending import unit_of
+from headrace.runtime.progress import progress
 from headrace.runtime.ways import way_of
 from headrace.weights.meter import Checkpointed, Meter
 from headrace.weights.model.inventory import Inventory, take_inventory
@@ -288,8 +289,7 @@ class Offloaded(Handle):
         if placement.on_disk:
             self._open_fetching(placement.chunk_bytes, placement.chunks)
         self._common = None if self._node is None else CommonHomes(self._node, lambda: self._made)
-        streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
-        residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
+        streamed, residents = self._place(inventory, parts)
         for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
             block.index, block.row_bytes = index, part.row_bytes
             block.experts, block.expert_key = part.experts, part.expert_key
@@ -593,6 +593,15 @@ class Offloaded(Handle):
         with contextlib.ExitStack() as all_of_them:
             for step in reversed(steps):  # the stack calls the last one first
                 all_of_them.callback(step)
+
+    def _place(self, inventory: Inventory, parts: Partition) -> tuple[list[Block], list[Block]]:
+        """The streamed and the resident blocks, made where they rest."""
+        several = [*parts.streamed, *parts.resident]
+        with progress("headrace: offloading", sum(inventory.nbytes(part.keys) for part in several)) as bar:
+            for part in several:
+                block = self._block(part.name, [inventory.members[key] for key in part.keys])
+                bar.update(block.nbytes)
+        return self._made[: len(parts.streamed)], self._made[len(parts.streamed) :]
 
     def _block(self, name: str, members: Sequence[Member]) -> Block:
         block = Block(name, members, self._config.device, self._tiers, self._config.param_dtype)
