@@ -87,6 +87,18 @@ def parse_budget(size: Size, *, name: str, whole_bytes: int | None = None) -> in
         raise ValueError(f"{error}{share}") from error
 
 
+def how_to_download(directory: str | os.PathLike[str]) -> str:
+    """What to do where a model's directory does not exist: `directory` may be a name of the Hugging Face hub."""
+    name = os.fspath(directory)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+        return "give the directory of a model"
+    place = name.rpartition("/")[2]
+    return (
+        "models are read from a directory, not downloaded; if this is a name of the Hugging Face hub, run:"
+        f" hf download {name} --local-dir {place}; then give {place!r}"
+    )
+
+
 def counted(number: int, noun: str) -> str:
     """A number of things, for people to read: "1 step", "1,200 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
