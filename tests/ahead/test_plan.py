@@ -40,10 +40,10 @@ def test_the_command_prints_the_plan(config: Path, capsys: pytest.CaptureFixture
 @pytest.mark.extended
 def test_lora_is_the_training_of_adapters(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
-    for training in ("lora", "adapter"):
+    for training in ("lora", "adapter", "qlora"):
         assert main(["plan", str(config), "--hardware", "4090", "--training", training]) == 0
         shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1]
+    assert shown[0] == shown[1] != shown[2]
     assert "trained in adapters" in shown[0]
 
 
