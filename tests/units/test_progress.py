@@ -1,5 +1,6 @@
 """Is a bar shown for what takes long, and can it be turned off as transformers' own can?"""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,15 @@ from headrace.runtime import progress
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Bars of small things show up at once."""
     monkeypatch.setattr(progress, "_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(progress, "_LEAST_BYTES", 1)
+    was_on = logging.is_progress_bar_enabled()  # a command that ran in this process turns them off
+    logging.enable_progress_bar()
+    yield
+    if not was_on:
+        logging.disable_progress_bar()
 
 
 def run(directory: Path) -> None:
@@ -42,10 +48,7 @@ def test_bars_are_off(
         logging.disable_progress_bar()
     else:
         monkeypatch.setenv(switch, "1")
-    try:
-        run(tmp_path)
-    finally:
-        logging.enable_progress_bar()
+    run(tmp_path)
     assert "headrace: " not in capsys.readouterr().err
 
 
