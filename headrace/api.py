@@ -205,7 +205,9 @@ class Offloaded(Handle):
         self._attachment: Attachment | None = None
         self._made: list[Block] = []
         ranks = 1 if self._node is None else self._node.size
-        self._ledger = Ledger(frozenset({"weights", "buffers"}), self._own_part(config.host_memory_bytes), ranks)
+        self._ledger = Ledger(
+            frozenset({"weights", "buffers", "optimizer"}), self._own_part(config.host_memory_bytes), ranks
+        )
         # In inference mode nothing could be trained that is made there.
         with torch.inference_mode(False), contextlib.ExitStack() as undo:
             materialized = None
@@ -558,7 +560,7 @@ class Offloaded(Handle):
 
     def manages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is one of this model's."""
-        return getattr(unit_of(parameter), "manager", None) is self._tiers
+        return getattr(unit_of(parameter), "manager", None) is self._engine
 
     def note_checkpoint(self, saving: Checkpointed) -> None:
         """The stats count it."""
