@@ -136,12 +136,15 @@ class Stats:
         return [("checkpoints", f"{format_bytes(self.saved_bytes)} {waited}")] if self.saved_bytes else []
 
     def _disk_rows(self) -> list[Row]:
-        moved = f"{format_bytes(self.fetch_bytes)} fetched, {format_bytes(self.spill_bytes)} spilled"
+        moved = f"{format_bytes(self.fetch_bytes)} read, {format_bytes(self.spill_bytes)} written"
         if not (self.disk_bytes or self.fetch_bytes or self.spill_bytes):
             return []
         share = f"{format_bytes(self.packed_bytes)} of it were {format_bytes(self.unpacked_bytes)} of weights"
         packed = [("packed on disk", share)] if self.packed_bytes else []
-        return [("on disk", format_bytes(self.disk_bytes)), ("from and to disk", moved), *packed]
+        held = (
+            [("on disk", format_bytes(self.disk_bytes))] if self.disk_bytes else []
+        )  # a checkpoint's files are not ours
+        return [*held, ("from and to disk", moved), *packed]
 
     def _skips(self) -> str:
         skipped = f", {self.skipped_steps} skipped: gradients were not finite" if self.skipped_steps else ""
