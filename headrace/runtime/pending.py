@@ -132,6 +132,7 @@ class Unit(Protocol):
     watchers: "WeakSet[Watcher]"
     order: int  # a pass needs the parameters of units with smaller numbers earlier
     manager: object  # the same for all units of one offloaded model
+    device: torch.device  # where it computes
     common: Any  # the homes that a node's ranks share (weights/movement/common.py); None: they are this process's own
 
     def wait_for_updates(self) -> None:
