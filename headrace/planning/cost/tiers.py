@@ -18,6 +18,7 @@ from headrace.planning.tables import kept_free_for_rows
 __all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
+UPDATE_BYTES = 48 << 20  # of the device: what passes through when the device updates what rests on the host
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
 
 
@@ -154,7 +155,9 @@ def _training(case: Case) -> Iterable[Held]:
     state = round(spread.divided(per * shape.trainable, 1))
     of_blocks = min(gradients, _neighbours([work.gradient_bytes * block.trainable for block in shape.blocks]))
     # If the device updates a part of the parameters, gradients stay there until the step.
-    yield Held(Place.DEVICE, "gradients", gradients if share else of_blocks)
+    yield Held(Place.DEVICE, "gradients", gradients if share or not case.gradients_leave else of_blocks)
+    if method.update is Place.DEVICE:
+        yield Held(Place.DEVICE, "updates", UPDATE_BYTES)
     if share:
         yield Held(Place.DEVICE, "master and state", round(share * state))
     if share < 1:
@@ -162,8 +165,9 @@ def _training(case: Case) -> Iterable[Held]:
         on_disk = method.overlap is Overlap.BACKWARD and work.micro_batches == 1 and method.uses_disk
         sizes = (round(method.host_share * gradients), of_blocks, round(method.host_share * state))
         all_gradients, leaving, own_state = (_of_copy(nbytes, case) for nbytes in sizes)
-        yield Held(Place.HOST, "gradients", leaving if on_disk else all_gradients)
-        if on_disk:
+        if case.gradients_leave:
+            yield Held(Place.HOST, "gradients", leaving if on_disk else all_gradients)
+        if on_disk and case.gradients_leave:
             yield Held(Place.DISK, "gradients", all_gradients)
         yield Held(method.state, "master and state", own_state)
         if method.state is Place.DISK:
