@@ -3,9 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from headrace.planning.cost import (
     ModelShape,
@@ -17,6 +15,9 @@ from headrace.planning.cost import (
     shape_of_module,
     stored_bits,
 )
+
+if TYPE_CHECKING:
+    import torch  # not imported here: `headrace plan` does without for most models
 
 __all__ = ["shape_of"]
 
@@ -51,11 +52,12 @@ def _shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     return dataclasses.replace(shape, name=name or str(config.get("_name_or_path") or config["model_type"]))
 
 
-def _on_meta(config: Mapping[str, Any]) -> torch.nn.Module:
+def _on_meta(config: Mapping[str, Any]) -> "torch.nn.Module":
     """The model of a config, without memory for it. Raises ValueError when transformers cannot make it."""
     kind = config["model_type"]
     try:
-        import transformers  # here: it takes seconds to import, and most configs do not need it
+        import torch
+        import transformers  # here: they take seconds to import, and most configs do not need them
     except ModuleNotFoundError as error:
         raise ValueError(
             f"how many parameters a model of type {kind!r} has is not known from its config; pip install"
