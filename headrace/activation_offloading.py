@@ -1,6 +1,7 @@
 """How are a model's activations offloaded? `offload_activations()` wires it, and its handle shows what it did."""
 
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -197,6 +198,7 @@ class ActivationOffloading(Handle):
         return Report(
             RunRecord(
                 device=str(self._lanes.device),
+                made_at=time.strftime("%Y-%m-%d %H:%M"),
                 stats=None,
                 spans=tuple(self._meter.spans()),
                 samples=(),

@@ -1,19 +1,15 @@
-"""What can be known before a run? `probe()` measures the machine, `plan()` says what a model holds and takes on it."""
+"""What will a run hold and take? `plan()` says so before it, from the machine that `probe()` measured, or another."""
 
-import dataclasses
-import errno
+from __future__ import annotations
+
 import os
 import platform
-import tempfile
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from headrace.config import Size, parse_budget, parse_bytes
 from headrace.errors import HeadraceError
-from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from headrace.planning.cost import (
     MACHINES,
     Hardware,
@@ -25,13 +21,12 @@ from headrace.planning.cost import (
     plan_run,
     wanted,
 )
-from headrace.runtime.device import is_accelerator, resolve_device
-from headrace.runtime.host import available_host_bytes
-from headrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
-from headrace.runtime.probe_disk import disk_rates
 from headrace.shapes import shape_of
 
-__all__ = ["HardwareNotFound", "Probe", "cached_probe", "machine_of", "plan", "probe", "probed_rates"]
+if TYPE_CHECKING:
+    import torch  # not imported here: `headrace plan` does without
+
+__all__ = ["HardwareNotFound", "cache_path", "cached_probe", "machine_of", "plan", "probed_rates"]
 
 MEASURED = "measured"
 
@@ -42,102 +37,9 @@ class HardwareNotFound(HeadraceError, ValueError):  # noqa: N818 - the name says
     """The machine that was named is neither in the catalogue nor measured."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Probe:
-    """What `probe()` measured: the machine, for `plan()`; the speed of matrix products by dtype; what looks wrong."""
-
-    hardware: Hardware
-    matmul_flops_per_second: dict[str, float]
-    pageable_bytes_per_second: float
-    locked: bool = True  # host memory could be page-locked; without, the hardware's link is as fast as pageable memory
-    notes: tuple[str, ...]
-
-    def to_text(self) -> str:
-        """The rates as a table."""
-        hardware, products = self.hardware, self.matmul_flops_per_second
-        host = "page-locked" if self.locked else "not locked"
-        rows = [
-            ("device memory", f"{hardware.device_memory_bytes / 1e9:.1f} GB"),
-            (f"onload, {host}", f"{hardware.onload_bytes_per_second / 1e9:.2f} GB/s"),
-            ("onload, pageable", f"{self.pageable_bytes_per_second / 1e9:.2f} GB/s"),
-            (f"offload, {host}", f"{hardware.offload_bytes_per_second / 1e9:.2f} GB/s"),
-            ("of each, both at once", f"{hardware.duplex_share:.0%}"),
-            ("host memory", f"{hardware.host_memory_bytes / 1e9:.1f} GB"),
-            ("host memory, copies", f"{hardware.dram_bytes_per_second / 1e9:.2f} GB/s read and written"),
-            ("optimizer update", f"{hardware.update_rate / 1e9:.2f} GB/s, {hardware.update_rate / 28e9:.2f}G params/s"),
-            ("disk read", f"{hardware.disk_read_bytes_per_second / 1e9:.2f} GB/s"),
-            ("disk write", f"{hardware.disk_write_bytes_per_second / 1e9:.2f} GB/s"),
-            *((f"products, {kind}", f"{rate / 1e12:.3g} TFLOP/s") for kind, rate in products.items()),
-        ]
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{hardware.name}", *(f"  {name:<{width}}  {value}" for name, value in rows)]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)]) + "\n"
-
-
-def probe(
-    device: torch.device | str | int | None = None, *, disk: str | os.PathLike[str] | None = None, cache: bool = True
-) -> Probe:
-    """Measures this machine's links (page-locked or not, both ways at once), disk, host memory, update and matmuls.
-
-    This takes less than a minute. `disk` is a directory on the disk to measure; the default is the directory for
-    temporary files. With `cache` the result is kept in the user's cache directory, where `plan(hardware="measured")`
-    finds it. Raises ValueError for a device that does not exist, OSError when nothing can be written to `disk`.
-    """
-    chosen = resolve_device(device)
-    if cache:
-        _make_cache()  # now: what takes a minute to measure should not be lost for want of a directory
-    directory = Path(tempfile.gettempdir() if disk is None else disk)
-    link, products = link_rates(chosen), matmul_rates(chosen)
-    disk_found = disk_rates(directory)
-    half = max(products["bfloat16"], products["float16"])
-    dram = dram_rate()
-    update = update_rate()
-    device_memory = available_host_bytes()
-    if is_accelerator(chosen):
-        device_memory = int(torch.accelerator.get_memory_info(chosen)[1])
-    hardware = Hardware(
-        name=f"{platform.node()} ({chosen})",
-        devices=max(1, torch.accelerator.device_count() if is_accelerator(chosen) else 1),
-        device_memory_bytes=device_memory,
-        device_bytes_per_second=_device_copy_rate(chosen, dram),
-        flops_per_second=half,
-        onload_bytes_per_second=link.onload,
-        offload_bytes_per_second=link.offload,
-        duplex_share=link.both_share,
-        host_memory_bytes=available_host_bytes(),
-        dram_bytes_per_second=max(dram, update),
-        update_bytes_per_second=update,
-        disk_bytes=disk_found.free_bytes,
-        disk_read_bytes_per_second=disk_found.read,
-        disk_write_bytes_per_second=disk_found.write,
-        sources={"all": "measured by headrace probe"},
-    )
-    found = Probe(
-        hardware=hardware,
-        matmul_flops_per_second=products,
-        pageable_bytes_per_second=link.pageable_onload,
-        locked=link.locked,
-        notes=(*link.notes, *disk_found.notes, *_implausible(hardware)),
-    )
-    if cache:
-        _keep(hardware)
-    return found
-
-
-def _keep(hardware: Hardware) -> None:
-    """Writes atomically: whoever reads meanwhile finds the earlier measurement, or this one."""
-    path = _cache_path()
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        new.write_text(hardware.to_json())
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
-
-
 def cached_probe() -> Hardware:
     """What `probe()` last measured on this machine. Raises HardwareNotFound if it never has."""
-    path = _cache_path()
+    path = cache_path()
     if not path.exists():
         raise HardwareNotFound("this machine has not been measured; run headrace probe, or name a machine: " + _known())
     try:
@@ -151,7 +53,7 @@ def cached_probe() -> Hardware:
 
 def probed_rates(device: torch.device) -> dict[str, float]:
     """Bytes per second of each lane as `probe()` measured them for `device`; empty when it has not, or is damaged."""
-    path = _cache_path()
+    path = cache_path()
     if not path.exists():
         return {}
     try:
@@ -184,7 +86,7 @@ def plan(
     adapter_rank: int | None = None,
     weight_bits: float | None = None,
     overlap: Literal["none", "forward", "backward"] = "none",
-    state_dtype: torch.dtype | Literal["float32", "bfloat16", "8bit"] = torch.float32,
+    state_dtype: torch.dtype | Literal["float32", "bfloat16", "8bit"] = "float32",
     zero_stage: int = 0,
     method: str | None = None,
     optimizer_fraction: float | None = None,
@@ -280,9 +182,13 @@ def _refuse_idle(*settings: tuple[str, Any, bool, str]) -> None:
 def _state_bytes(state_dtype: torch.dtype | str) -> float:
     """Of both moments of a parameter."""
     name = str(state_dtype).removeprefix("torch.")
-    known = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * RECORD_BYTES / RUN_ELEMENTS}
+    if name == "8bit":
+        from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS  # here: it imports torch
+
+        return 2 * RECORD_BYTES / RUN_ELEMENTS
+    known = {"float32": 8.0, "bfloat16": 4.0}
     if name not in known:
-        raise ValueError(f"state_dtype={state_dtype!r}; give one of {', '.join(known)}")
+        raise ValueError(f"state_dtype={state_dtype!r}; give one of {', '.join(known)}, 8bit")
     return known[name]
 
 
@@ -290,7 +196,7 @@ def machine_of(hardware: Hardware | str | None) -> Hardware:
     """The machine of that name, or "measured"; without a name, the measured one or a 4090. Raises HardwareNotFound."""
     if isinstance(hardware, Hardware):
         return hardware
-    if hardware == MEASURED or (hardware is None and _cache_path().exists()):
+    if hardware == MEASURED or (hardware is None and cache_path().exists()):
         return cached_probe()
     try:
         return Hardware.named("4090" if hardware is None else hardware)
@@ -313,57 +219,9 @@ def _resized(
     return machine.changed(**fields) if fields else machine
 
 
-def _implausible(hardware: Hardware) -> list[str]:
-    """What contradicts itself."""
-    notes = []
-    if hardware.disk_read_bytes_per_second > hardware.dram_bytes_per_second / 2:
-        notes.append(
-            "the disk reads faster than half of what host memory copies: this is a file in memory (tmpfs) or a cache;"
-            " name a directory on the drive"
-        )
-    if hardware.update_rate < hardware.dram_bytes_per_second / 4:
-        notes.append(
-            "the update reaches less than a quarter of what host memory copies: too few threads"
-            " (OMP_NUM_THREADS, taskset)"
-        )
-    return notes
-
-
-def _device_copy_rate(device: torch.device, dram: float) -> float:
-    """Bytes read and written per second within the device's memory."""
-    if not is_accelerator(device):
-        return dram
-    source = torch.zeros(64 * 2**20, device=device)
-    target = torch.empty_like(source)
-    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    target.copy_(source)
-    stream = torch.accelerator.current_stream(device)
-    stream.record_event(begin)
-    for _ in range(5):
-        target.copy_(source)
-    stream.record_event(end)
-    torch.accelerator.synchronize(device)
-    return 2 * source.nbytes * 5 / (float(begin.elapsed_time(end)) / 1e3)
-
-
-def _cache_path() -> Path:
+def cache_path() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "headrace" / f"hardware-{platform.node() or 'host'}.json"
-
-
-def _make_cache() -> None:
-    """The directory in which a measurement is kept. Raises OSError when there can be none."""
-    directory = _cache_path().parent
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"the measurement cannot be kept in {directory} ({error.strerror}); set XDG_CACHE_HOME, or keep none:"
-            " --no-cache, cache=False",
-        ) from error
 
 
 def _known() -> str:

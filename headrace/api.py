@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from headrace.config import (
     Size,
     activation_config,
     directory_of,
+    format_bytes,
     modules_of,
     parse_budget,
     parse_bytes,
@@ -43,6 +45,7 @@ from headrace.runtime.lanes import Lane, open_lanes
 from headrace.runtime.node import Node
 from headrace.runtime.pace import Pace
 from headrace.runtime.pending import unit_of
+from headrace.runtime.progress import progress
 from headrace.runtime.ways import way_of
 from headrace.weights.meter import Checkpointed, Meter
 from headrace.weights.model.inventory import Inventory, take_inventory
@@ -188,6 +191,12 @@ class Offloaded(Handle):
         self._given = config
         self._start(model)
 
+    def __repr__(self) -> str:
+        if self._attachment is None:
+            return f"<{self._described}, removed>"
+        device, host = format_bytes(self._budgets.device_bytes), format_bytes(self._budgets.host_bytes)
+        return f"<{self._described}, offloaded on {self._device}: device_memory={device!r}, host_memory={host!r}>"
+
     def _start(self, model: nn.Module) -> None:
         self._config = config = self._given
         self._device = config.device
@@ -196,7 +205,9 @@ class Offloaded(Handle):
         self._attachment: Attachment | None = None
         self._made: list[Block] = []
         ranks = 1 if self._node is None else self._node.size
-        self._ledger = Ledger(frozenset({"weights", "buffers"}), self._own_part(config.host_memory_bytes), ranks)
+        self._ledger = Ledger(
+            frozenset({"weights", "buffers", "optimizer"}), self._own_part(config.host_memory_bytes), ranks
+        )
         # In inference mode nothing could be trained that is made there.
         with torch.inference_mode(False), contextlib.ExitStack() as undo:
             materialized = None
@@ -221,6 +232,8 @@ class Offloaded(Handle):
                 self._wire(model, inventory, parts, placement)
             undo.pop_all()
             self._watch_steps()
+        name = ", ".join(model) if type(model) is nn.ModuleDict else type(model).__name__  # or a pipeline's parts
+        self._described = f"{name} ({format_bytes(sum(block.nbytes for block in self._blocks()))} of weights)"
         live.handles.add(self)
 
     def _cut(self, model: nn.Module, materialized: Materialized | None) -> tuple[Inventory, Partition, Placement]:
@@ -278,8 +291,7 @@ class Offloaded(Handle):
         if placement.on_disk:
             self._open_fetching(placement.chunk_bytes, placement.chunks)
         self._common = None if self._node is None else CommonHomes(self._node, lambda: self._made)
-        streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
-        residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
+        streamed, residents = self._place(inventory, parts)
         for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
             block.index, block.row_bytes = index, part.row_bytes
             block.experts, block.expert_key = part.experts, part.expert_key
@@ -490,6 +502,9 @@ class Offloaded(Handle):
                 rates=probed_rates(self._device),
                 activations=() if activations is None else activations.summary(),
                 ranks=() if self._way is None else (self._way.row,),
+                model=self._described,
+                made_at=time.strftime("%Y-%m-%d %H:%M"),
+                budgets={"device": self._budgets.device_bytes, "host": self._budgets.host_bytes},
             )
         )
 
@@ -545,7 +560,7 @@ class Offloaded(Handle):
 
     def manages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is one of this model's."""
-        return getattr(unit_of(parameter), "manager", None) is self._tiers
+        return getattr(unit_of(parameter), "manager", None) is self._engine
 
     def note_checkpoint(self, saving: Checkpointed) -> None:
         """The stats count it."""
@@ -580,6 +595,15 @@ class Offloaded(Handle):
         with contextlib.ExitStack() as all_of_them:
             for step in reversed(steps):  # the stack calls the last one first
                 all_of_them.callback(step)
+
+    def _place(self, inventory: Inventory, parts: Partition) -> tuple[list[Block], list[Block]]:
+        """The streamed and the resident blocks, made where they rest."""
+        several = [*parts.streamed, *parts.resident]
+        with progress("headrace: offloading", sum(inventory.nbytes(part.keys) for part in several)) as bar:
+            for part in several:
+                block = self._block(part.name, [inventory.members[key] for key in part.keys])
+                bar.update(block.nbytes)
+        return self._made[: len(parts.streamed)], self._made[len(parts.streamed) :]
 
     def _block(self, name: str, members: Sequence[Member]) -> Block:
         block = Block(name, members, self._config.device, self._tiers, self._config.param_dtype)

@@ -1,5 +1,7 @@
 """What can a user set? Frozen, validated settings; sizes are bytes, given as an int or as text such as "8GiB"."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,10 +9,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch  # not imported here: `headrace plan` reads sizes without
+    from torch import nn
 
 __all__ = [
     "ActivationConfig",
@@ -48,7 +51,7 @@ _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 _LEAST_PLAIN = 1024  # a budget of fewer bytes, given as text without a unit, is one whose unit was forgotten
 
 Size = int | str
-BlocksSpec = Literal["auto"] | Size | Sequence[nn.Module | str]
+BlocksSpec = Literal["auto"] | Size | Sequence["nn.Module | str"]
 
 
 def parse_bytes(size: Size, *, name: str = "size") -> int:
@@ -85,6 +88,18 @@ def parse_budget(size: Size, *, name: str, whole_bytes: int | None = None) -> in
     except ValueError as error:
         share = "" if whole_bytes is None else ', or a share of the weights such as "25%"'
         raise ValueError(f"{error}{share}") from error
+
+
+def how_to_download(directory: str | os.PathLike[str]) -> str:
+    """What to do where a model's directory does not exist: `directory` may be a name of the Hugging Face hub."""
+    name = os.fspath(directory)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+        return "give the directory of a model"
+    place = name.rpartition("/")[2]
+    return (
+        "models are read from a directory, not downloaded; if this is a name of the Hugging Face hub, run:"
+        f" hf download {name} --local-dir {place}; then give {place!r}"
+    )
 
 
 def counted(number: int, noun: str) -> str:
@@ -124,12 +139,14 @@ class OffloadConfig:
     prefetch_blocks: int | None = None
     param_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
-    activations: "ActivationConfig | None" = None
+    activations: ActivationConfig | None = None
     mesh: Any = None  # a DeviceMesh
     onload: Literal["own", "gather", "auto"] = "own"
     packed: bool | Literal["disk"] = "disk"
 
     def __post_init__(self) -> None:
+        import torch
+
         if not isinstance(self.packed, bool) and self.packed != "disk":
             raise TypeError(f'packed={self.packed!r} is neither True nor False, nor "disk"')
         if not self.blocks or (isinstance(self.blocks, str) and not self.blocks.strip()):
@@ -179,7 +196,7 @@ class ActivationConfig:
         most_in_flight: int | None = None,
         tier: str = "host",
         all_leave: bool = False,
-    ) -> "ActivationConfig":
+    ) -> ActivationConfig:
         """The settings as a user gives them, validated."""
         return ActivationConfig(
             layers=layers if isinstance(layers, int) else _several(layers, "layers"),
@@ -215,6 +232,8 @@ class ActivationConfig:
 def _several(
     given: nn.Module | str | Sequence[nn.Module | str] | None, setting: str
 ) -> tuple[nn.Module | str, ...] | None:
+    from torch import nn
+
     if given is None:
         return None
     several = (given,) if isinstance(given, str | nn.Module) or not isinstance(given, Iterable) else tuple(given)
@@ -235,6 +254,8 @@ def directory_of(disk: str | os.PathLike[str] | None) -> Path | None:
 
 def modules_of(resident: nn.Module | str | Iterable[nn.Module | str]) -> tuple[nn.Module | str, ...]:
     """`resident` as a user gives it. Raises TypeError for anything that does not name modules."""
+    from torch import nn
+
     if isinstance(resident, str | nn.Module):
         return (resident,)
     if not isinstance(resident, Iterable):

@@ -2,7 +2,7 @@
 
 from headrace.activation_offloading import ActivationOffloading, offload_activations
 from headrace.activations.selection import mark_not_offload
-from headrace.ahead import HardwareNotFound, Probe, plan, probe
+from headrace.ahead import HardwareNotFound, plan
 from headrace.api import Offloaded, offload
 from headrace.errors import (
     BudgetError,
@@ -19,6 +19,7 @@ from headrace.integrations.transformers import from_pretrained
 from headrace.loading import load
 from headrace.own_experts import experts
 from headrace.planning.cost import Hardware, RunPlan
+from headrace.probing import Probe, probe
 from headrace.report import ActivationStats, Stats
 from headrace.saving import Saving, save
 

@@ -26,6 +26,7 @@ from headrace.config import Size, format_bytes, parse_bytes
 from headrace.errors import CheckpointError
 from headrace.live import handles_of
 from headrace.optim.optimizer import HostOptimizer
+from headrace.runtime.progress import progress
 from headrace.weights.movement.block import Block
 
 __all__ = ["Saving", "save"]
@@ -81,12 +82,14 @@ def save(
     blocks = [block for handle in handles for block in handle.settled_blocks("headrace.save")]
     settle_running()
     writing, tensors = _writing(path, model, blocks, optimizers, extra, files or {}, keep, memory_bytes)
-    saving = Saving(path, writing)
-    for handle in handles:
-        handle.note_checkpoint(saving)
-    if wait:
-        saving.wait()
-    else:
+    with progress("headrace: saving", writing.nbytes if wait else 0) as bar:
+        writing.advance = bar.update
+        saving = Saving(path, writing)
+        for handle in handles:
+            handle.note_checkpoint(saving)
+        if wait:
+            saving.wait()
+    if not wait:
         writing.hurry([tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)])
     return saving
 

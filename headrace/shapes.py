@@ -5,11 +5,8 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from headrace.dry_run import BATCH, DryRun, Seen, dry_run
 from headrace.planning.cost import (
     LLAMAS,
     BlockKind,
@@ -26,6 +23,11 @@ from headrace.planning.cost import (
     stored_bits,
     wide_bits,
 )
+
+if TYPE_CHECKING:
+    import torch  # not imported here: `headrace plan` does without for Llamas
+
+    from headrace.dry_run import DryRun, Seen
 
 __all__ = ["shape_of"]
 
@@ -61,20 +63,11 @@ def shape_of(
 
 
 def _shape_of_config(config: Mapping[str, Any], sequence_length: int, adapts: bool) -> ModelShape:
-    """That of transformers' model; by the config's numbers alone where there is no type, or no transformers."""
+    """By the config's numbers alone for Llamas, and without a type; else that of transformers' model."""
     check_config(config)
-    kind = str(config.get("model_type", ""))
-    try:
-        import transformers  # noqa: F401 - here: it takes seconds to import
-    except ModuleNotFoundError as error:
-        if kind and kind not in LLAMAS:
-            raise ValueError(
-                f"without transformers, only {', '.join(LLAMAS)} can be planned from a config, not {kind!r};"
-                " pip install 'transformers>=5', or plan from the model itself, made on meta"
-            ) from error
-        return shape_of_config(config)
-    if not kind:
-        return shape_of_config(config)
+    kind = config.get("model_type", "")
+    if kind in ("", *LLAMAS):
+        return shape_of_config(config, adapts=adapts)
     shape = _counted(json.dumps(config, sort_keys=True, default=str), sequence_length, adapts)
     bits = stored_bits(config, 0.0)
     shape = shape.with_bits(bits) if bits else shape
@@ -86,7 +79,7 @@ def _counted(config: str, sequence_length: int, adapts: bool) -> ModelShape:
     return _shape_of_module(_on_meta(json.loads(config)), sequence_length, adapts)
 
 
-def _shape_of_module(model: torch.nn.Module, sequence_length: int, adapts: bool) -> ModelShape:
+def _shape_of_module(model: "torch.nn.Module", sequence_length: int, adapts: bool) -> ModelShape:
     """Its parameters are counted, and what it saves and computes is seen in a dry run if it is a model of text.
 
     With adapters (`adapts`) it saves what they get, and not what only gradients of frozen weights would need.
@@ -94,29 +87,30 @@ def _shape_of_module(model: torch.nn.Module, sequence_length: int, adapts: bool)
     names = layers_of(model)
     if getattr(model, "main_input_name", None) != "input_ids" or not names:
         return shape_of_module(model)
+    from headrace.dry_run import BATCH, dry_run
+
     try:
         run = dry_run(model, names, sequence_length, adapted_of(model) if adapts else None)
     except Exception:  # from the model's own code, which may read values; its parameters are counted all the same
         return shape_of_module(model)
     counted = shape_of_module(model, first=run.first)
-    layers = iter(range(len(names)))
+    tokens, layers = BATCH * sequence_length, iter(range(len(names)))
     blocks = []
     for block in counted.blocks:
         if block.kind is BlockKind.LAYER:
-            found = _with(block, run.layers[block.name], sequence_length)
+            found = _with(block, run.layers[block.name], tokens, sequence_length)
             blocks.append(dataclasses.replace(found, name=f"layer {next(layers)}"))
         elif block.kind is BlockKind.EMBEDDING:
             rows = 0 if run.tied else _row_parameters(model, run)
-            blocks.append(dataclasses.replace(_with(block, run.before, sequence_length), row_parameters=rows))
+            blocks.append(dataclasses.replace(_with(block, run.before, tokens, sequence_length), row_parameters=rows))
         else:
-            logits = run.logits * (run.logit_bytes + 4 * (run.logit_bytes < 4)) / (BATCH * sequence_length)
-            blocks.append(dataclasses.replace(_with(block, run.after, sequence_length), logit_bytes=logits))
+            logits = run.logits * (run.logit_bytes + 4 * (run.logit_bytes < 4)) / tokens
+            blocks.append(dataclasses.replace(_with(block, run.after, tokens, sequence_length), logit_bytes=logits))
     return dataclasses.replace(counted, blocks=tuple(blocks), tied=run.tied)
 
 
-def _with(block: BlockShape, seen: Seen, sequence_length: int) -> BlockShape:
+def _with(block: BlockShape, seen: "Seen", tokens: int, sequence_length: int) -> BlockShape:
     """The block with what was seen of it, for each token."""
-    tokens = BATCH * sequence_length
     return dataclasses.replace(
         block,
         active_parameters=round((seen.flops - seen.attention_flops) / 2 / tokens),
@@ -127,19 +121,25 @@ def _with(block: BlockShape, seen: Seen, sequence_length: int) -> BlockShape:
     )
 
 
-def _row_parameters(model: torch.nn.Module, run: DryRun) -> int:
+def _row_parameters(model: "torch.nn.Module", run: "DryRun") -> int:
     """Those of a row, if all parameters that come before the layers are one table that is looked up."""
     own = [model.get_submodule(name) for name in run.first]
     own = [module for module in own if any(True for _ in module.parameters(recurse=False))]
-    return own[0].embedding_dim if len(own) == 1 and isinstance(own[0], torch.nn.Embedding) else 0
+    return getattr(own[0], "embedding_dim", 0) if len(own) == 1 else 0
 
 
-def _on_meta(config: Mapping[str, Any]) -> torch.nn.Module:
+def _on_meta(config: Mapping[str, Any]) -> "torch.nn.Module":
     """The model of a config, without memory for it. Raises ValueError when transformers cannot make it."""
-    import transformers
-    from transformers.initialization import no_init_weights
-
     kind = config["model_type"]
+    try:
+        import torch
+        import transformers  # here: they take seconds to import
+        from transformers.initialization import no_init_weights
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"without transformers, only {', '.join(LLAMAS)} can be planned from a config, not {kind!r};"
+            " pip install 'transformers>=5', or plan from the model itself, made on meta"
+        ) from error
     dtype = torch.float32 if wide_bits(config) == 32 else torch.bfloat16
     settings = {key: value for key, value in config.items() if key != "quantization_config"}
     reasons = []

@@ -99,6 +99,7 @@ class Writing:
         self.waited_seconds = 0.0  # for how long writers of parameters were held up
         self.seconds = 0.0
         self._error: BaseException | None = None
+        self.advance: Callable[[int], object] = lambda nbytes: None  # called when a piece was read
         self._begin, self._done = Gate(), Gate()
         self._urgent: SimpleQueue[Piece] = SimpleQueue()
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -249,6 +250,7 @@ class Writing:
             piece.begun = True
             piece.fill(memory[: piece.end - piece.begin])
             piece.read.open()
+            self.advance(piece.end - piece.begin)
             writers.submit(self._write, piece, memory)
 
     def _write(self, piece: Piece, memory: torch.Tensor) -> None:

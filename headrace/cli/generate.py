@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headrace.cli import InputError, about_input
-from headrace.config import counted, format_bytes, parse_budget
+from headrace.config import counted, format_bytes, how_to_download, parse_budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         from headrace.train.model import load_tokenizer
     except ModuleNotFoundError as error:
         raise InputError(f"{error.name} is not installed; run: pip install 'transformers>=5'") from error
-    disable_progress_bar()
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     tokenizer = load_tokenizer(arguments.model, trust_remote_code=False)
     if arguments.chat:
         prompts = [_in_template(tokenizer, prompt) for prompt in prompts]
@@ -87,7 +88,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.temperature is not None and not (arguments.sample and arguments.temperature > 0):
         raise InputError(f"--temperature {arguments.temperature} needs --sample, and to be above 0")
     if not arguments.model.is_dir():
-        raise InputError(f"model directory {arguments.model} does not exist; models are not downloaded")
+        raise InputError(f"model directory {arguments.model} does not exist; {how_to_download(arguments.model)}")
     if arguments.disk is not None and arguments.disk.is_file():
         raise InputError(f"--disk {arguments.disk} is a file; give a directory")
     with about_input(ValueError):  # what a share comes to is known only with the weights

@@ -21,7 +21,8 @@ lane can take; "busy" is what the plan gives it.
 Exit codes: 0 planned and fits, 1 does not fit (the plan says what is missing), 2 the input cannot be used.
 """
 _HUB_SECONDS = 5.0
-_TRAININGS = {"lora": "adapter"}  # other names of trainings
+_TRAININGS = {"lora": "adapter", "qlora": "adapter"}  # other names of trainings
+_QLORA_BITS = 4.5  # of NF4, with its scales
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help='of the catalogue, such as 4090, or "measured"; several are compared (default: measured, else 4090)',
     )
-    parser.add_argument("--training", default="full", metavar="KIND", help="full, lora or inference (default: full)")
+    parser.add_argument(
+        "--training", default="full", metavar="KIND", help="full, lora, qlora or inference (default: full)"
+    )
     parser.add_argument(
         "--overlap", default="none", metavar="KIND", help="of the update: none, forward, backward (default: none)"
     )
@@ -98,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) -> RunPlan:
     given = {name: value for name, value in vars(arguments).items() if name in inspect.signature(plan).parameters}
     given["training"] = _TRAININGS.get(arguments.training, arguments.training)
+    if arguments.training == "qlora" and arguments.weight_bits is None:
+        given["weight_bits"] = _QLORA_BITS
     given["disk"] = False if arguments.no_disk else arguments.disk
     with about_input(ValueError):
         given["hardware"] = machine_of(hardware).changed(**_figures(arguments.set)) if arguments.set else hardware

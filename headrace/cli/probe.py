@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from headrace.ahead import probe
 from headrace.cli import about_input
+from headrace.probing import probe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -93,7 +93,7 @@ SYMPTOMS = (
     ),
     Symptom(
         symptom="a step is more than four times slower with the optimizer on the host",
-        says="hides behind compute from",
+        says="behind compute, from",
         cause="the update is limited by the host's memory or by too few threads, and nothing runs beside it",
         confirm="headrace plan: the update lane's share of the step; headrace doctor: threads",
         fix='overlap="forward" of headrace.optim, more tokens in a step, OMP_NUM_THREADS, a larger device_fraction',

@@ -97,9 +97,10 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
       training cannot resume from them exactly.
 
     Given as `callbacks=[...]`, it comes after the callbacks that report to TensorBoard and others, so these do not see
-    its numbers; `attach(trainer)` puts it before them. The numbers are the bytes moved, `headrace_stall_share` (stalls
-    as a share of compute and stalls), and tokens (`input_ids`, with padding) per second. They cover the time since the
-    previous log; those of the last log cover all of training.
+    its numbers; `attach(trainer)` puts it before them. The numbers are `headrace_device_peak_gib` (weights on the
+    device), `headrace_stall_share` (stalls as a share of compute and stalls), and, if the model was trained since the
+    last log, `headrace_tokens_per_second` (`input_ids`, with padding). They cover the time since the previous log;
+    those of the last log cover all of training. `handle.stats()` has the bytes that were moved.
     """
 
     def __init__(self, handle: Offloaded, *, save: bool = False) -> None:
@@ -133,15 +134,12 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         stalled = now.stall_seconds - before.stall_seconds
         computed = now.compute_seconds - before.compute_seconds
         numbers: dict[str, float] = {
-            "headrace_device_peak_bytes": now.device_peak_bytes,
-            "headrace_host_bytes": now.host_bytes,
-            "headrace_onload_bytes": now.onload_bytes - before.onload_bytes,
-            "headrace_offload_bytes": now.offload_bytes - before.offload_bytes,
-            "headrace_fetch_bytes": now.fetch_bytes - before.fetch_bytes,
-            "headrace_spill_bytes": now.spill_bytes - before.spill_bytes,
+            "headrace_device_peak_gib": now.device_peak_bytes / 2**30,
             "headrace_stall_share": stalled / (stalled + computed) if stalled + computed else 0.0,
-            "headrace_tokens_per_second": (mark.tokens - since.tokens) / max(mark.seconds - since.seconds, 1e-9),
         }
+        if mark.tokens > since.tokens:
+            tokens, seconds = mark.tokens - since.tokens, mark.seconds - since.seconds
+            numbers["headrace_tokens_per_second"] = tokens / max(seconds, 1e-9)
         found["logs"].update(numbers)
         state.log_history[-1].update(numbers)
         self._logged = mark

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.api import Offloaded, offload
+from headrace.config import how_to_download
 from headrace.errors import CheckpointError
 from headrace.integrations.diffusers import open_component
 from headrace.memory.disk import Checkpoint, TensorsOnDisk
@@ -101,8 +102,8 @@ def _with_adapters(directory: Path, *, trainable: bool, **settings: Any) -> "tup
         )
     if not (Path(base).expanduser() / "config.json").is_file():
         raise CheckpointError(
-            f"{directory / _ADAPTERS} names {base!r}, which is no directory of a model; models are not downloaded, so"
-            " set base_model_name_or_path there to where it is"
+            f"{directory / _ADAPTERS} names {base!r}, which is no directory of a model; set base_model_name_or_path"
+            f" there to where it is: {how_to_download(base)}"
         )
     if not any((directory / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
         raise CheckpointError(f"{directory} has no adapter_model.safetensors; save the adapters again")
@@ -168,6 +169,8 @@ def _loaded_whole(directory: Path) -> "PreTrainedModel":
 
 def _saved_config(directory: Path) -> dict[str, Any]:
     """The content of config.json. Raises CheckpointError if it is missing, or an entry that headrace reads is wrong."""
+    if not directory.exists():
+        raise CheckpointError(f"there is no directory {str(directory)!r}; {how_to_download(directory)}")
     if directory.is_file():
         raise CheckpointError(f"{directory} is a file; give the directory that it is in: {str(directory.parent)!r}")
     if (directory / "model_index.json").is_file():

@@ -197,11 +197,12 @@ class Ledger:
         sums = self._counted()
         return sums.tier_held.get(tier, 0) if purpose is None else sums.held.get((tier, purpose), 0)
 
-    def held_in_tiers(self) -> tuple[int, int, int]:
-        """Bytes held now on the device, in host memory and on disk."""
+    def held_in_tiers(self) -> tuple[tuple[int, int, int], tuple[int, int]]:
+        """Bytes held now on the device, in host memory and on disk; and gradients on the device and in host memory."""
         sums = self._counted() if self._queue else self._sums
-        held = sums.tier_held
-        return held.get(Tier.DEVICE, 0), held.get(Tier.HOST, 0), held.get(Tier.DISK, 0)
+        held, of = sums.tier_held, sums.held
+        gradients = of.get((Tier.DEVICE, "gradients"), 0), of.get((Tier.HOST, "gradients"), 0)
+        return (held.get(Tier.DEVICE, 0), held.get(Tier.HOST, 0), held.get(Tier.DISK, 0)), gradients
 
     def peak_bytes(self, tier: Tier, purpose: str | None = None) -> int:
         """The most bytes held at once since the last `reset_peaks`, for one purpose or in all."""

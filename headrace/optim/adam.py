@@ -33,6 +33,12 @@ class AdamW(HostOptimizer, torch.optim.AdamW):
       with the process, so save checkpoints. Host memory then holds only a ring buffer of 192 MiB. `state_dict()`
       returns tensors that are read from disk when they are accessed. With a `device_fraction`, the rest of the state is
       on disk.
+    - `update`: what updates parameters: the "host", or the "device", the accelerator on which the model computes. With
+      "device", state still rests in host memory or on disk. It goes to the accelerator piece by piece and comes back,
+      as do the weights and gradients of an offloaded model, and the update has the bits of one whose state stays on the
+      accelerator. The pieces take up to 48 MiB of device memory, or as much as the largest matrix of Muon and Adafactor
+      needs; for an offloaded model, this is part of its `device_memory`, and BudgetError is raised if there is no room.
+      `step()` raises ValueError if everything is on the CPU. Cannot be used together with `device_fraction`.
     - `device_fraction`: the share, in [0, 1], of the state that is kept and updated on the accelerator. It applies to
       parameters that live there, and is exact to a parameter. "auto" takes the memory that is free after the first
       backward, less a tenth. For an offloaded model, or one on the CPU, "auto" means 0.

@@ -90,12 +90,21 @@ class DiskState:
         self._failed = False  # whether a `stream` failed: then the contents cannot be relied on
         self._ledger = Ledger()
         self._store = DiskStore(directory, self._ledger, own="optimizer")
-        self._ring = StagingRing(CHUNK_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, torch.device("cpu"), self._ledger)
+        self._ring = self._ring_for(torch.device("cpu"))
         self._extents: dict[Any, dict[tuple[str, torch.dtype], Extent]] = {}  # for good: no disk space is given back
         self._written: dict[Any, dict[str, torch.dtype]] = {}  # the tensors whose extents hold something
         self._chunks: dict[Any, int] = {}  # how many elements each part had when it was written last
         self._busy = threading.Lock()
         weakref.finalize(self, self._store.close)
+
+    def _ring_for(self, device: torch.device) -> StagingRing:
+        self._device = device
+        return StagingRing(CHUNK_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, device, self._ledger)
+
+    def lock_for(self, device: torch.device) -> None:
+        """Called before a step: has state pass through memory that is page-locked for a device which updates it."""
+        if device != self._device:
+            self._ring = self._ring_for(device)
 
     @property
     def host_bytes(self) -> int:

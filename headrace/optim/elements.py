@@ -17,6 +17,7 @@ from headrace.optim.disk_state import DiskState, Part, Wanted
 from headrace.optim.in_files import Grains, Row, in_files, mark_written_in_place
 from headrace.optim.kernel import Master
 from headrace.optim.not_finite import NotFiniteSteps
+from headrace.optim.on_device import DeviceUpdates
 from headrace.optim.states import ParamStates
 from headrace.optim.update import Update
 from headrace.runtime.torch_rules import foreach_add
@@ -43,20 +44,30 @@ class ElementUpdates:
         self._not_finite = not_finite
         self._always_counts = always_counts
 
-    def perform(self, members: Sequence[Member], scale: float, *, in_place: bool) -> None:
-        """Updates all members. `in_place`: weights on disk are updated in their files if possible."""
+    def perform(
+        self, members: Sequence[Member], scale: float, *, in_place: bool, device: DeviceUpdates | None = None
+    ) -> None:
+        """Updates all members. `in_place`: weights on disk are updated in their files if possible. `device`: updates
+        them; None: they are updated in the memory where they are.
+        """
+        disk = self._states.disk if members[0].master.state_device.type == "cpu" else None
         on_host = members[0].master.host.device.type == "cpu"
-        disk = self._states.disk if on_host else None
         in_their_files, others = in_files(members) if on_host and in_place else ([], members)
         columns = {
             id(member): self._columns_in_memory(member) if disk is None else self._columns_on_disk(member, disk)
             for member in members
         }
+        if device is not None:
+            if disk is not None:
+                disk.lock_for(device.device)
+            for found in columns.values() if disk is None else ():
+                self._states.in_locked_memory(found.state, found.dtypes, device.device)
+        perform = update.perform if device is None else device.perform
         if in_their_files:  # first: a drive that fails at once has changed nothing
             with contextlib.closing(Grains(in_their_files)) as grains:
-                self._perform(in_their_files, columns, disk, grains, scale)
+                self._perform(in_their_files, columns, disk, grains, perform, scale)
         if others:
-            self._perform(others, columns, disk, None, scale)
+            self._perform(others, columns, disk, None, perform, scale)
         self._count_steps([member.state for member in members if self._always_counts or member.rule.counts_steps])
 
     def _perform(
@@ -65,6 +76,7 @@ class ElementUpdates:
         every: dict[int, _Columns],
         disk: DiskState | None,
         grains: Grains | None,
+        perform_all: Callable[[Sequence[Update], float], None],
         scale: float,
     ) -> None:
         columns = [every[id(member)] for member in members]
@@ -72,7 +84,7 @@ class ElementUpdates:
 
         def perform(rows: Sequence[Row]) -> None:
             updates = [_update_of(members[row.index], columns[row.index], row) for row in rows]
-            update.perform(updates, scale)
+            perform_all(updates, scale)
             for row, done in zip(rows, updates, strict=True):
                 member = members[row.index]
                 self._not_finite.note(member.step, done.not_finite)
@@ -200,8 +212,10 @@ def _update_of(member: Member, columns: _Columns, row: Row) -> Update:
     )
 
 
-def _joined(before: int | torch.Tensor, row: Row, done: Update) -> int:
+def _joined(before: int | torch.Tensor, row: Row, done: Update) -> int | torch.Tensor:
     """A parameter's `kernel.checksum`, the sum of bits * (2 * place + 1), with the elements of `row` added to it."""
+    if row.weight.device.type != "cpu":  # there, it is the plain sum of the bits
+        return done.checksum if isinstance(before, int) else before + done.checksum
     first = int(row.weight[:1].view(torch.int16)) & 0xFFFF
     own = int(done.checksum)
     twice_the_sum = own + first - int(kernel.checksum(row.weight[1:]))

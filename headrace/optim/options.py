@@ -11,6 +11,7 @@ __all__ = ["Given", "Options", "Pin", "comparable", "snapshot"]
 _MasterForm = Literal["split", "full"]
 _Tier = Literal["host", "disk"]
 _Overlap = Literal["none", "backward", "forward"]
+_Update = Literal["host", "device"]
 Pin = bool | Literal["weights", "gradients"]
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -18,6 +19,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "master_form": get_args(_MasterForm),
     "state_dtype": (torch.float32, torch.bfloat16, "8bit"),
     "tier": get_args(_Tier),
+    "update": get_args(_Update),
     "overlap": get_args(_Overlap),
     "zero_stage": (1, 2),
     "pin": (True, False, "weights", "gradients"),
@@ -32,6 +34,7 @@ class Given(TypedDict, total=False):
     master_form: _MasterForm
     state_dtype: torch.dtype | Literal["8bit"]
     tier: _Tier
+    update: _Update
     disk: str | os.PathLike[str] | None
     device_fraction: float | Literal["auto"]
     pin: Pin
@@ -50,6 +53,7 @@ class Options:
     master_form: _MasterForm = "split"
     state_dtype: torch.dtype | Literal["8bit"] = torch.float32
     tier: _Tier = "host"
+    update: _Update = "host"
     disk: Any = None
     device_fraction: float | Literal["auto"] = 0.0
     pin: Pin = True
@@ -74,6 +78,11 @@ class Options:
         number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
         if fraction != "auto" and not (number and 0 <= float(fraction) <= 1):
             raise ValueError(f'device_fraction={fraction!r} is neither in [0, 1] nor "auto"')
+        if self.update == "device" and fraction != 0:
+            raise ValueError(
+                f'device_fraction={fraction!r} keeps state on the accelerator, and update="device" updates there what'
+                " rests on the host: leave one of the two out"
+            )
         if self.overlap == "backward" and self.max_grad_norm is not None:
             raise ValueError(
                 'overlap="backward" updates weights before the norm of all gradients is known, so it cannot clip to'

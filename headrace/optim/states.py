@@ -5,13 +5,15 @@ memory that is read from disk when touched. Tensors that were put in its place m
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from headrace.memory.arena import Arena
 from headrace.memory.disk import TensorAtRest
+from headrace.memory.ledger import Ledger
 from headrace.optim import eight_bit
 from headrace.optim.disk_state import DiskState
 from headrace.optim.options import Options
@@ -31,6 +33,8 @@ class ParamStates:
         self.disk = DiskState(options.disk) if options.tier == "disk" else None
         self.entries: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # as in torch.optim: the state in memory
         self.masters: dict[torch.Tensor, MasterWeight] = {}
+        self._ledger = Ledger()
+        self._may_lock = True  # until the system refuses to page-lock memory
         self._lent: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the state on disk that `entries` shows
         self._shapes: dict[torch.Tensor, dict[str, torch.Size]] = {}  # of tensors on disk, if not the parameter's
 
@@ -50,7 +54,10 @@ class ParamStates:
             master = None
         if master is None:
             eight_bits = self._options.state_dtype == "8bit"
-            master = MasterWeight(parameter, given, self._options.master_form, eight_bits=eight_bits)
+            on_host = self._options.update == "device"
+            master = MasterWeight(
+                parameter, given, self._options.master_form, eight_bits=eight_bits, state_on_host=on_host
+            )
             self.masters[parameter] = master
         master.check_version()
         return master
@@ -99,6 +106,16 @@ class ParamStates:
         maximum = {} if rule.maximum is None else {rule.maximum: own_dtype}
         return dict.fromkeys(self.moments(rule, master), moments) | maximum | master.master_dtypes
 
+    def in_locked_memory(self, state: dict[str, Any], names: Iterable[str], device: torch.device) -> None:
+        """Has these tensors of a state lie in memory that is page-locked for a device which updates them."""
+        for name in names:
+            value = state[name]
+            if self._may_lock and value.numel() and not value.is_pinned():
+                arena = Arena(value.nbytes, device, self._ledger, "optimizer")
+                memory = arena.tensor(0, value.nbytes, value.dtype)
+                state[name] = memory.as_strided(value.shape, value.stride()).copy_(value)
+                self._may_lock = arena.pinned
+
     def normalize(self, state: dict[str, Any], rule: ElementRule, master: MasterWeight) -> None:
         """Brings moments that were loaded or set by somebody into the form that is kept: 8 bits or not."""
         eight_bit.convert(state, rule.moments, master.host, narrow=master.uses_8bit)
@@ -135,7 +152,7 @@ class ParamStates:
 
     def to_rest(self, rule: ElementRule | MatrixRule, master: MasterWeight) -> None:
         """Moves loaded state of a parameter to disk, if that is where it rests."""
-        if self.disk is not None and master.parameter.device.type == "cpu":
+        if self.disk is not None and master.state_device.type == "cpu":
             self.to_disk(self.disk, rule, master, self.entries[master.parameter])
 
     def _keep(self, disk: DiskState, master: MasterWeight, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -200,7 +217,7 @@ class ParamStates:
     def fill(self, rule: ElementRule | MatrixRule, master: MasterWeight, tensors: Mapping[str, TensorAtRest]) -> None:
         """Makes these tensors, which are in files, a parameter's state; if all fit as they are, from file to file."""
         parameter = master.parameter
-        disk = None if parameter.device.type != "cpu" else self.disk
+        disk = None if master.state_device.type != "cpu" else self.disk
         if disk is not None and isinstance(rule, ElementRule):
             kept = self.dtypes(rule, master)
             if all(one.like.dtype == kept.get(name) and master.is_shaped(one.like) for name, one in tensors.items()):

@@ -12,7 +12,7 @@ from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from headrace.optim.kernel import CHUNK_ELEMENTS, Master, Number, Task
 from headrace.optim.rules import ElementRule
 
-__all__ = ["Update", "perform", "scaled"]
+__all__ = ["Update", "flattened", "part_of", "perform", "scaled"]
 
 _NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.float16: Number.FLOAT16}
 _STATE_NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.uint8: Number.EIGHT_BIT}
@@ -119,7 +119,7 @@ def _perform_in_torch(updates: Sequence[Update], gradient_scale: float) -> None:
 
     On an accelerator, larger chunks are updated on the current stream.
     """
-    flat = [_flattened(update) for update in updates]
+    flat = [flattened(update) for update in updates]
     with torch.no_grad():
         for update in flat:
             if update.weight.device.type != "cpu":
@@ -134,7 +134,8 @@ def _perform_in_torch(updates: Sequence[Update], gradient_scale: float) -> None:
             update.checksum = kernel.checksum(_flat(update.weight))
 
 
-def _flattened(update: Update) -> Update:
+def flattened(update: Update) -> Update:
+    """The update with its tensors flat, in the same memory."""
     return dataclasses.replace(
         update,
         weight=_flat(update.weight),
@@ -191,7 +192,7 @@ def _widened(update: Update, moment: torch.Tensor | None, part: slice, exact: to
     if moment is None:
         return None
     if moment.dtype == torch.uint8:
-        return eight_bit.decode(moment[_bytes_of(part)], exact.numel(), signed=moment is update.first)
+        return eight_bit.decode(part_of(moment, part), exact.numel(), signed=moment is update.first)
     return moment[part].to(exact.dtype)
 
 
@@ -205,11 +206,13 @@ def _narrowed(update: Update, moment: torch.Tensor | None, part: slice, values: 
     is_first = moment is update.first
     random = narrow.random_bits(places) >> (0 if is_first else 16) & 0xFFFF
     if moment.dtype == torch.uint8:
-        eight_bit.encode(values, moment[_bytes_of(part)], random.to(torch.int32), signed=is_first)
+        eight_bit.encode(values, part_of(moment, part), random.to(torch.int32), signed=is_first)
     else:
         moment[part].copy_(narrow.stochastic_bfloat16(values, random))
 
 
-def _bytes_of(part: slice) -> slice:
-    """The bytes of these elements in a flat 8-bit moment."""
-    return slice(part.start // RUN_ELEMENTS * RECORD_BYTES, -(-part.stop // RUN_ELEMENTS) * RECORD_BYTES)
+def part_of(column: torch.Tensor, part: slice) -> torch.Tensor:
+    """These elements of a flat weight, gradient, master or moment. Of an 8-bit moment: the runs that have them."""
+    if column.dtype != torch.uint8:
+        return column[part]
+    return column[part.start // RUN_ELEMENTS * RECORD_BYTES : -(-part.stop // RUN_ELEMENTS) * RECORD_BYTES]

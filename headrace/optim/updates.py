@@ -1,6 +1,8 @@
 """Where and when does a step update parameters? At once or beside passes, on the host or on their accelerator."""
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +12,7 @@ from headrace.optim.elements import ElementUpdates
 from headrace.optim.interruption import Interruption
 from headrace.optim.local_shards import LocalShards
 from headrace.optim.not_finite import NotFiniteSteps
+from headrace.optim.on_device import DeviceUpdates, device_bytes
 from headrace.optim.options import Options
 from headrace.optim.overlap import Updater, by_unit
 from headrace.optim.ownership import Ownership
@@ -17,7 +20,8 @@ from headrace.optim.rules import MatrixRule
 from headrace.optim.states import ParamStates
 from headrace.optim.whole import update_whole
 from headrace.runtime.capture import before_write, will_write
-from headrace.runtime.pending import Pending, Unit
+from headrace.runtime.device import is_accelerator
+from headrace.runtime.pending import Manager, Pending, Unit, unit_of
 
 __all__ = ["Updates"]
 
@@ -33,6 +37,7 @@ class Updates:
         self._local_shards = local_shards
         self._not_finite = not_finite
         self._elements = ElementUpdates(states, not_finite, always_counts=options.state_dtype != torch.float32)
+        self._on_device: dict[object, DeviceUpdates] = {}  # by what lends memory: see `_lender_of`
         self.updater = Updater()
         self.interruption = Interruption()
         self.early: EarlyUpdates | None = None
@@ -105,7 +110,7 @@ class Updates:
         with self.interruption.guard_partial_step(members):
             for device in dict.fromkeys(member.parameter.device for member in members):
                 present = [member for member in members if member.parameter.device == device]
-                if device.type == "cpu":
+                if device.type == "cpu" or self._options.update == "device":
                     self._apply(present, scale)
                 else:
                     self._perform_beside(device, present, scale, mine)
@@ -131,16 +136,62 @@ class Updates:
                 self._mirrors[device] = HostMirror(device, pin=self._options.pin, overlap=self._options.overlap_d2h_h2d)
             self._mirrors[device].update(on_host, lambda batch: self._apply(batch, scale))
 
+    def open(self, parameters: Mapping[torch.Tensor, bool]) -> None:
+        """With update="device", gets device memory for updates: at construction, and when a step begins.
+
+        `parameters`: all of the optimizer, and whether a rule needs each as a whole. Raises BudgetError.
+        """
+        if self._options.update == "host":
+            return
+        by_lender: dict[Any, dict[torch.Tensor, bool]] = {}
+        for parameter, whole in parameters.items():
+            if (lender := _lender_of(parameter)) is not None:
+                by_lender.setdefault(lender, {})[parameter] = whole
+        self._on_device = {lender: known for lender, known in self._on_device.items() if lender in by_lender}
+        for lender, theirs in by_lender.items():
+            nbytes = device_bytes(theirs)
+            if lender not in self._on_device or self._on_device[lender].memory.nbytes < nbytes:
+                self._on_device.pop(lender, None)  # it lends the same memory again
+                self._on_device[lender] = DeviceUpdates(_lent(next(iter(theirs)), nbytes))
+
+    def check_device(self) -> None:
+        """Called when a step begins. Raises ValueError if an accelerator is to update, and none computes the model."""
+        if self._options.update == "device" and not self._on_device:
+            raise ValueError(
+                'update="device" updates on the accelerator where the model computes; all parameters are on the CPU,'
+                ' and of no model that was offloaded to an accelerator: leave update at "host"'
+            )
+
     def _apply(self, members: Sequence[Member], scale: float) -> None:
-        """Updates the weights of `members` in the memory where they are. `scale` multiplies their gradients."""
-        whole = [member for member in members if isinstance(member.rule, MatrixRule)]
-        by_element = [member for member in members if not isinstance(member.rule, MatrixRule)]
-        if by_element:
-            self._elements.perform(by_element, scale, in_place=not self.overlaps)
-        update_whole(whole, scale, self._states, self._not_finite)
+        """Updates the weights of `members`, all in one memory. `scale` multiplies their gradients."""
+        by_device: dict[DeviceUpdates | None, list[Member]] = {}
+        for member in members:
+            device = self._on_device.get(_lender_of(member.parameter)) if self._on_device else None
+            by_device.setdefault(device, []).append(member)
+        for device, present in by_device.items():
+            whole = [member for member in present if isinstance(member.rule, MatrixRule)]
+            by_element = [member for member in present if not isinstance(member.rule, MatrixRule)]
+            if by_element:
+                self._elements.perform(by_element, scale, in_place=not self.overlaps, device=device)
+            update_whole(whole, scale, self._states, self._not_finite, device)
 
     def _mark_written(self, members: Sequence[Member]) -> None:
         written = [member.parameter for member in members]
         torch.autograd.graph.increment_version([*written, *self._local_shards.dtensors_of(written)])
         for member in members:
             member.master.written()
+
+
+def _lender_of(parameter: torch.Tensor) -> "torch.device | weakref.ref[Manager] | None":
+    """What lends device memory for a parameter's update: its accelerator, or its model; None: no accelerator has it."""
+    unit = unit_of(parameter)
+    if unit is not None:
+        return weakref.ref(unit.manager) if is_accelerator(unit.manager.device) else None
+    return parameter.device if is_accelerator(parameter.device) else None
+
+
+def _lent(parameter: torch.Tensor, nbytes: int) -> torch.Tensor:
+    unit = unit_of(parameter)
+    if unit is not None:
+        return unit.manager.lend_device_memory(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device=parameter.device)

@@ -30,15 +30,25 @@ class MasterWeight:
     """
 
     def __init__(
-        self, parameter: torch.Tensor, given: torch.Tensor, master_form: str, *, eight_bits: bool = False
+        self,
+        parameter: torch.Tensor,
+        given: torch.Tensor,
+        master_form: str,
+        *,
+        eight_bits: bool = False,
+        state_on_host: bool = False,
     ) -> None:
-        """`given`: the parameter as the user has it (the DTensor of a local shard), which counts its own writes."""
+        """`given`: the parameter as the user has it (the DTensor of a local shard), which counts its own writes.
+
+        `state_on_host`: the master and the moments rest in host memory also if the weights do not.
+        """
         self.parameter = parameter
         self._written_as = (parameter, given)
         self.dtype, self._shape, self._strides = parameter.dtype, parameter.shape, parameter.stride()
         self._device = parameter.device
         self.uses_8bit = eight_bits and eight_bit.fits(parameter)  # whether its moments are kept in 8 bits
         self.host = parameter
+        self._state_on_host = state_on_host
         if parameter.dtype == torch.bfloat16 and master_form == "split":
             self.form = Master.SPLIT
         elif parameter.dtype in (torch.bfloat16, torch.float16):
@@ -76,6 +86,11 @@ class MasterWeight:
                 f" and strides {now.stride()} since the last step, and its state does not fit; make a new optimizer,"
                 " and where only the strides changed load into it the state_dict() of this one from before"
             )
+
+    @property
+    def state_device(self) -> torch.device:
+        """Where the master and the moments rest, if they are in memory."""
+        return torch.device("cpu") if self._state_on_host else self.host.device
 
     @property
     def master_dtypes(self) -> dict[str, torch.dtype]:
@@ -131,7 +146,11 @@ class MasterWeight:
         """Splits the masters `full` into weights and remainders (`kept`). Weights are written: ties round otherwise."""
         runs = (tensor.split(kernel.CHUNK_ELEMENTS) for tensor in (self.exposed(), self.flat(full), flat(kept)))
         for stored, master, remainder in zip(*runs, strict=True):
-            narrow.split_master(narrow.join(stored, master, Master.FULL), stored, remainder, Master.SPLIT)
+            exact = narrow.join(stored, master.to(stored.device), Master.FULL)
+            beside = remainder.to(stored.device)
+            narrow.split_master(exact, stored, beside, Master.SPLIT)
+            if beside is not remainder:
+                remainder.copy_(beside)
 
     def performed(self, checksum: int | torch.Tensor | None) -> None:
         """Called when an update has been written to `exposed()`; `checksum`: of what was written, in split form."""
@@ -180,7 +199,7 @@ class MasterWeight:
         """As `flat`, but in the shape of the weights, and not detached."""
         if tensor.dtype == torch.uint8 or self.lies_alike(tensor):
             return tensor
-        return self._empty(tensor.dtype).copy_(tensor.detach())
+        return self._empty(tensor.dtype, tensor.device).copy_(tensor.detach())
 
     def lies_alike(self, tensor: torch.Tensor) -> bool:
         """Whether the elements of a gradient or a state lie in the order of `exposed()`."""
@@ -206,8 +225,8 @@ class MasterWeight:
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """A new state of zeros in the shape and layout of the weights; with dtype uint8, an 8-bit moment."""
         if dtype == torch.uint8:
-            return eight_bit.zeros(self.host.numel(), self.host.device)
-        return self._empty(dtype).zero_()
+            return eight_bit.zeros(self.host.numel(), self.state_device)
+        return self._empty(dtype, self.state_device).zero_()
 
     def adopt(self, value: Any, dtype: torch.dtype) -> torch.Tensor | None:
         """A loaded state in a form that can be updated in place; None if it has another dtype or shape."""
@@ -216,17 +235,17 @@ class MasterWeight:
         check_bytes(value, lambda: f"a state of a parameter of shape {tuple(self._shape)}")
         if dtype == torch.uint8:
             whole = eight_bit.is_record(value, self.host.numel())
-            return value.to(self.host.device).contiguous() if whole else None
+            return value.to(self.state_device).contiguous() if whole else None
         if value.shape != self.host.shape:
             return None
-        if value.device != self.host.device:  # Lightning and accelerate move state to the accelerator
-            value = value.to(self.host.device)
-        return value if self.lies_alike(value) else self._empty(dtype).copy_(value)
+        if value.device != self.state_device:  # Lightning and accelerate move state to the accelerator
+            value = value.to(self.state_device)
+        return value if self.lies_alike(value) else self._empty(dtype, self.state_device).copy_(value)
 
-    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if torch.ops.aten.is_non_overlapping_and_dense(self.host):
-            return torch.empty_strided(self.host.shape, self.host.stride(), dtype=dtype, device=self.host.device)
-        return torch.empty(self.host.shape, dtype=dtype, device=self.host.device)
+            return torch.empty_strided(self.host.shape, self.host.stride(), dtype=dtype, device=device)
+        return torch.empty(self.host.shape, dtype=dtype, device=device)
 
     def _layout(self) -> tuple[int, ...]:
         if torch.ops.aten.is_non_overlapping_and_dense(self.host):

@@ -1,6 +1,7 @@
 """How do rules that need a whole parameter update it? One parameter at a time, with PyTorch's own arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -8,40 +9,100 @@ from headrace.optim import kernel, narrow
 from headrace.optim.devices import Member
 from headrace.optim.kernel import Master
 from headrace.optim.not_finite import NotFiniteSteps
+from headrace.optim.on_device import DeviceUpdates, Piece
 from headrace.optim.states import ParamStates
 from headrace.optim.update import scaled
+from headrace.optim.weights import flat
+from headrace.runtime.lanes import Copy
 
 __all__ = ["update_whole"]
 
 
-def update_whole(members: Sequence[Member], scale: float, states: ParamStates, not_finite: NotFiniteSteps) -> None:
-    """Updates the members one after the other; state on disk comes into memory for one member at a time."""
-    for member in members:
-        disk = states.disk if member.master.host.device.type == "cpu" else None
-        if disk is not None:
-            states.fetch(disk, member.rule, member.master, member.state)
-        _update(member, scale, not_finite)
-        if disk is not None:
-            states.to_disk(disk, member.rule, member.master, member.state)
+def update_whole(
+    members: Sequence[Member],
+    scale: float,
+    states: ParamStates,
+    not_finite: NotFiniteSteps,
+    device: DeviceUpdates | None = None,
+) -> None:
+    """Updates the members one after the other; state on disk comes into memory for one member at a time.
+
+    `device`: updates them; None: they are updated in the memory where they are.
+    """
+
+    def pieces() -> Iterator[Piece]:
+        for member in members:
+            if states.disk is not None and member.master.state_device.type == "cpu":
+                states.fetch(states.disk, member.rule, member.master, member.state)
+            yield _piece(member, scale, states, not_finite, device)
+
+    if device is not None:
+        device.run(pieces())
+        return
+    for piece in pieces():
+        piece.update(piece.columns)
+        piece.done()
 
 
-def _update(member: Member, scale: float, not_finite: NotFiniteSteps) -> None:
+def _piece(
+    member: Member, scale: float, states: ParamStates, not_finite: NotFiniteSteps, device: DeviceUpdates | None
+) -> Piece:
     weights, state = member.master, member.state
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
-            state[name] = value.to("cpu" if name == "step" else weights.host.device)
-    master = weights.master(state)
-    master = None if master is None else weights.flat(master)
-    stored = weights.exposed()
+            state[name] = value.to("cpu" if name == "step" else weights.state_device)
+    weights.master(state)
+    names = _tensors(state)
+    if device is not None:
+        states.in_locked_memory(state, names, device.device)
+    found: list[torch.Tensor] = []  # whether the gradient is not finite
+    stored, gradient = weights.exposed(), member.gradient.detach()
+    if not torch.ops.aten.is_non_overlapping_and_dense(gradient):
+        gradient = gradient.contiguous()
+
+    def perform(here: Sequence[torch.Tensor]) -> Sequence[Copy]:
+        there = state | dict(zip(names, here[2:], strict=True))
+        member.begins()
+        found.append(_apply(member, here[0], here[1], there, scale))
+        new = {name: value for name, value in there.items() if name not in names}
+        state.update(new)
+        if device is None:
+            return ()
+        made = _tensors(new)
+        state.update({name: torch.empty_like(new[name], device="cpu") for name in made})
+        states.in_locked_memory(state, made, device.device)
+        found.append(device.flag())
+        copies = [(found[1], found[0]), (stored, here[0]), *((state[name], there[name]) for name in (*names, *made))]
+        return [(target, source) for target, source in copies if target is not source]
+
+    def done() -> None:
+        not_finite.note(member.step, found[0] if device is None else bool(found[1]))
+        weights.performed(kernel.checksum(stored) if weights.form is Master.SPLIT else None)
+        member.updated = True
+        if states.disk is not None and weights.state_device.type == "cpu":
+            states.to_disk(states.disk, member.rule, weights, state)
+
+    return Piece([stored, gradient, *(state[name] for name in names)], perform, done)
+
+
+def _apply(
+    member: Member,
+    stored: torch.Tensor,
+    gradient: torch.Tensor,
+    state: dict[str, Any],
+    scale: float,
+) -> torch.Tensor:
+    """Updates one parameter, of which everything is on one device. Returns whether its gradient is not finite."""
+    weights = member.master
+    master = next((flat(weights.dense(state[name])) for name in weights.master_dtypes), None)
     exact = narrow.join(stored, master, weights.form)
-    gradient = member.gradient.detach()
-    if gradient.numel():
-        not_finite.note(member.step, ~torch.linalg.vector_norm(gradient, torch.inf).isfinite())
-    gradient = scaled(gradient, scale)
+    largest = torch.linalg.vector_norm(gradient, torch.inf) if gradient.numel() else gradient.sum()
     # In the shape and layout of the parameter: rows and columns matter here.
-    shaped = weights.shaped(exact)
-    member.begins()
-    member.rule.apply(state, shaped, gradient.to(exact.dtype))
+    member.rule.apply(state, weights.shaped(exact), scaled(gradient, scale).to(exact.dtype))
     narrow.split_master(exact, stored, master, weights.form)
-    weights.performed(kernel.checksum(stored) if weights.form is Master.SPLIT else None)
-    member.updated = True
+    return ~largest.isfinite().view(1)
+
+
+def _tensors(state: dict[str, Any]) -> list[str]:
+    """The names of the tensors in a parameter's state that rest beside its master."""
+    return [name for name, value in state.items() if isinstance(value, torch.Tensor) and name != "step"]

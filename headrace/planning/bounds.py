@@ -24,7 +24,9 @@ Note "four bounds". The steady state of any schedule takes, per cycle, at least
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from headrace.planning.problem import Problem
 from headrace.planning.tape import Gap, Tape, make_tape
@@ -127,45 +129,59 @@ def _most_saved(choices: list[tuple[float, float]], room: float) -> float:
     return saved
 
 
+class _Load(NamedTuple):
+    """What a use of a block adds to the loads of a window: all of it if the window begins at `certain` or before.
+
+    Else, if it begins behind `possible`, unless the bytes are there already when it begins.
+    """
+
+    block: int
+    size: int
+    seconds: float
+    certain: int
+    possible: float
+
+
 def _best_windows(tape: Tape, cut: int) -> float:
     """The largest sum of window bounds over all partitions of one round that begins at slot `cut`."""
     slots = tape.slots
-    uses: list[list[Gap]] = [[] for _ in range(slots)]
+    loads: list[list[_Load]] = [[] for _ in range(2 * slots)]  # of the slots of two rounds
     for gap in tape.gaps:
-        uses[gap.end].append(gap)
+        for boundary in (0, slots):  # behind which the block has expired, if it does
+            certain = -1 if gap.keepable else boundary
+            possible = (gap.begin + boundary if gap.keepable else -1) if gap.size else math.inf
+            loads[gap.end + boundary].append(_Load(gap.block, gap.size, gap.seconds, certain, possible))
     best = [0.0] * (slots + 1)  # best[k]: the first k slots behind the cut
     for first in range(slots):
         known = best[first]
-        for width, seconds in enumerate(_windows(tape, uses, cut + first, slots - first), start=1):
-            if known + seconds > best[first + width]:
-                best[first + width] = known + seconds
+        for last, seconds in enumerate(_windows(tape, loads, cut + first, cut + slots), start=first + 1):
+            if known + seconds > best[last]:
+                best[last] = known + seconds
     return best[slots]
 
 
-def _windows(tape: Tape, uses: list[list[Gap]], first: int, count: int) -> Iterator[float]:
-    """Bound 3 of the windows [first, first], [first, first + 1], ..."""
-    slots = tape.slots
-    compute = certain = possible = 0.0
-    shortest = float("inf")
-    densest = 0.0
-    before = {gap.block: gap.size for gap in uses[(first - 1) % slots] if gap.size}
-    passed = sum(before.values())  # bytes of the visit before the window that the window has not used yet
-    for slot in range(first, first + count):
-        turn, place = divmod(slot, slots)
-        seconds = tape.compute[place]
+def _windows(tape: Tape, loads: list[list[_Load]], first: int, end: int) -> Iterator[float]:
+    """Bound 3 of the windows [first, first], [first, first + 1], ... before `end`. Plans take long here."""
+    compute = certain = possible = densest = 0.0
+    shortest = math.inf
+    before = {load.block: load.size for load in loads[(first - 1) % tape.slots] if load.size}
+    room = tape.budget - sum(before.values())  # less the bytes of the visit before that the window has not used yet
+    for own, seconds in zip(loads[first:end], (tape.compute * 2)[first:end], strict=True):
         compute += seconds
-        for gap in uses[place]:
-            passed -= before.pop(gap.block, 0)
-            if not gap.keepable and turn * slots >= first:  # it expires at a boundary (slot 0) inside the window
-                certain += gap.seconds
-            elif gap.size and (not gap.keepable or gap.begin + turn * slots < first):
-                possible += gap.seconds
-                densest = max(densest, gap.seconds / gap.size)
-        if uses[place]:
-            shortest = min(shortest, seconds)
-        spared = min(possible, (tape.budget - passed) * densest)
-        loads = certain + possible - spared
-        yield max(compute, loads + shortest) if loads > 1e-9 * possible else compute
+        for block, size, load_seconds, certain_until, possible_from in own:
+            if block in before:
+                room += before.pop(block)
+            if first <= certain_until:
+                certain += load_seconds
+            elif first > possible_from:
+                possible += load_seconds
+                if load_seconds > densest * size:
+                    densest = load_seconds / size
+        if own and seconds < shortest:
+            shortest = seconds
+        spared = room * densest
+        moved = certain + possible - spared if spared < possible else certain
+        yield moved + shortest if moved > 1e-9 * possible and moved + shortest > compute else compute
 
 
 def _belady_bytes(tape: Tape) -> float:

@@ -59,7 +59,7 @@ class ActivationStats:
             ),
         ]
         if self.spill_bytes or self.fetch_bytes:
-            moved = f"{format_bytes(self.spill_bytes)} spilled, {format_bytes(self.fetch_bytes)} fetched"
+            moved = f"{format_bytes(self.spill_bytes)} written, {format_bytes(self.fetch_bytes)} read"
             rows.insert(4, ("activations on disk", moved))
         return rows
 

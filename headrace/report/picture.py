@@ -1,5 +1,6 @@
 """How does a run look? Its last step's lanes and the memory that it held, drawn by matplotlib."""
 
+import math
 import os
 
 from headrace.report.record import RunRecord
@@ -40,11 +41,14 @@ def draw(record: RunRecord, path: str | os.PathLike[str]) -> None:
         )
     lanes.set_yticks(range(len(names)), names)
     lanes.invert_yaxis()
-    lanes.set_title(f"one step of {record.step_seconds * 1e3:.4g} ms on {record.device}; red: compute waits")
+    figure.suptitle(record.title)
+    lanes.set_title(f"one step of {record.step_seconds * 1e3:.4g} ms; red: compute waits")
     for tier in ("device", "host", "disk"):
         sizes = [getattr(sample, f"{tier}_bytes") / 1e6 for sample in record.samples]
         if any(sizes):
             memory.step([sample.seconds * 1e3 for sample in record.samples], sizes, where="post", label=tier)
+        if any(sizes) and record.budgets.get(tier, math.inf) < 2e6 * max(sizes):
+            memory.axhline(record.budgets[tier] / 1e6, linestyle=":", linewidth=1, label=f"{tier}, at most")
     memory.set_ylabel("MB held")
     memory.set_xlabel("ms")
     if record.samples:

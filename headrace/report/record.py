@@ -7,11 +7,13 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
+from headrace.config import counted, format_bytes
+from headrace.planning.text import seconds_text
 from headrace.report.rows import Row
 from headrace.report.stats import Stats
 from headrace.runtime.spans import Sample, Span
@@ -32,7 +34,7 @@ class Stall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What the plan of the visits predicts for a step. No schedule can beat `lower_bound_seconds`."""
+    """What the plan of the visits predicts for a step. No schedule can beat `lower_bound_seconds` at its speeds."""
 
     cycle_seconds: float
     compute_seconds: float
@@ -42,12 +44,18 @@ class Planned:
     onloads: float
     peak_bytes: int
 
+    def bound_text(self) -> str:
+        """The bound, and the speeds for which it holds."""
+        bound, compute = seconds_text(self.lower_bound_seconds), seconds_text(self.compute_seconds)
+        return f"{bound}: no schedule is below that at the speeds of the plan, which has {compute} of compute"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One run. `stats` is None if only activations are offloaded, and `activations` is empty if they stay.
 
     `rates` has each lane's bytes per second when it was probed alone. `ranks` says how several ranks share the work.
+    `model` and `made_at` are for people to read; `budgets` are bytes by tier.
     """
 
     device: str
@@ -58,6 +66,16 @@ class RunRecord:
     rates: dict[str, float]
     activations: tuple[Row, ...] = ()
     ranks: tuple[Row, ...] = ()
+    model: str = ""
+    made_at: str = ""
+    budgets: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Of which model the run was, where, when, and within which budgets."""
+        limits = [f"{tier} {format_bytes(nbytes)}" for tier, nbytes in self.budgets.items()]
+        parts = [f"{self.model or 'a model'} on {self.device}", self.made_at, ", ".join(limits)]
+        return "; ".join(part for part in parts if part)
 
     @property
     def step_seconds(self) -> float:
@@ -96,6 +114,12 @@ class RunRecord:
         wait, the read is what held the visit up.
         """
         return list(self._stalls)
+
+    def shown_stalls(self) -> list[Stall]:
+        """The waits for copies, the longest first; then all waits for the host itself as one, with their sum."""
+        copies = [stall for stall in self._stalls if stall.what]
+        own = [stall.seconds for stall in self._stalls if not stall.what]
+        return copies + ([Stall(counted(len(own), "visit"), sum(own), "host", "")] if own else [])
 
     @cached_property
     def _stalls(self) -> tuple[Stall, ...]:
@@ -147,6 +171,9 @@ class RunRecord:
                 rates=fields["rates"],
                 activations=tuple(_row(*row) for row in fields["activations"]),
                 ranks=tuple(_row(*row) for row in fields.get("ranks", ())),
+                model=str(fields.get("model", "")),
+                made_at=str(fields.get("made_at", "")),
+                budgets=fields.get("budgets", {}),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
@@ -161,6 +188,7 @@ def _check_numbers(fields: dict[str, Any]) -> None:
         *(("samples", sample) for sample in fields["samples"]),
         *((name, () if fields[name] is None else fields[name].values()) for name in ("planned", "stats")),
         ("rates", fields["rates"].values()),
+        ("budgets", fields.get("budgets", {}).values()),
     ]
     for name, row in rows:
         for value in row:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from headrace.config import format_bytes
+from headrace.planning.text import seconds_text
 from headrace.report.picture import draw
 from headrace.report.record import RunRecord
 from headrace.report.rows import Row, rows_text
@@ -19,18 +21,23 @@ __all__ = ["Report"]
 _SHOWN = 5  # at most so many stalls
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """A run's record, and the ways to show it. `print` shows the text."""
+    """A run's record, and the ways to show it. `print` shows the text, and a notebook the page."""
 
     record: RunRecord
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.to_text()
+
+    def _repr_html_(self) -> str:
+        """Called by a notebook that shows the report."""
+        return f'<iframe srcdoc="{escape(self._page())}" style="width: 100%; height: 900px; border: 0"></iframe>'
 
     def to_text(self) -> str:
         """The counters, each beside its limit, and the last step lane by lane: measured, planned, lower bound."""
-        sections = [self.record.stats.to_text()] if self.record.stats is not None else []
+        sections = [self.record.title] if self.record.model else []
+        sections += [self.record.stats.to_text()] if self.record.stats is not None else []
         for rows in (self.record.ranks, self.record.activations):
             if rows:
                 sections.append(rows_text(rows))
@@ -42,41 +49,52 @@ class Report:
         """The last step: its lanes, the planned time, the lower bound, and the stalls."""
         record = self.record
         step = record.step_seconds
-        compute = f"{_seconds(step)}: {_seconds(record.compute_seconds)} of compute"
+        compute = f"{seconds_text(step)}: {seconds_text(record.compute_seconds)} of compute"
         rows = [("last step", f"{compute}, efficiency {record.compute_seconds / step if step else 1.0:.1%}")]
         if record.planned is not None:
             planned = record.planned
-            measured = f"{_seconds(planned.cycle_seconds)} ({step / planned.cycle_seconds:.3f} of it measured)"
-            rows.append(("planned", f"{measured}; no schedule is below {_seconds(planned.lower_bound_seconds)}"))
+            ratio = step / planned.cycle_seconds
+            rows.append(("planned", f"{seconds_text(planned.cycle_seconds)}; this step took {ratio:.2f} times that"))
+            rows.append(("at least", planned.bound_text()))
         for lane in record.lanes:
             busy, moved, waited = record.busy_seconds(lane), record.moved_bytes(lane), record.stall_seconds(lane)
-            line = f"busy {_seconds(busy)} ({busy / step if step else 0.0:.0%})"
+            line = f"busy {seconds_text(busy)} ({busy / step if step else 0.0:.0%})"
             if moved:
                 rate = record.achieved_rate(lane)
                 line += f", {format_bytes(moved)} at {rate / 1e9:.2f} GB/s"
-                if record.rates.get(lane):
-                    line += f" of {record.rates[lane] / 1e9:.2f} probed ({rate / record.rates[lane]:.0%})"
+                probed = record.rates.get(lane)
+                if probed and rate <= probed:
+                    line += f" of {probed / 1e9:.2f} probed ({rate / probed:.0%})"
+                elif probed:
+                    line += f", more than the {probed / 1e9:.2f} that headrace probe reached"
             if waited:
-                line += f"; compute waited {_seconds(waited)} for it"
+                line += f"; compute waited {seconds_text(waited)} for it"
             rows.append((lane, line))
-        for stall in record.stalls()[:_SHOWN]:
-            cause = f"{stall.lane} of {stall.what}" if stall.what else "the host"
-            rows.append(("stall", f"{stall.visit} waited {_seconds(stall.seconds)} for {cause}"))
+        stalls = record.shown_stalls()
+        for stall in [*stalls[:_SHOWN], *(each for each in stalls[_SHOWN:] if not each.what)]:
+            cause = f"{stall.lane} of {stall.what}" if stall.what else "the host, and no copy"
+            rows.append(("stall", f"{stall.visit} waited {seconds_text(stall.seconds)} for {cause}"))
         return rows
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one self-contained page: a time line to zoom and hover, memory by tier, and stalls. Works offline."""
+        Path(path).write_text(self._page())
+
+    def _page(self) -> str:
         template = files("headrace.report").joinpath("page.html").read_text()
+        record = self.record
         shown = {
             "record": json.loads(self.record.to_json()),
-            "step_seconds": self.record.step_seconds,
-            "compute_seconds": self.record.compute_seconds,
-            "lanes": self.record.lanes,
-            "stalls": [stall._asdict() for stall in self.record.stalls()],
+            "title": record.title,
+            "step_seconds": record.step_seconds,
+            "compute_seconds": record.compute_seconds,
+            "lanes": record.lanes,
+            "stalls": [stall._asdict() for stall in record.shown_stalls()],
+            "bound": "" if record.planned is None else record.planned.bound_text(),
             "text": self.to_text(),
         }
         data = json.dumps(shown).replace("<", "\\u003c")  # so that no text can end the script element
-        Path(path).write_text(template.replace("/*DATA*/null", data))
+        return template.replace("/*DATA*/null", data)
 
     def to_png(self, path: str | os.PathLike[str]) -> None:
         """Writes time line and memory as a picture. Raises ModuleNotFoundError if matplotlib is not installed."""
@@ -96,10 +114,3 @@ class Report:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the record as JSON, for `headrace report`."""
         Path(path).write_text(self.record.to_json())
-
-
-def _seconds(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.4g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

@@ -13,24 +13,25 @@ class Stats:
     """What was measured since the model was offloaded or since `reset_stats()`, in bytes and seconds.
 
     `device_peak_bytes` counts what `device_budget_bytes` limits: managed weights on the device (resident, visiting and
-    arriving) and managed buffers. `device_gradient_peak_bytes` is the peak of gradients on their way out. `host_bytes`
-    is all that the model's handle holds in host memory, without what optimizers hold (`optimizer.held_bytes()`). Of
-    these, `host_locked_bytes` are page-locked now. `host_refused_bytes` should be, too, but the system refused, so
-    compute waits for their copies. `demand_onloads` counts loads that were not planned, and came too late to be hidden.
-    `stall_seconds` is how long compute waited for blocks and activations, and `compute_seconds` is the rest of the
-    visits' time. `onload_bytes` went to the device in `onloads` transfers: `row_bytes` of them as single rows of
-    embedding tables, and `expert_bytes` as single experts. Forward and backward used experts `expert_uses` times, and
-    had to load the expert in `expert_loads` of these. For experts that rest on disk, `expert_host_loads` of the loads
-    found the expert in host memory; `expert_kept_bytes` went back there from the device, which had no room for them any
-    more. `offload_bytes` are gradients that left the device. `fetch_bytes` were read from disk, and `spill_bytes` were
-    written there. Of the bytes read, `packed_bytes` were packed, and became `unpacked_bytes` of weights; of the bytes
-    that crossed the link, `onload_packed_bytes` were packed, and became `onload_unpacked_bytes`. `steps` counts
-    optimizer steps over managed parameters. `skipped_steps` of them changed nothing because gradients were not finite
-    (with `max_grad_norm` of one of headrace's optimizers). In `not_finite_steps` of them, such an optimizer updated
-    weights although gradients were not finite (`stats(wait_for_updates=False)` counts only updates that are over). In
-    `forward_backward()`, `micro_batches_together` went through the model together, and `micro_batches_in_turn` one
-    after the other, as a warning says. Checkpoints of `saved_bytes` were written in `save_seconds`. With `wait=False`
-    most of that time overlaps with training; training waited `save_wait_seconds` for it.
+    arriving), managed buffers, and the memory of an optimizer's updates (`update="device"`).
+    `device_gradient_peak_bytes` is the peak of gradients on their way out. `host_bytes` is all that the model's handle
+    holds in host memory, without what optimizers hold (`optimizer.held_bytes()`). Of these, `host_locked_bytes` are
+    page-locked now. `host_refused_bytes` should be, too, but the system refused, so compute waits for their copies.
+    `demand_onloads` counts loads that were not planned, and came too late to be hidden. `stall_seconds` is how long
+    compute waited for blocks and activations, and `compute_seconds` is the rest of the visits' time. `onload_bytes`
+    went to the device in `onloads` transfers: `row_bytes` of them as single rows of embedding tables, and
+    `expert_bytes` as single experts. Forward and backward used experts `expert_uses` times, and had to load the expert
+    in `expert_loads` of these. For experts that rest on disk, `expert_host_loads` of the loads found the expert in host
+    memory; `expert_kept_bytes` went back there from the device, which had no room for them any more. `offload_bytes`
+    are gradients that left the device. `fetch_bytes` were read from disk, and `spill_bytes` were written there. Of the
+    bytes read, `packed_bytes` were packed, and became `unpacked_bytes` of weights; of the bytes that crossed the link,
+    `onload_packed_bytes` were packed, and became `onload_unpacked_bytes`. `steps` counts optimizer steps over managed
+    parameters. `skipped_steps` of them changed nothing because gradients were not finite (with `max_grad_norm` of one
+    of headrace's optimizers). In `not_finite_steps` of them, such an optimizer updated weights although gradients were
+    not finite (`stats(wait_for_updates=False)` counts only updates that are over). In `forward_backward()`,
+    `micro_batches_together` went through the model together, and `micro_batches_in_turn` one after the other, as a
+    warning says. Checkpoints of `saved_bytes` were written in `save_seconds`. With `wait=False` most of that time
+    overlaps with training; training waited `save_wait_seconds` for it.
     """
 
     device_peak_bytes: int
@@ -135,12 +136,15 @@ class Stats:
         return [("checkpoints", f"{format_bytes(self.saved_bytes)} {waited}")] if self.saved_bytes else []
 
     def _disk_rows(self) -> list[Row]:
-        moved = f"{format_bytes(self.fetch_bytes)} fetched, {format_bytes(self.spill_bytes)} spilled"
+        moved = f"{format_bytes(self.fetch_bytes)} read, {format_bytes(self.spill_bytes)} written"
         if not (self.disk_bytes or self.fetch_bytes or self.spill_bytes):
             return []
         share = f"{format_bytes(self.packed_bytes)} of it were {format_bytes(self.unpacked_bytes)} of weights"
         packed = [("packed on disk", share)] if self.packed_bytes else []
-        return [("on disk", format_bytes(self.disk_bytes)), ("from and to disk", moved), *packed]
+        held = (
+            [("on disk", format_bytes(self.disk_bytes))] if self.disk_bytes else []
+        )  # a checkpoint's files are not ours
+        return [*held, ("from and to disk", moved), *packed]
 
     def _skips(self) -> str:
         skipped = f", {self.skipped_steps} skipped: gradients were not finite" if self.skipped_steps else ""

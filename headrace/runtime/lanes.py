@@ -1,8 +1,8 @@
 """On which lanes do bytes move, and how is order across lanes kept? By events alone; see docs/design/ordering.md.
 
 The lanes of one device: compute (the stream that is current when headrace is called), onload (host to device), offload
-(device to host), host (one worker thread for additions and casts in host memory), one that unpacks packed weights on
-the device, and two for collectives between devices. There are two implementations with one interface: streams and
+(device to host), host (one worker thread for additions and casts in host memory), side (kernels beside compute, such
+as unpacking), and two for collectives between devices. There are two implementations with one interface: streams and
 events on an accelerator, and worker threads where the CPU itself computes.
 """
 
@@ -141,9 +141,9 @@ class Lanes(ABC):
         """
 
     @abstractmethod
-    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
-        """Submits the kernels that `job` launches, which make weights of what was copied, on a lane of their own. They
-        start when all of `after` are reached. Returns the tick of their end.
+    def beside(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+        """Submits the kernels that `job` launches on the side lane: they run beside the compute lane's. They start when
+        all of `after` are reached. Returns the tick of their end.
         """
 
     @abstractmethod
@@ -217,8 +217,8 @@ class StreamLanes(Lanes):
     def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
         return Transfer(lane, (), nbytes, *self._launch(lane, job, (after,)))
 
-    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
-        return self._launch("unpack", job, after)[1]
+    def beside(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+        return self._launch("side", job, after)[1]
 
     def _launch(self, lane: str, job: Callable[[], None], after: Sequence[Event]) -> tuple[Tick, Tick]:
         """Calls `job` on the lane's stream, which is made at first use. Returns the begin and end of its kernels."""
@@ -348,7 +348,7 @@ class ThreadLanes(Lanes):
         job()
         return Transfer(lane, (), nbytes, begun_at, _Passed(time.perf_counter()))
 
-    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+    def beside(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
         for event in after:
             event.synchronize()
         job()

@@ -14,7 +14,7 @@ import torch
 
 from headrace.errors import StateError
 
-__all__ = ["OWNER", "LostUpdate", "OtherRanks", "Pending", "Unit", "Watcher", "name_of", "unit_of", "watch"]
+__all__ = ["OWNER", "LostUpdate", "Manager", "OtherRanks", "Pending", "Unit", "Watcher", "name_of", "unit_of", "watch"]
 
 OWNER = "_headrace_owner"  # attribute of a managed parameter: its owner, which has its `name` and its `unit`
 
@@ -125,13 +125,25 @@ class Watcher(Protocol):
         """Called when a backward has raised after `complete` was called: its gradients are gone."""
 
 
+class Manager(Protocol):
+    """What manages one offloaded model's parameters."""
+
+    device: torch.device  # where the model computes
+
+    def lend_device_memory(self, nbytes: int) -> torch.Tensor:
+        """Device memory for updates, a flat uint8 tensor, off the budget of weights for as long as it is referred to.
+
+        Not to be called during a pass. Raises BudgetError.
+        """
+
+
 class Unit(Protocol):
     """Parameters that travel together, and are updated together."""
 
     updates: list[Pending]
     watchers: "WeakSet[Watcher]"
     order: int  # a pass needs the parameters of units with smaller numbers earlier
-    manager: object  # the same for all units of one offloaded model
+    manager: Manager  # the same for all units of one offloaded model
     common: Any  # the homes that a node's ranks share (weights/movement/common.py); None: they are this process's own
 
     def wait_for_updates(self) -> None:

@@ -27,13 +27,18 @@ class Span(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Bytes held in each tier at one moment of a step. `unix_nanoseconds`: when the host reached it."""
+    """Bytes held in each tier at one moment of a step, and those of gradients among them.
+
+    `unix_nanoseconds`: when the host reached it.
+    """
 
     seconds: float
     device_bytes: int
     host_bytes: int
     disk_bytes: int
     unix_nanoseconds: int = 0
+    device_gradient_bytes: int = 0
+    host_gradient_bytes: int = 0
 
 
 class Wait(NamedTuple):

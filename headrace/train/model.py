@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from headrace.config import how_to_download
 from headrace.errors import TrainInputError
 from headrace.integrations.transformers import open_pretrained
 from headrace.memory.disk import Checkpoint
@@ -214,8 +215,8 @@ def _mapped_model(directory: Path) -> tuple[PreTrainedModel, Checkpoint]:
 def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise TrainInputError(
-            f"model directory {directory} does not exist; models are read from the disk, not downloaded: "
-            "save one there with save_pretrained, or leave --model out for a small built-in Llama"
+            f"model directory {directory} does not exist; {how_to_download(directory)}. Without --model, a small"
+            " built-in Llama is trained"
         )
     if not (directory / "config.json").is_file():
         raise TrainInputError(

@@ -1,10 +1,11 @@
 """What did a run move, and where did its time go? Counters, and ticks from which seconds are computed afterwards."""
 
+import math
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headrace.memory.disk import Access, DiskLog
 from headrace.memory.ledger import Ledger
@@ -35,6 +36,17 @@ class Timing:
 
     stall_seconds: float
     compute_seconds: float
+
+
+class _Cycle(NamedTuple):
+    """A cycle for reports. The host began it `began_at`, and the next one `next_began_at` (`time.perf_counter`)."""
+
+    site: str
+    visits: list[VisitRecord]
+    end: Tick
+    began_at: float
+    next_began: Tick | None = None
+    next_began_at: float = math.inf
 
 
 class Checkpointed(Protocol):
@@ -84,12 +96,13 @@ class Meter(Counts):
     def __init__(self, lanes: Lanes, ledger: Ledger | None = None) -> None:
         self._lanes = lanes
         self._ledger = ledger
-        self._unread: deque[tuple[list[VisitRecord], Tick]] = deque()
-        self.last_cycle: tuple[list[VisitRecord], Tick] | None = None
+        self._unread: deque[tuple[list[VisitRecord], Tick, Callable[[list[Timing]], None] | None]] = deque()
+        self.last_cycle: _Cycle | None = None  # of the module on whose calls most visits were, as reports show it
+        self._visits: Counter[str] = Counter()  # by the module that was called
         self.last_transfers: deque[Moved] = deque(maxlen=1024)
         self.lane_use = LaneUse()
         self.disk_log = DiskLog()
-        self._cycle_began_at = self._last_cycle_began_at = 0.0  # seconds of `time.perf_counter`
+        self._cycle_began_at = 0.0  # seconds of `time.perf_counter`
         self.reset()
 
     def reset(self) -> None:
@@ -155,12 +168,21 @@ class Meter(Counts):
         """Called when the host begins a cycle."""
         self._cycle_began_at = time.perf_counter()
 
-    def cycle_ended(self, visits: list[VisitRecord], end: Tick) -> None:
-        """Called when a cycle is over. Its ticks are read two cycles later."""
+    def cycle_ended(
+        self, visits: list[VisitRecord], end: Tick, site: str, took: Callable[[list[Timing]], None] | None
+    ) -> None:
+        """Called when a cycle is over, which began with a call of the module `site`.
+
+        Its ticks are read two cycles later, and `took` is called with its timings.
+        """
         if visits:
-            self._unread.append((visits, end))
-            self.last_cycle = visits, end
-            self._last_cycle_began_at = self._cycle_began_at
+            self._unread.append((visits, end, took))
+            self._visits[site] += len(visits)
+            last = self.last_cycle
+            if last is None or self._visits[site] >= self._visits[last.site]:
+                self.last_cycle = _Cycle(site, visits, end, self._cycle_began_at)
+            elif last.next_began is None:
+                self.last_cycle = last._replace(next_began=visits[0].asked, next_began_at=self._cycle_began_at)
         while len(self._unread) > 2:
             self._read(*self._unread.popleft())
 
@@ -180,14 +202,15 @@ class Meter(Counts):
         """What is held now, as the ledger says; None: there is no ledger."""
         if self._ledger is None:
             return None
-        return Sample(0.0, *self._ledger.held_in_tiers(), time.time_ns())
+        held, gradients = self._ledger.held_in_tiers()
+        return Sample(0.0, *held, time.time_ns(), *gradients)
 
     def spans(self, others: Sequence[Moved], waits: Sequence[Waited]) -> list[Span]:
-        """Spans of the last cycle and of copies since it began, also `others`, cut by `waits`. Waits for all of it."""
-        if self.last_cycle is None:
+        """Spans of the last cycle, and of copies until the next one, also `others`, cut by `waits`. Waits for them."""
+        cycle = self.last_cycle
+        if cycle is None:
             return []
-        visits, end = self.last_cycle
-        first = visits[0].asked
+        visits, end, first = cycle.visits, cycle.end, cycle.visits[0].asked
         stood = [wait.since(first, self._lanes) for wait in waits]
         spans: list[Span] = []
         for visit, timing in zip(visits, self.timings(visits, end), strict=True):
@@ -197,12 +220,16 @@ class Meter(Counts):
                 spans.append(Span("compute", "stall", begin, timing.stall_seconds, what=name))
             begin += timing.stall_seconds
             spans += cut_by(stood, name, begin, begin + timing.compute_seconds)
-        return [*spans, *spans_of((*self.last_transfers, *others), first, self._lanes), *self._disk_spans(first)]
+        copies = spans_of((*self.last_transfers, *others), first, self._lanes)
+        if cycle.next_began is not None:
+            until = self._lanes.seconds(first, cycle.next_began)
+            copies = [copy for copy in copies if copy.begin_seconds < until]
+        return [*spans, *copies, *self._disk_spans(cycle)]
 
-    def _disk_spans(self, first: Tick) -> list[Span]:
-        """Spans of what the drive did since the host began the last cycle, counted from the tick of its first visit."""
-        began_at = self._last_cycle_began_at
-        moves = self.disk_log.since(began_at)
+    def _disk_spans(self, cycle: "_Cycle") -> list[Span]:
+        """Spans of what the drive did since the host began the cycle, counted from the tick of its first visit."""
+        first, began_at = cycle.visits[0].asked, cycle.began_at
+        moves = [move for move in self.disk_log.since(began_at) if move.begun_at < cycle.next_began_at]
         offset = self._lanes.seconds_to_host(first, began_at) if moves else 0.0
         spans = []
         for move in sorted(moves, key=lambda move: move.begun_at):
@@ -215,7 +242,7 @@ class Meter(Counts):
         """What was held at the visits of the last cycle."""
         if self.last_cycle is None:
             return []
-        visits, _ = self.last_cycle
+        visits = self.last_cycle.visits
         first = visits[0].asked
         return [
             visit.sample._replace(seconds=self._lanes.seconds(first, visit.asked))
@@ -223,8 +250,11 @@ class Meter(Counts):
             if visit.sample is not None
         ]
 
-    def _read(self, visits: list[VisitRecord], end: Tick) -> None:
-        for timing in self.timings(visits, end):
+    def _read(self, visits: list[VisitRecord], end: Tick, took: Callable[[list[Timing]], None] | None) -> None:
+        timings = self.timings(visits, end)
+        if took is not None:
+            took(timings)
+        for timing in timings:
             self._stall_seconds += timing.stall_seconds
             self._compute_seconds += timing.compute_seconds
 

@@ -99,7 +99,7 @@ def test_a_measurement_that_cannot_be_kept_is_not_begun(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(Path("good.json").absolute()))
-    monkeypatch.setattr("headrace.ahead.link_rates", lambda device: pytest.fail("measured"))
+    monkeypatch.setattr("headrace.probing.link_rates", lambda device: pytest.fail("measured"))
     said = refused(["probe", "--device", "cpu"], capsys)
     assert "the measurement cannot be kept in" in said
     assert "--no-cache" in said

@@ -1,6 +1,8 @@
 """Does `headrace plan` say the same as `headrace.plan()`, and does it refuse what it cannot plan?"""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,13 +39,23 @@ def test_the_command_prints_the_plan(config: Path, capsys: pytest.CaptureFixture
     assert numbers["tokens_per_second"] == pytest.approx(8192 / numbers["step_seconds"])
 
 
+def test_the_command_needs_no_torch(config: Path) -> None:
+    """PyTorch takes longer to import than a plan to be made."""
+    program = (
+        "import sys; from headrace.cli.main import main\n"
+        f"main(['plan', {str(config)!r}, '--hardware', '4090'])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
 @pytest.mark.extended
 def test_lora_is_the_training_of_adapters(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
-    for training in ("lora", "adapter"):
+    for training in ("lora", "adapter", "qlora"):
         assert main(["plan", str(config), "--hardware", "4090", "--training", training]) == 0
         shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1]
+    assert shown[0] == shown[1] != shown[2]
     assert "trained in adapters" in shown[0]
 
 

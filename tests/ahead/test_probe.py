@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headrace
-from headrace import ahead
+from headrace import ahead, probing
 from headrace.cli.main import main
 from headrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
 from headrace.runtime.probe_disk import disk_rates
@@ -19,11 +19,11 @@ from tests.cost.conftest import LLAMA_8B
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Probing moves few bytes, and keeps its result here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(ahead, "link_rates", lambda device: link_rates(device, copy_bytes=2**20))
-    monkeypatch.setattr(ahead, "dram_rate", lambda: dram_rate(copy_bytes=2**20))
-    monkeypatch.setattr(ahead, "update_rate", lambda: update_rate(parameters=2**16))
-    monkeypatch.setattr(ahead, "matmul_rates", lambda device: matmul_rates(device, size=64))
-    monkeypatch.setattr(ahead, "disk_rates", lambda directory: disk_rates(directory, file_bytes=2**24))
+    monkeypatch.setattr(probing, "link_rates", lambda device: link_rates(device, copy_bytes=2**20))
+    monkeypatch.setattr(probing, "dram_rate", lambda: dram_rate(copy_bytes=2**20))
+    monkeypatch.setattr(probing, "update_rate", lambda: update_rate(parameters=2**16))
+    monkeypatch.setattr(probing, "matmul_rates", lambda device: matmul_rates(device, size=64))
+    monkeypatch.setattr(probing, "disk_rates", lambda directory: disk_rates(directory, file_bytes=2**24))
     return tmp_path
 
 
@@ -87,9 +87,9 @@ def test_contradictions_are_noted(
     small: Path, monkeypatch: pytest.MonkeyPatch, disk: float, update: float, said: str
 ) -> None:
     drive = disk_rates(small, file_bytes=2**24)
-    monkeypatch.setattr(ahead, "disk_rates", lambda directory: replace(drive, read=disk, notes=()))
-    monkeypatch.setattr(ahead, "dram_rate", lambda: 40e9)
-    monkeypatch.setattr(ahead, "update_rate", lambda: update)
+    monkeypatch.setattr(probing, "disk_rates", lambda directory: replace(drive, read=disk, notes=()))
+    monkeypatch.setattr(probing, "dram_rate", lambda: 40e9)
+    monkeypatch.setattr(probing, "update_rate", lambda: update)
     noted = [note for note in headrace.probe("cpu", disk=small).notes if "host memory copies" in note]
     assert len(noted) == bool(said)
     assert all(said in note for note in noted)

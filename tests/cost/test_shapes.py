@@ -124,9 +124,9 @@ def test_mixtures_compute_with_few_experts() -> None:
     shape = shape_of({"model_type": "qwen3_moe"} | EXPERTS)
     dense = shape_of({"model_type": "qwen3"} | GROUPED | {"head_dim": 16})
     layer = shape.blocks[1]
-    attention, active = (n - 3 * 64 * 96 for n in (dense.blocks[1].parameters, dense.blocks[1].active_parameters))
+    attention, norms = dense.blocks[1].parameters - 3 * 64 * 96, 2 * 64 + 2 * 16
     assert layer.parameters == attention + 8 * 3 * 64 * 32 + 64 * 8
-    assert layer.active_parameters == active + 2 * 3 * 64 * 32 + 64 * 8
+    assert layer.active_parameters == attention - norms + 2 * 3 * 64 * 32 + 64 * 8
 
 
 @pytest.mark.parametrize(("config", "billions"), [(LLAMA_8B, 8.030), (LLAMA_70B, 70.554)])

@@ -38,17 +38,21 @@ def test_logs(tmp_path: Path) -> None:
     """The last log has the numbers of all of training; those before it, of the steps between."""
     model = llama()
     handle = headrace.offload(model, device="cpu", device_memory="64KiB")
-    handle.reset_stats()
-    trainer = trainer_of(model, arguments(tmp_path, save_strategy="no"), callbacks=[HeadraceCallback(handle)])
+    settings = arguments(tmp_path, save_strategy="no", eval_strategy="steps", eval_steps=2)
+    trainer = trainer_of(model, settings, eval_dataset=ROWS[:2], callbacks=[HeadraceCallback(handle)])
     trainer.train()
-    first, second, whole = trainer.state.log_history
-    for name in ("onload_bytes", "offload_bytes"):
-        key = f"headrace_{name}"
-        assert first[key] > 0
-        assert first[key] + second[key] == whole[key] == getattr(handle.stats(), name)
-    assert 0 < whole["headrace_device_peak_bytes"] <= 64 << 10
-    assert 0 <= second["headrace_stall_share"] < 1
-    assert second["headrace_tokens_per_second"] > 0
+    *logs, whole = trainer.state.log_history
+    trained, evaluated = logs[::2], logs[1::2]
+    for log in (*trained, whole):
+        assert 0 < log["headrace_device_peak_gib"] <= 2**-14
+        assert 0 <= log["headrace_stall_share"] < 1
+        assert log["headrace_tokens_per_second"] > 0
+    assert len(evaluated) == 2
+    for log in evaluated:
+        assert {name for name in log if name.startswith("headrace_")} == {
+            "headrace_device_peak_gib",
+            "headrace_stall_share",
+        }
     assert len(model._forward_pre_hooks) == 0
     handle.remove()
 
@@ -64,7 +68,7 @@ def test_a_log_does_not_wait_for_updates(monkeypatch: pytest.MonkeyPatch) -> Non
         optimizer.step()
         callback.on_log(None, state, None, logs=state.log_history[0])
         assert not updates.gate.is_set()
-        assert state.log_history[0]["headrace_onload_bytes"] > 0
+        assert state.log_history[0]["headrace_device_peak_gib"] > 0
         updates.release_soon()
         optimizer.synchronize()
         assert updates.waited > 0
@@ -88,7 +92,7 @@ def test_attached_it_is_before_those_that_report(tmp_path: Path) -> None:
         trainer = trainer_of(model, arguments(tmp_path, save_strategy="no"), callbacks=[reporter])
         HeadraceCallback(handle).attach(trainer)
         trainer.train()
-    assert [log["headrace_onload_bytes"] > 0 for log in reporter.logs] == [True, True, True]
+    assert [log["headrace_tokens_per_second"] > 0 for log in reporter.logs] == [True, True, True]
 
 
 def test_checkpoints_beside_the_trainers_own(tmp_path: Path) -> None:

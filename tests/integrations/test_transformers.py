@@ -101,6 +101,8 @@ def test_it_trains(directory: Path) -> None:
 def test_directories_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config.json; give the directory of a transformers model"):
         headrace.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="hf download openai/gpt2 --local-dir gpt2; then give 'gpt2'"):
+        headrace.from_pretrained("openai/gpt2")
     config = LlamaConfig(architectures=["LlamaForEverything"])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     with pytest.raises(CheckpointError, match=r"names the architectures \['LlamaForEverything'\], none of which"):
@@ -249,6 +251,7 @@ def test_sampling_follows_the_seed(directory: Path, capsys: pytest.CaptureFixtur
         (["--temperature", "1"], "--temperature 1.0 needs --sample"),
         (["--prompt", ""], "the prompt is empty"),
         (["--model", "/nowhere"], "model directory /nowhere does not exist"),
+        (["--model", "gpt2"], "run: hf download gpt2 --local-dir gpt2"),
         (["--device-memory", "much"], "--device-memory='much' is not a size"),
         (["--device", "abacus"], "device='abacus' is not a device"),
         (["--device-memory", "1KiB"], "raise"),

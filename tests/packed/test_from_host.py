@@ -393,7 +393,7 @@ def test_after_an_interrupt_amid_a_load(device: torch.device, monkeypatch: pytes
     with offload(model, device) as handle:
         passes(model, handle, want)
         lanes = handle._lanes
-        right, calls = lanes.unpack, [0]
+        right, calls = lanes.beside, [0]
 
         def unpack(*given: Any) -> Any:
             end = right(*given)
@@ -402,7 +402,7 @@ def test_after_an_interrupt_amid_a_load(device: torch.device, monkeypatch: pytes
                 raise KeyboardInterrupt
             return end
 
-        monkeypatch.setattr(lanes, "unpack", unpack)
+        monkeypatch.setattr(lanes, "beside", unpack)
         with pytest.raises(KeyboardInterrupt), torch.no_grad():
             model(inputs().expand(2, 3, WIDTH))
         held = torch.ones(BUDGET // 4, device=device)  # in memory that came free
@@ -483,7 +483,7 @@ def test_edge_11_pieces_take_turns(
     device: torch.device, emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     """Each wait is taken out (docs/design/ordering.md), and the race detector names what it then finds."""
-    unpack, copy = lanes.StreamLanes.unpack, lanes.StreamLanes.copy
+    unpack, copy = lanes.StreamLanes.beside, lanes.StreamLanes.copy
     never_recorded = torch.Event("emu")
 
     def unpack_early(self: Any, job: Callable[[], None], after: Sequence[Any]) -> Any:
@@ -502,7 +502,7 @@ def test_edge_11_pieces_take_turns(
         if missing == "what crossed before is unpacked":
             monkeypatch.setattr(lanes.StreamLanes, "copy", copy_early)
         else:
-            monkeypatch.setattr(lanes.StreamLanes, "unpack", unpack_early)
+            monkeypatch.setattr(lanes.StreamLanes, "beside", unpack_early)
         for _ in range(3):
             model(inputs())
         handle.synchronize()

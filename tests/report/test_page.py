@@ -48,8 +48,12 @@ def test_the_page_shows_the_step(report: Report, browser: "webdriver.Chrome", tm
     assert len(find("css selector", "#timeline rect.span")) == len(spans)
     stalls = [span for span in spans if span.name == "stall"]
     assert len(find("css selector", "#timeline rect.stall")) == len(stalls) > 0
-    assert len(find("css selector", "#stalls tbody tr")) == len(stalls)
+    assert len(find("css selector", "#stalls tbody tr")) == len(report.record.shown_stalls())
     assert len(find("css selector", "#memory path.curve")) == 2  # device and host
+    assert len(find("css selector", "#memory line.budget.device")) == 1
+    assert find("css selector", "#memory path.without.host")  # gradients apart
+    assert "Stack" in browser.title
+    assert "device 900 KiB" in browser.find_element("id", "title").text
     assert "efficiency" in browser.find_element("id", "text").text
 
     transfer = next(e for e in find("css selector", "#timeline rect.onload") if e.rect["width"] > 4)
@@ -63,6 +67,10 @@ def test_the_page_shows_the_step(report: Report, browser: "webdriver.Chrome", tm
     origin = webdriver.common.actions.wheel_input.ScrollOrigin.from_element(transfer)
     webdriver.ActionChains(browser).scroll_from_origin(origin, 0, -300).perform()
     assert max(e.rect["width"] for e in find("css selector", "#timeline rect.onload")) > 1.1 * width
+    browser.set_window_size(500, 1000)
+    assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    label = browser.find_element("css selector", "#memory svg text.tick")
+    assert label.rect["height"] >= 10  # as large as on a wide page
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 

@@ -39,8 +39,31 @@ def test_the_last_step_is_measured_against_the_plan(report: Report) -> None:
     offloaded = sum(span.nbytes for span in record.of_lane("offload"))
     assert offloaded == LAYERS * BLOCK
     text = str(report)
-    for part in ("last step", "planned", "no schedule is below", "onload     busy", "stall      layers."):
+    for part in (
+        "Stack (1.51 MiB of weights) on emu",
+        "last step",
+        "planned",
+        "no schedule is below",
+        "onload     busy",
+        "stall      layers.",
+    ):
         assert part in text
+
+
+@pytest.mark.emu("lazy")
+@pytest.mark.parametrize("device_memory", ["900KiB", "4MiB"])  # blocks come and go, and all of them stay
+def test_a_plan_of_a_busy_machine_is_made_anew(emu_device, slow_link, device_memory: str) -> None:
+    """What no schedule can beat at the speeds of the plan is beaten when compute is quicker than it was then."""
+    model = stack()
+    emu_device.configure(flops_per_second=1e9)
+    with headrace.offload(model, device="emu", device_memory=device_memory, blocks=[model.layers]) as handle:
+        for step in range(12):
+            if step == 6:
+                emu_device.configure(flops_per_second=1e12)
+            model(torch.randn(64, 256)).sum().backward()
+        record = handle.report().record
+    assert record.planned is not None
+    assert record.step_seconds >= 0.9 * record.planned.lower_bound_seconds > 0
 
 
 @pytest.mark.emu("lazy")
@@ -55,6 +78,41 @@ def test_stalls_name_the_copy_that_was_waited_for(report: Report) -> None:
         assert stall.what == stall.visit.split()[0]  # the block's own weights
     measured = sum(span.seconds for span in report.record.spans if span.name == "stall")
     assert sum(stall.seconds for stall in stalls) == pytest.approx(measured)
+
+
+def test_waits_for_the_host_are_one_row_behind_those_for_copies() -> None:
+    spans = [Span("compute", "stall", float(step), 0.5, 0, f"layers.{step} forward") for step in range(8)]
+    spans.append(Span("onload", "onload", 3.0, 0.5, 8, "layers.3"))
+    record = RunRecord(device="cpu", stats=None, spans=tuple(spans), samples=(), planned=None, rates={})
+    assert [(stall.visit, stall.seconds) for stall in record.shown_stalls()] == [
+        ("layers.3 forward", 0.5),
+        ("7 visits", 3.5),
+    ]
+
+
+def test_handles_and_reports_say_what_they_are(tmp_path) -> None:
+    model = stack()
+    with headrace.offload(model, device="cpu", device_memory="900KiB", blocks=[model.layers]) as handle:
+        assert repr(handle).startswith("<Stack (1.51 MiB of weights), offloaded on cpu: device_memory='900 KiB'")
+        model(torch.randn(64, 256)).sum().backward()
+        report = handle.report()
+    assert repr(handle) == "<Stack (1.51 MiB of weights), removed>"
+    assert repr(report) == str(report)
+    assert report._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+
+
+@pytest.mark.emu("lazy")
+def test_a_pipeline_shows_its_largest_part(emu_device, slow_link) -> None:
+    """The last call is of a small part, whose copies are not shown either."""
+    parts = torch.nn.ModuleDict({"transformer": stack(), "vae": torch.nn.Sequential(torch.nn.Linear(256, 256))})
+    with torch.no_grad(), headrace.offload(parts, device="emu", device_memory="900KiB", blocks="200KiB") as handle:
+        for _ in range(4):
+            parts["transformer"](torch.randn(64, 256))
+        parts["vae"](torch.randn(64, 256))
+        record = handle.report().record
+    assert {span.what or span.name for span in record.spans if "vae" in span.what + span.name} == set()
+    assert any("transformer" in span.name for span in record.of_lane("compute"))
+    assert record.model.startswith("transformer, vae")
 
 
 @pytest.mark.emu("lazy")
@@ -145,6 +203,8 @@ def test_probed_rates_stand_beside_the_measured(report: Report) -> None:
     probed = Report(RunRecord.from_json(record.to_json().replace('"rates": {}', '"rates": {"onload": 2e9}')))
     share = record.achieved_rate("onload") / 2e9
     assert f"of 2.00 probed ({share:.0%})" in str(probed)
+    slower = Report(RunRecord.from_json(record.to_json().replace('"rates": {}', '"rates": {"onload": 5e8}')))
+    assert "more than the 0.50 that headrace probe reached" in str(slower)
     assert 0.4 < share < 0.51
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import random
 import sys
 from types import FrameType
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import headrace
+from headrace.weights.passes.call import Progress
 from tests.support.compare import assert_same, assert_same_gradients
 from tests.support.held import weight_bytes
 from tests.support.loops import loss_of, steps
@@ -36,6 +38,26 @@ class _Interrupt:
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
+
+
+def test_a_handle_can_be_removed_after_an_interrupt_that_somebody_keeps(decoder: Decoder, tokens: torch.Tensor) -> None:
+    """It struck while hooks of homes were about to be called, and its traceback keeps that undone."""
+
+    def interrupt(frame: FrameType, event: str, _arg: Any) -> None:
+        manager = frame.f_locals.get("self") if event == "return" and frame.f_code.co_name == "__enter__" else None
+        if getattr(getattr(manager, "gen", None), "gi_code", None) is begun:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    begun = inspect.unwrap(Progress.hooks_of_homes).__code__
+    handle = headrace.offload(decoder, device="cpu", device_memory=20000)
+    loss = loss_of(decoder, tokens)
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        loss.backward()
+    assert sys.getprofile() is None
+    handle.remove()
+    del kept
 
 
 @pytest.mark.timeout(60)

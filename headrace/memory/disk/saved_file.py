@@ -24,6 +24,7 @@ from headrace.memory.disk.checksums import checksum
 from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, disk_pages, pieces
 from headrace.memory.disk.file import DirectFile
 from headrace.memory.pages import map_pages
+from headrace.runtime.progress import progress
 from headrace.runtime.system import CLOSED_IN_CHILDREN, read_some
 
 __all__ = ["GRAIN_BYTES", "Place", "SavedFile", "TensorInFile", "new_pages", "read_all", "reading_memory"]
@@ -188,15 +189,17 @@ def read_all(work: Iterable[tuple[SavedFile, Sequence[Place]]], memory: Sequence
 
     with ThreadPoolExecutor(len(memory), thread_name_prefix="headrace-load") as readers:
         jobs = [
-            readers.submit(bring, file, *piece)
+            (readers.submit(bring, file, *piece), piece[1] - piece[0])
             for file, places in work
             for piece in _pieces(file, places, memory[0].nbytes)
         ]
         try:
-            for job in jobs:
-                job.result()
+            with progress("headrace: reading", sum(nbytes for _, nbytes in jobs)) as bar:
+                for job, nbytes in jobs:
+                    job.result()
+                    bar.update(nbytes)
         except BaseException:
-            for job in jobs:
+            for job, _ in jobs:
                 job.cancel()
             raise
 

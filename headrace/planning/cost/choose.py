@@ -17,6 +17,7 @@ from headrace.planning.text import decimal_text
 
 __all__ = ["Help", "Shortfall", "best_run", "helps", "options", "orders", "shortfall"]
 
+_HELPS = 1.02  # times the tokens/s: a change that gains less is not named
 _SIMPLER = 1.02  # a simpler method is taken when the best other one is not faster than this
 
 
@@ -119,8 +120,11 @@ def helps(run: Run) -> list[Help]:
 
     def consider(change: str, tokens: float = 1.0, **changed: Any) -> None:
         option = option_of(replace(case, **changed))
-        gain = tokens * run.seconds / forecast_of(option).seconds if not option.lacks else 0.0
-        if gain > 1.02:
+        seconds = tokens * run.seconds  # with the change, the step is no quicker than its floor
+        if option.lacks or seconds <= _HELPS * option.floor_seconds:
+            return
+        gain = seconds / forecast_of(option).seconds
+        if gain > _HELPS:
             found.append(Help(change=change, gain=gain))
 
     def twice(*figures: str) -> Hardware:

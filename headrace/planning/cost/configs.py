@@ -79,12 +79,12 @@ def read_config(source: str | Path | Mapping[str, Any] | Any) -> Mapping[str, An
     )
 
 
-def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
+def shape_of_config(config: Mapping[str, Any], *, adapts: bool = False) -> ModelShape:
     """The blocks of a Llama, or of a model like it, all trainable, in 16 bits unless the config says float32.
 
-    They are those of transformers' model, to the byte: norms compute in 32 bits and keep their input, and flash
-    attention keeps one number in 32 bits for each head. For machines without transformers; `headrace.shapes` counts
-    the model itself. Raises ValueError naming the number that is missing.
+    They are as `headrace.shapes` sees them in transformers' model, which takes seconds to import: norms compute in 32
+    bits and keep their input, and flash attention keeps one number in 32 bits for each head. `adapts`: what is saved is
+    for adapters alone. Raises ValueError naming the number that is missing.
     """
     numbers = _Numbers(config)
     hidden, vocabulary = numbers.need("hidden_size"), numbers.need("vocabulary")
@@ -92,7 +92,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
     tied = bool(config.get("tie_word_embeddings", False))
     table, nbytes = vocabulary * hidden, wide / 8
     head = hidden + (0 if tied else table)
-    layer, size = _layer(numbers, wide), numbers.find("head_dim") or hidden // numbers.need("heads")
+    layer, size = _layer(numbers, wide, adapts), numbers.find("head_dim") or hidden // numbers.need("heads")
     embedding = BlockShape(
         name="embedding",
         kind=BlockKind.EMBEDDING,
@@ -100,8 +100,8 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
         active_parameters=0,
         trainable=table,
         weight_bits=wide,
-        saved_bytes=8.0 + nbytes * size,  # a token's number, and rotations, which two sequences share
-        input_bytes=12.0 + nbytes * size,  # and positions
+        saved_bytes=8.0 * (not adapts) + nbytes * size,  # a token's number, and rotations, which two sequences share
+        input_bytes=8.0 * (not adapts) + 4.0 + nbytes * size,  # and positions
         row_parameters=0 if tied else hidden,
     )
     last = BlockShape(
@@ -111,20 +111,15 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
         active_parameters=hidden + table,
         trainable=head,
         weight_bits=wide,
-        saved_bytes=_norm_bytes(hidden, nbytes) + 4.0 * vocabulary,
+        saved_bytes=4.0 * (hidden + 1 + vocabulary) + (8 if adapts else 2 * nbytes * hidden),
         logit_bytes=vocabulary * (nbytes + 4.0 * (nbytes < 4)),
     )
     layers = [replace(layer, name=f"layer {index}") for index in range(numbers.need("layers"))]
-    title = name or str(config.get("_name_or_path") or numbers.kind or "model")
+    title = str(config.get("_name_or_path") or numbers.kind or "model")
     return ModelShape(name=title, blocks=(embedding, *layers, last), tied=tied)
 
 
-def _norm_bytes(width: float, nbytes: float, norms: float = 1.0) -> float:
-    """What norms over so many elements save: the input in 32 bits, a number for each norm, and two results."""
-    return (4 + 2 * nbytes) * width + 4 * norms
-
-
-def _layer(numbers: _Numbers, bits: float) -> BlockShape:
+def _layer(numbers: _Numbers, bits: float, adapts: bool) -> BlockShape:
     hidden, heads, wide = numbers.need("hidden_size"), numbers.need("heads"), numbers.need("intermediate")
     size = numbers.find("head_dim") or hidden // heads
     groups = numbers.find("groups") or heads
@@ -132,12 +127,13 @@ def _layer(numbers: _Numbers, bits: float) -> BlockShape:
     matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
     matrices += [(hidden, wide), (hidden, wide), (wide, hidden)]
     nbytes, others = bits / 8, 2 * hidden
-    saved = 2 * _norm_bytes(hidden, nbytes) + nbytes * (2 * queries + 2 * keys + 4 * wide) + 4 * heads
+    own = 0 if adapts else nbytes  # what a norm has computed is kept for the gradient of its weight
+    saved = 2 * (4 + nbytes + own) * hidden + 8 + nbytes * (2 * queries + 2 * keys + 4 * wide) + 4 * heads
     if numbers.kind == "qwen2" or numbers.config.get("attention_bias"):
         others += queries + 2 * keys + (0 if numbers.kind == "qwen2" else hidden)
     if numbers.kind == "qwen3":  # a norm over each query's and key's head, of which attention keeps the result
         others += 2 * size
-        saved += _norm_bytes(queries + keys, nbytes, heads + groups) - nbytes * (queries + keys)
+        saved += (4 + own) * (queries + keys) + 4 * (heads + groups)
     total = others + sum(inputs * outputs for inputs, outputs in matrices)
     return BlockShape(
         name="layer",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.formulas import WEIGHTS_RATIO, codec_cores, wear_steps
+from headrace.planning.cost.call import calls_of
 from headrace.planning.cost.choose import Help, Shortfall, best_run, helps, options, orders, shortfall
 from headrace.planning.cost.decoding import Decoding, DecodingRate, decoding_of
 from headrace.planning.cost.floors import Floors, hiding_tokens
@@ -17,11 +18,11 @@ from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Option, Run
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.packing import mean_read_share
-from headrace.planning.cost.shape import ModelShape
+from headrace.planning.cost.shape import BlockKind, ModelShape
 from headrace.planning.cost.tiers import Tiers
 from headrace.planning.cost.traffic import traffic_of
 from headrace.planning.cost.wanted import Wanted
-from headrace.planning.cost.work import Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 from headrace.planning.text import columns, decimal_text, seconds_text
 
 __all__ = ["RunPlan", "compare_text", "plan_run"]
@@ -38,6 +39,7 @@ class RunPlan:
     - `orders`: the seconds of a step by how many micro-batches go through a block together
       (`handle.forward_backward(..., together=N)`). It has only numbers that fit.
     - `decoding`: for inference on one device, what a token takes once the prompt has been read. None for other runs.
+    - `idle_devices`: the devices of a node that the run does not use.
     """
 
     model: ModelShape
@@ -50,6 +52,7 @@ class RunPlan:
     orders: dict[int, float]
     shortfall: Shortfall | None
     decoding: Decoding | None = None
+    idle_devices: int = 0
 
     @property
     def fits(self) -> bool:
@@ -227,6 +230,7 @@ def plan_run(
     method is as wanted.
     """
     spread = spread or Spread()
+    idle = max(0, hardware.devices - spread.ranks)
     hardware = replace(hardware, devices=spread.ranks)  # unused devices share nothing
     considered = options(model, work, spread, hardware, overlap, disk, wanted)
     run = best_run(considered)
@@ -244,6 +248,7 @@ def plan_run(
         orders={} if run is None else orders(run),
         shortfall=shortfall(considered) if run is None else None,
         decoding=decoding,
+        idle_devices=idle,
     )
 
 
@@ -279,6 +284,8 @@ def _text(plan: RunPlan) -> str:
     else:
         lines += ["", *_lanes(plan.run), "", *_time_line(plan, plan.run), "", *_closing(plan, plan.run)]
         lines += [] if plan.decoding is None else ["", *_decoding(plan.decoding)]
+        calls = [] if plan.not_run else calls_of(plan.run)
+        lines += ["", *(f"call      {call}" for call in calls)] if calls else []
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -319,6 +326,7 @@ def _head(plan: RunPlan) -> list[str]:
         degrees.append(f"ZeRO stage {spread.zero_stage}")
     over = f", {', '.join(degrees)}" if degrees else ""
     lines = [
+        *_idle(plan),
         f"model     {model.name}: {count}, {model.layers} layers, weights {decimal_text(model.weight_bytes)}",
         f"work      {work.training.value}: {tokens} a step{over}",
         f"hardware  {plan.hardware.name}: {decimal_text(plan.hardware.device_memory_bytes)} on each of "
@@ -337,6 +345,13 @@ def _head(plan: RunPlan) -> list[str]:
         )
         lines.append(f"bound by  {_bound(plan.run)}")
     return lines
+
+
+def _idle(plan: RunPlan) -> list[str]:
+    if not plan.idle_devices:
+        return []
+    there = plan.hardware.devices + plan.idle_devices
+    return [f"idle      {plan.idle_devices} of {there} devices; to use them all: --devices {there}, devices={there}"]
 
 
 def _bound(run: Run) -> str:
@@ -359,11 +374,24 @@ def _tiers(plan: RunPlan) -> list[str]:
             nbytes = sum(h.nbytes for h in tiers.held if h.place is place and h.purpose == purpose)
             cells.append(decimal_text(nbytes) if nbytes else "")
         rows.append((purpose, *cells))
+        if purpose == "activations" and (logits := _logits_bytes(plan)):
+            rows.append(("  logits of them", decimal_text(logits), "", ""))
     rows.append(("in all", *(decimal_text(tiers.total(place)) for place in Place)))
     rows.append(("of", *(decimal_text(tiers.capacity[place]) for place in Place)))
     if not tiers.fits:
         rows.append(("lacks", *(decimal_text(tiers.short(place)) if tiers.short(place) else "" for place in Place)))
     return columns(rows, right=True)
+
+
+def _logits_bytes(plan: RunPlan) -> float:
+    """The part of the activations on the device that the head makes; 0 where a layer, computed again, needs more."""
+    case = plan._option.case.grouped()
+    tokens, recomputed = case.work.tokens, case.method.activations is Activations.RECOMPUTED
+    sizes = [(block.kind, block.activation_bytes(tokens)) for block in case.shape.blocks]
+    head = sum(nbytes for kind, nbytes in sizes if kind is BlockKind.HEAD)
+    layer = max((nbytes for kind, nbytes in sizes if kind is not BlockKind.HEAD), default=0.0)
+    beside = recomputed or not case.trains  # of a layer and the head, the larger one is there at a time
+    return head if head > layer / (case.method.together if recomputed else 1) or not beside else 0.0
 
 
 def _lanes(run: Run) -> list[str]:
@@ -422,7 +450,7 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
         if share > _NOTICED:
             lines.append(f"latency   {share:.0%} of the {lane} lane's time, not bytes: larger blocks would help")
     for lane, tokens in plan.hiding_tokens.items():
-        lines.append(f"hides     {lane} hides behind compute from {tokens:,.0f} tokens on")
+        lines.append(f"hides     {lane} behind compute, from {tokens:,.0f} tokens on")
     if plan.wear_steps is not None:
         lines.append(
             f"wear      {decimal_text(plan.written_bytes)} written to disk a step: the drives are guaranteed "

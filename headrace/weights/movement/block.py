@@ -16,7 +16,7 @@ from headrace.planning import Key
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.capture import before_write
 from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
-from headrace.runtime.pending import LostUpdate, Pending, Watcher
+from headrace.runtime.pending import LostUpdate, Manager, Pending, Watcher
 from headrace.weights.model.experts import Experts
 from headrace.weights.model.layout import lay_out
 from headrace.weights.model.managed_param import REMOVED, Layout, ManagedParam
@@ -86,7 +86,7 @@ class Block:
         self.written_generation = 0  # that at which a home was last written (handing one out does not count)
         self._as_arena = -1  # the generation for which a copy of the arena alone was enough
         self._tiers = tiers
-        self.manager: object = tiers  # each offloaded model has one
+        self.manager: Manager  # set by `Engine`, of which each offloaded model has one
         self._lay_down(members, device, param_dtype)
         self.packed = tiers.packed_copy(name)
         self.compounds = list(dict.fromkeys(member.compound for member in members if member.compound is not None))

@@ -452,11 +452,13 @@ class Executor:
         """Learns from the cycle that ends."""
         end = self._lanes.tick()
         entry, records, self._entry, self._records = self._entry, self._records, None, []
-        self._meter.cycle_ended(records, end)
+        course = self._course
+        follows_plan = course is not None and not course.strayed
+        took = course.trace.took if course is not None and follows_plan else None
+        self._meter.cycle_ended(records, end, "" if entry is None else entry.site, took)
         if entry is None or not records or len(records) >= _MOST_RECORDED_VISITS:
             return
-        course = self._course
-        if course is not None and not course.strayed:
+        if course is not None and follows_plan:
             self._book.followed(entry, course.trace)
             if self.everything_is_here:
                 return

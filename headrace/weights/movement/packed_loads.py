@@ -227,7 +227,7 @@ class PackedLoads:
     def finish(self) -> None:
         """The host waits until no piece is being unpacked."""
         if self._halves:  # does not rely on `free`: Ctrl-C may have struck before that was noted
-            self._lanes.unpack(_nothing, ()).synchronize()
+            self._lanes.beside(_nothing, ()).synchronize()
 
     def _send(self, packed: _PackedBlock, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> Transfer:
         begun, end = None, after
@@ -235,7 +235,7 @@ class PackedLoads:
             place = slice(piece.first, piece.first + piece.nbytes)
             if piece.packed is None:
                 crossing = self._lanes.copy(Lane.ONLOAD, [(buffer[place], copies[0][1][place])], after)
-                end = self._lanes.unpack(_nothing, (crossing.done,))
+                end = self._lanes.beside(_nothing, (crossing.done,))
             else:
                 half = self._halves[0]
                 self._halves.reverse()
@@ -243,7 +243,7 @@ class PackedLoads:
                 crossing = self._lanes.copy(Lane.ONLOAD, [(there, piece.packed.memory)], half.free)
                 came = Packed(there, piece.packed.words, piece.packed.escapes)
                 job = partial(unpack_on_device, came, buffer[place])
-                half.free = end = self._lanes.unpack(job, (crossing.done, after))
+                half.free = end = self._lanes.beside(job, (crossing.done, after))
             packed.last_read = crossing.done
             begun = crossing.begun if begun is None else begun
         nbytes = packed.crossing_bytes

@@ -12,11 +12,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from headrace.planning import Phase, Plan, Step
+from headrace.weights.meter import Timing
 
 __all__ = ["MOST_PLANS", "MOST_TRACES", "Course", "Entry", "Trace", "TraceBook", "VisitKey"]
 
 MOST_TRACES = 64  # the most that are remembered: where layers are skipped at random, each cycle has its own trace
 MOST_PLANS = 8  # the most of one trace, each for other blocks that change
+
+_QUICKER = 0.9  # of the compute that plans count with: a cycle that takes less shows that it is measured too high
 
 VisitKey = tuple[tuple[int, ...], Phase]  # indices of the streamed blocks, and the phase
 PlanKey = tuple[frozenset[int], bool, int]  # blocks that change, whether the cycle repeats, bytes for rows
@@ -49,6 +52,21 @@ class Trace:
     def last_uses(self) -> dict[int, int]:
         """For each block, the last visit that needs it."""
         return {index: visit for visit, (blocks, _) in enumerate(self.visits) for index in blocks}
+
+    def took(self, timings: Sequence[Timing]) -> None:
+        """Called when the times of a cycle that followed a plan are known, which may be two cycles later.
+
+        Plans are made from one measured cycle. Where the machine was busy then, a later cycle computes faster than any
+        of their schedules could; its times replace those. A cycle with everything on the device has one time in all.
+        """
+        known, seconds = sum(self.compute_seconds), sum(timing.compute_seconds for timing in timings)
+        if not self.refined or seconds >= _QUICKER * known:
+            return
+        if len(timings) == len(self.visits):
+            self.compute_seconds = tuple(timing.compute_seconds for timing in timings)
+        else:
+            self.compute_seconds = tuple(each * seconds / known for each in self.compute_seconds)
+        self.plans.clear()
 
     def keep_plan(self, key: PlanKey, plan: Plan | None) -> None:
         """Called when a plan was made, or used again. Beyond MOST_PLANS, drops the one used longest ago."""

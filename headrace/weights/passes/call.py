@@ -87,8 +87,10 @@ class Progress:
 
     @property
     def runs_hooks(self) -> bool:
-        """Whether a backward is at its end, where hooks of homes are called."""
-        return bool(self._over)
+        """Whether a backward is at its end, where hooks of homes are called. Ctrl-C may have left a note of one: the
+        thread that ran it knows that it is over.
+        """
+        return bool(self._over) and (get_ident() != self.thread or backward_task() in self._over)
 
     @property
     def computes(self) -> bool:

@@ -5,6 +5,7 @@ See backward.py for what backward does with these, and docs/design/engine.md.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from headrace.errors import StateError
+from headrace.memory.ledger import Tier
 from headrace.planning import Phase
 from headrace.runtime.autograd import in_transform, pop_hooks, saving_is_left_to_autograd, without_overrides
 from headrace.runtime.device import is_capturing
@@ -82,6 +84,7 @@ class Engine:
         self._handover = Handover(device, residency)
         self._bindings = PassBindings(self.progress, self.blocks, self.residents, buffers, executor)
         self.updates = Updates(self.all_blocks)
+        self._lent: list[tuple[weakref.ref[torch.Tensor], int]] = []  # device memory of optimizers, and its bytes
         self._claims: dict[str, int] = {}  # under "pass", the thread whose outermost call is under way
         self.backward = Backward(
             self.progress, self._bindings, residency, executor, gradients, self.lending, self.updates, self._recover
@@ -97,6 +100,7 @@ class Engine:
 
     def _adopt(self, block: Block) -> None:
         """From now on the gradients of a block's leaves come to this engine, and its leaves are lent."""
+        block.manager = self
         with without_overrides():  # a leaf may be away
             for param in block.params:
                 param.on_gradient = self.backward.on_gradient
@@ -126,6 +130,19 @@ class Engine:
             self._buffer_bytes += grown_bytes
             self._residency.shrink(grown_bytes)
             self._executor.replan()
+
+    def lend_device_memory(self, nbytes: int) -> torch.Tensor:
+        """Called by optimizers: see `runtime.pending.Manager`."""
+        freed_bytes = sum(size for memory, size in self._lent if memory() is None)
+        self._lent = [(memory, size) for memory, size in self._lent if memory() is not None]
+        self._residency.shrink(-freed_bytes)
+        self.check_resident('an optimizer\'s updates on the device (update="device")', nbytes)
+        self._residency.shrink(nbytes)
+        self._executor.replan()
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._residency.ledger.book(memory, Tier.DEVICE, "optimizer", nbytes)
+        self._lent.append((weakref.ref(memory), nbytes))
+        return memory
 
     def add_resident(self, block: Block) -> None:
         """Takes in a block that came with a change of the model: it stays on the device from the next pass on."""
@@ -286,6 +303,9 @@ class Engine:
     def release_everything(self) -> None:
         """Ends all that is under way, with homes bound everywhere; a backward that comes later is refused."""
         self._recover()
+        for lent, _ in self._lent:
+            if (memory := lent()) is not None:
+                memory.untyped_storage().resize_(0)
         self.buffers.release()
         self.backward.refused = True
 

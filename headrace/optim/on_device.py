@@ -1,0 +1,204 @@
+"""How does an accelerator update what rests in host memory? Piece by piece, in some memory that it keeps for that.
+
+While one piece is updated, the next one arrives and the one before leaves. Order comes from events alone; the host
+waits for pieces that have left, and at the end for all.
+"""
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from headrace.config import format_bytes
+from headrace.errors import BudgetError
+from headrace.memory.arena import KERNEL_ALIGNMENT_BYTES, Arena
+from headrace.memory.ledger import Ledger
+from headrace.optim import eight_bit, kernel, update
+from headrace.optim.eight_bit import RUN_ELEMENTS
+from headrace.optim.kernel import Master
+from headrace.optim.update import Update
+from headrace.runtime.lanes import Copy, Event, Lane, open_lanes
+
+__all__ = ["DeviceUpdates", "Piece", "device_bytes"]
+
+_PIECES = 3  # one arrives, one is updated, one leaves
+_MOST_PIECE_BYTES = 16 << 20  # long enough for the link: 1 Mi elements of AdamW's with bfloat16 weights
+_LEAST_ELEMENTS = 1 << 16  # of a piece, unless its parameter has fewer: kernels take longer than their launches
+_PIECES_OF_ONE = 8  # of a parameter, at least, unless they would be smaller: some leave while others arrive
+_MOST_UNDER_WAY = 2 * _PIECES  # pieces that are submitted before the host waits for the first of them
+_COLUMNS = ("weight", "gradient", "master", "first", "second", "maximum")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is updated at once.
+
+    `columns`: all that the update needs, dense; what is on the accelerator already is used where it is. `update` is
+    given them on the accelerator. It submits its kernels to the current stream, and returns the copies that bring to
+    the host what it wrote. `done` is called when these copies are over.
+    """
+
+    columns: Sequence[torch.Tensor]
+    update: Callable[[Sequence[torch.Tensor]], Sequence[Copy]]
+    done: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A piece that was submitted, the copies that bring it back, and the bytes of the memory that it takes."""
+
+    piece: Piece
+    copies: Sequence[Copy]
+    done: Event
+    start: int
+    stop: int
+
+
+def device_bytes(parameters: Mapping[torch.Tensor, bool]) -> int:
+    """The device memory that updates of these parameters take. The values: whether a rule needs one as a whole."""
+    least = 0
+    for parameter, whole in parameters.items():
+        # Weight, gradient, master, two moments and a maximum; of rules for whole parameters, one moment.
+        wide = max(4, parameter.itemsize)
+        nbytes = parameter.numel() * (parameter.itemsize + (3 if whole else 5) * wide)
+        nbytes += len(_COLUMNS) * KERNEL_ALIGNMENT_BYTES + RUN_ELEMENTS * wide
+        least = max(least, nbytes if whole else _PIECES * min(_MOST_PIECE_BYTES, nbytes))
+    return _aligned(least)
+
+
+class DeviceUpdates:
+    """Performs updates on one accelerator. `memory`: device memory for pieces, a flat uint8 tensor."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, self.device = memory, memory.device
+        self._lanes = open_lanes(memory.device)
+        self._made = self._lanes.mark()  # earlier users of the memory are done with it
+        self._next = 0  # where the next piece goes, if it fits
+        self._under_way: deque[_UnderWay] = deque()
+        flags = Arena(_MOST_UNDER_WAY + 1, memory.device, Ledger(), "optimizer").tensor(0, _MOST_UNDER_WAY + 1)
+        self._flags = itertools.cycle(flags.view(torch.bool).split(1))
+        weakref.finalize(self, self._lanes.close, wait=False)
+
+    def perform(self, updates: Sequence[Update], gradient_scale: float) -> None:
+        """As `update.perform`, with the accelerator's arithmetic. Blocks until all is written."""
+        for one in updates:
+            one.begins()
+        self.run(piece for one in updates for piece in self._pieces(one, gradient_scale))
+
+    def flag(self) -> torch.Tensor:
+        """A flag in host memory, of shape (1,), to which a piece may copy what it finds. Its `done` reads it."""
+        flag: torch.Tensor = next(self._flags)
+        return flag
+
+    def run(self, pieces: Iterable[Piece]) -> None:
+        """Updates all pieces in order. Blocks until all is written, also if an error or Ctrl-C breaks it off."""
+        with torch.accelerator.device_index(self.device.index):  # this thread may never have been told
+            begin = self._lanes.mark()  # earlier work on the accelerator may still write what is there
+            try:
+                for piece in pieces:
+                    while len(self._under_way) >= _MOST_UNDER_WAY:
+                        self._finish_one()
+                    self._submit(piece, begin)
+                while self._under_way:
+                    self._finish_one()
+            finally:
+                self._finish_copies()
+
+    def _submit(self, piece: Piece, begin: Event) -> None:
+        start, stop, free = self._room(piece)
+        here = self._placed(piece.columns, start)
+        arriving = [
+            (target, source) for target, source in zip(here, piece.columns, strict=True) if target is not source
+        ]
+        after = [self._lanes.copy(Lane.ONLOAD, arriving, free).done] if arriving else [free]
+        if len(arriving) < len(here):
+            after.append(begin)
+        leaving: list[Copy] = []
+        updated = self._lanes.beside(lambda: leaving.extend(piece.update(here)), after)
+        done = self._lanes.copy(Lane.OFFLOAD, leaving, updated).done
+        self._under_way.append(_UnderWay(piece, leaving, done, start, stop))
+
+    def _room(self, piece: Piece) -> tuple[int, int, Event]:
+        """The bytes of the memory that a piece takes, and when they are free."""
+        nbytes = sum(_aligned(column.nbytes) for column in piece.columns if column.device != self.device)
+        if nbytes > self.memory.nbytes:
+            raise BudgetError(
+                f"an update on {self.device} needs {format_bytes(nbytes)} there at once, and the optimizer was made"
+                f" with room for {format_bytes(self.memory.nbytes)}; make it anew with all of its parameters"
+            )
+        if self._next + nbytes > self.memory.nbytes:
+            self._next = 0
+        start = self._next
+        self._next = stop = start + nbytes
+        before = [one.done for one in self._under_way if one.start < stop and start < one.stop]
+        return start, stop, before[-1] if before else self._made  # pieces leave in order
+
+    def _placed(self, columns: Sequence[torch.Tensor], at: int) -> list[torch.Tensor]:
+        """The columns' places on the accelerator: where they are, or else in the memory, from `at` on."""
+        placed = []
+        for column in columns:
+            if column.device == self.device:
+                placed.append(column)
+                continue
+            flat = self.memory[at : at + column.nbytes].view(column.dtype)
+            placed.append(flat.as_strided(column.shape, column.stride()))
+            at += _aligned(column.nbytes)
+        return placed
+
+    def _finish_one(self) -> None:
+        one = self._under_way[0]
+        one.done.synchronize()
+        one.piece.done()
+        self._under_way.popleft()
+
+    def _finish_copies(self) -> None:
+        """The host waits until nothing is copied or updated any more, whatever was broken off."""
+        arrived = self._lanes.copy(Lane.ONLOAD, (), self._made).done
+        updated = self._lanes.beside(lambda: None, (arrived,))
+        self._lanes.copy(Lane.OFFLOAD, (), updated).done.synchronize()
+        self._under_way.clear()
+
+    def _pieces(self, whole: Update, gradient_scale: float) -> Iterator[Piece]:
+        flat = update.flattened(whole)
+        columns = {name: tensor for name in _COLUMNS if (tensor := getattr(flat, name)) is not None}
+        most = self._most_elements([column for column in columns.values() if column.device != self.device])
+        elements = min(most, max(_LEAST_ELEMENTS, flat.weight.numel() // _PIECES_OF_ONE // RUN_ELEMENTS * RUN_ELEMENTS))
+        for start in range(0, flat.weight.numel(), elements):
+            stop = min(start + elements, flat.weight.numel())
+            part = {name: update.part_of(column, slice(start, stop)) for name, column in columns.items()}
+            yield _piece(whole, flat, part, start, gradient_scale, self.flag())
+
+    def _most_elements(self, columns: Sequence[torch.Tensor]) -> int:
+        """How many elements of these columns a piece has at most: whole runs of 8-bit moments."""
+        room = self.memory.nbytes // _PIECES - len(columns) * KERNEL_ALIGNMENT_BYTES
+        run_bytes = sum(eight_bit.nbytes(RUN_ELEMENTS, column.dtype) for column in columns)
+        return max(1, room // max(1, run_bytes)) * RUN_ELEMENTS
+
+
+def _piece(
+    whole: Update, flat: Update, part: dict[str, torch.Tensor], start: int, gradient_scale: float, flag: torch.Tensor
+) -> Piece:
+    """The piece of an update that begins with element `start`. What it finds out is noted in `whole`."""
+
+    def perform(here: Sequence[torch.Tensor]) -> Sequence[Copy]:
+        columns: dict[str, Any] = dict(zip(part, here, strict=True))
+        piece = replace(flat, **columns, place=flat.place + start, begins=lambda: None)
+        update.perform([piece], gradient_scale)
+        written = [(part[name], columns[name]) for name in part if name != "gradient"]
+        found = torch.as_tensor(piece.not_finite, device=here[0].device).view(1)
+        return [(flag, found), *((target, source) for target, source in written if target is not source)]
+
+    def done() -> None:
+        whole.not_finite = bool(flag) or whole.not_finite
+        if whole.form is Master.SPLIT and start + part["weight"].numel() == flat.weight.numel():
+            whole.checksum = kernel.checksum(flat.weight)
+
+    return Piece(list(part.values()), perform, done)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // KERNEL_ALIGNMENT_BYTES) * KERNEL_ALIGNMENT_BYTES
