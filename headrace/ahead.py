@@ -123,7 +123,7 @@ def plan(
     """
     machine = _resized(machine_of(hardware), device_memory, host_memory, disk)
     kind = _one_of(Training, training, "training")
-    shape = shape_of(model, kind, adapter_rank, weight_bits)
+    shape = shape_of(model, kind, adapter_rank, weight_bits, sequence_length)
     if expert_hit_rate is not None and not 0 <= expert_hit_rate <= 1:
         raise ValueError(f"expert_hit_rate={expert_hit_rate}; give the share of experts that is there, from 0 to 1")
     spread = Spread(data=_all_devices(machine, devices, nodes), zero_stage=zero_stage, nodes=nodes)

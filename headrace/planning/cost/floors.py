@@ -104,17 +104,12 @@ def hiding_tokens(traffic: Sequence[BlockTraffic], case: Case) -> dict[str, floa
     if case.trains:
         passes = 2
         flops += (4 if case.work.training is Training.FULL else 2) + 2 * (method.activations is Activations.RECOMPUTED)
-    active = sum(block.active_parameters for block in shape.blocks)
-    width = max(block.input_elements for block in shape.blocks)
-    context = case.work.sequence_length / width if width else 0.0
+    operations = flops / 2 * shape.forward_flops(1, case.work.sequence_length)
 
     def tokens(nbytes: float, rate: float) -> float:
-        if not active:
+        if not operations:
             return math.inf
-        of_all = flops * active
-        return tokens_to_hide(
-            nbytes, share.flops_per_second, rate, flops_per_parameter=of_all, context_over_hidden=context
-        )
+        return tokens_to_hide(nbytes, share.flops_per_second, rate, flops_per_parameter=operations)
 
     moved = {
         name: sum(getattr(own, name) or 0 for own in traffic)
