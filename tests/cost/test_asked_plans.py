@@ -40,7 +40,7 @@ def test_a_named_method_is_taken(name: str) -> None:
 
 
 def test_parts_of_a_method() -> None:
-    plan = planned(method="offload-optimizer,activations=spilled")
+    plan = planned(method="offload-optimizer,update=host,activations=spilled")
     assert plan.method.text(plan.work.training) == "optimizer on the host; activations spilled to disk"
     assert len(plan.options) == 1
     assert planned().method.text(plan.work.training) == "everything on the device: no offloading"
@@ -56,7 +56,8 @@ def test_a_method_that_does_not_fit_says_what_it_lacks() -> None:
 def test_shares_of_the_optimizer_lie_between_all_and_nothing() -> None:
     """4,096 tokens, no disk: state moves with the share, byte for byte, and the update on the host takes its part."""
     plans = {
-        share: planned(optimizer_fraction=share, method="activations=kept", disk=False) for share in (0, 0.25, 0.5, 1)
+        share: planned(optimizer_fraction=share, method="update=host,activations=kept", disk=False)
+        for share in (0, 0.25, 0.5, 1)
     }
     state = held(plans[0], Place.DEVICE)["master and state"]
     assert state == 10 * plans[0].model.parameters
