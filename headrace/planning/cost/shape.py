@@ -110,7 +110,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets: multiplied with, or looked up in an embedding that the head does not have."""
+        """Parameters that one token meets: multiplied with, or looked up in an embedding that is not the head's."""
         return sum(block.active_parameters or (0 if self.tied else block.parameters) for block in self.blocks)
 
     @property
