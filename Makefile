@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-extended | test-triton | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
+# make demo | test | test-all | test-extended | test-gpu-emulated | test-triton | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ READY  := $(VENV)/ready
 PYTEST_ARGUMENTS ?= --numprocesses auto
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup demo check dist docs format test test-all test-extended test-triton bench bench-rivals zoo clean
+.PHONY: help setup demo check dist docs format test test-all test-extended test-gpu-emulated test-triton bench bench-rivals zoo clean
 
 help:
 	@sed -n 1p Makefile
@@ -46,6 +46,10 @@ test-all: test test-extended
 
 test-extended: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) -m extended
+
+# The tests that need an accelerator, on the emulated one, which is strict about alignment here. A session of its own.
+test-gpu-emulated: $(READY)
+	HEADRACE_TEST_ACCELERATOR=emu OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) tests/gpu
 
 # The kernel for accelerators, in Triton's interpreter. Triton is in a folder of its own: 700 MB that no other test needs.
 test-triton: $(READY)

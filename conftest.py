@@ -22,7 +22,7 @@ import hypothesis  # noqa: F401  # before anything is frozen: it looks for who h
 import pytest
 
 pytest.register_assert_rewrite("tests.support")
-pytest_plugins = ["emulator.fixtures", "tests.support.nursery"]
+pytest_plugins = ["emulator.fixtures", "tests.support.kernel_accesses", "tests.support.nursery"]
 
 # Tests build their models from small configs: nothing may be looked up on the Hugging Face hub.
 os.environ["HF_HUB_OFFLINE"] = "1"

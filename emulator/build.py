@@ -32,7 +32,7 @@ LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 # The headers of PyTorch cost about 7 s of compile time in each translation unit, so files are compiled in
 # groups: each group is one unit that includes its files. Groups are compiled in parallel.
 GROUPS = {
-    "kernels": ("torch_fallback", "op_shapes", "op_cost", "torch_operators", "torch_bindings"),
+    "kernels": ("torch_fallback", "op_shapes", "op_cost", "python_handovers", "torch_operators", "torch_bindings"),
     "registration": (
         "torch_autocast",
         "torch_common",
@@ -43,7 +43,18 @@ GROUPS = {
         "torch_rnn",
         "torch_views",
     ),
-    "runtime": ("allocator", "arena", "fault_handler", "pinned", "race_detector", "registered", "runtime", "scheduler"),
+    "runtime": (
+        "allocator",
+        "arena",
+        "current_device",
+        "fault_handler",
+        "host_threads",
+        "pinned",
+        "race_detector",
+        "registered",
+        "runtime",
+        "scheduler",
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 #include "pinned.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -60,6 +61,27 @@ void PinnedGuard::change(uintptr_t first, uintptr_t last, int PageUse::* count, 
     if (auto it = pages_.find(page); it->second.is_idle()) pages_.erase(it);
 }
 
+bool PinnedGuard::note_fault(uintptr_t address) {
+  std::lock_guard lock(mutex_);  // whoever holds it touches no guarded memory
+  uintptr_t page = address & ~uintptr_t(kPageBytes - 1);
+  auto it = pages_.find(page);
+  if (it == pages_.end() || it->second.is_idle()) return false;
+  if (fault_count_ < faults_.size())
+    faults_[fault_count_++] = {address, it->second.writing > 0, long(gettid())};
+  return !mprotect(reinterpret_cast<void*>(page), kPageBytes, PROT_READ | PROT_WRITE);
+}
+
+std::vector<std::string> PinnedGuard::take_faults() {
+  std::lock_guard lock(mutex_);
+  std::vector<std::string> reports;
+  for (size_t i = 0; i < fault_count_; i++)
+    reports.push_back(std::string("GUARD: the host touched PINNED memory that a copy in flight ") +
+                      (faults_[i].being_filled ? "fills" : "reads, by writing to it") +
+                      ", thread " + std::to_string(faults_[i].thread));
+  fault_count_ = 0;
+  return reports;
+}
+
 // ---- pool
 
 void* PinnedMemory::allocate(size_t requested) {
@@ -72,12 +94,15 @@ void* PinnedMemory::allocate(size_t requested) {
     Block& block = blocks_.at(address);
     if (!copies_done(block)) continue;
     idle_.erase(it);
+    scheduler_.host_access({address, address + bytes, true}, "alloc", true);
     return take(address, block);
   }
   auto fits = [&] { return size_t(stats_.reserved) + bytes <= settings_.pinned_memory; };
   if (!fits()) release_cached();
   if (!fits()) fail(requested);
   stats_.reserved += int64_t(bytes);
+  if (settings_.pin_seconds_per_gib > 0)
+    scheduler_.host_works(settings_.pin_seconds_per_gib * double(bytes) / kBytesOfGiB, "pin");
   uintptr_t address = arena_.reserve(bytes);
   return take(address, blocks_[address] = Block{bytes, false, {}});
 }

@@ -1,9 +1,11 @@
 // Pinned host memory: a caching pool with a ceiling, and a guard over pages that a copy is using.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "arena.h"
@@ -30,6 +32,9 @@ class PinnedGuard {
   // The device itself is about to work through these addresses: registered memory has no others.
   void open(const Access& range);
   void close(const Access& range);
+  // Called by the handler of faults: notes the access and lets it pass. False if the page is not guarded.
+  bool note_fault(uintptr_t address);
+  std::vector<std::string> take_faults();
 
  private:
   struct PageUse {
@@ -42,7 +47,16 @@ class PinnedGuard {
 
   std::mutex mutex_;
   std::map<uintptr_t, PageUse> pages_;
+  struct Fault {
+    uintptr_t address;
+    bool being_filled;
+    long thread;
+  };
+  std::array<Fault, 64> faults_;  // nothing is allocated within a handler
+  size_t fault_count_ = 0;
 };
+
+constexpr double kBytesOfGiB = 1 << 30;
 
 class PinnedMemory {
  public:

@@ -44,9 +44,10 @@ void RegisteredMemory::add(uintptr_t begin, size_t bytes) {
     regions_.emplace(begin, Region{begin + bytes});
     bytes_ += int64_t(bytes);
   }
+  scheduler_.host_works(settings_.register_seconds_per_gib * double(bytes) / kBytesOfGiB, "host_register");
   // A copy in flight that still uses these addresses belongs to memory that was given back too
   // early.
-  scheduler_.host_access({begin, begin + bytes, true}, "host_register");
+  scheduler_.host_access({begin, begin + bytes, true}, "host_register", true);
 }
 
 void RegisteredMemory::remove(uintptr_t begin) {
@@ -59,7 +60,7 @@ void RegisteredMemory::remove(uintptr_t begin) {
                                ", where no registered memory begins");
     region = it->second;
   }
-  scheduler_.host_access({begin, region.end, true}, "host_unregister");
+  scheduler_.host_access({begin, region.end, true}, "host_unregister", true);
   for (auto& copy : region.copies)
     if (!scheduler_.host_observes(copy)) scheduler_.synchronize(copy);
   std::lock_guard lock(mutex_);

@@ -25,16 +25,20 @@ Runtime& Runtime::get() {
 Runtime::Runtime()
     : device_arena_("emu-device", arena_bytes(4096), PROT_NONE),
       pinned_arena_("emu-pinned", arena_bytes(1024), PROT_READ | PROT_WRITE),
-      scheduler(settings_, [this](uintptr_t begin, uintptr_t end) { return describe(begin, end); }),
+      scheduler(settings_, hosts, [this](uintptr_t begin, uintptr_t end) { return describe(begin, end); }),
       memory(settings_, device_arena_, scheduler),
       pinned(settings_, pinned_arena_, scheduler),
       registered(settings_, scheduler, pinned) {
-  install_fault_handler(device_arena_, pinned_arena_);
-  pthread_atfork(nullptr, nullptr, [] { get().ignores_frees = true; });
+  install_fault_handler(device_arena_, pinned_guard);
+  pthread_atfork(nullptr, nullptr, [] {
+    get().ignores_frees = true;
+    get().hosts.forget_in_fork();
+  });
 }
 
 void Runtime::configure(const Settings& settings) {
-  if (settings.allocator != settings_.allocator) memory.empty_cache();
+  if (settings.allocator != settings_.allocator)
+    for (int device = 0; device < kDeviceCount; device++) memory.empty_cache(device);
   scheduler.configure([&] { settings_ = settings; });
 }
 

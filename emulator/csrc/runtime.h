@@ -5,6 +5,7 @@
 
 #include "allocator.h"
 #include "arena.h"
+#include "host_threads.h"
 #include "pinned.h"
 #include "registered.h"
 #include "scheduler.h"
@@ -43,6 +44,7 @@ class Runtime {
   Arena device_arena_, pinned_arena_;
 
  public:
+  HostThreads hosts;
   Scheduler scheduler;
   DeviceMemory memory;
   PinnedMemory pinned;

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/extension.h>
 
+#include "python_handovers.h"
 #include "torch_common.h"
 #include "torch_fallback.h"
 #include "torch_generator.h"
@@ -14,7 +15,6 @@ namespace emu {
 // torch_device.cpp
 void register_hooks();
 double event_seconds(uintptr_t event);
-std::vector<long> take_threads_without_device();
 
 namespace {
 
@@ -31,6 +31,12 @@ void visit_numbers_and_flags(Settings& settings, Visit&& visit) {
   visit("poison", settings.poison);
   visit("guard_pinned", settings.guard_pinned);
   visit("sync_compute", settings.sync_compute);
+  visit("alignment_canary", settings.alignment_canary);
+  visit("workspace", settings.workspace);
+  visit("pageable_bytes_per_second", settings.pageable_bytes_per_second);
+  visit("register_seconds_per_gib", settings.register_seconds_per_gib);
+  visit("pin_seconds_per_gib", settings.pin_seconds_per_gib);
+  visit("segment_seconds", settings.segment_seconds);
   visit("h2d_bytes_per_second", settings.h2d_bytes_per_second);
   visit("d2h_bytes_per_second", settings.d2h_bytes_per_second);
   visit("device_bytes_per_second", settings.device_bytes_per_second);
@@ -138,7 +144,9 @@ void reset_stats() {
 }
 
 void host_access(uintptr_t address, size_t bytes, bool is_write, const std::string& what) {
-  runtime().scheduler.host_access({address, address + bytes, is_write}, what);
+  // Copies of other host memory are over when their calls return.
+  if (runtime().is_pinned(address, address + bytes))
+    runtime().scheduler.host_access({address, address + bytes, is_write}, what);
 }
 
 // The current stream reads and writes the tensor for so long, beside all that others do.
@@ -166,6 +174,7 @@ py::list take_trace() {
 void host_register(uintptr_t begin, size_t bytes) {
   // Until then PyTorch takes it that no memory is pinned, and does not ask.
   at::globalContext().lazyInitDevice(kDeviceType);
+  use_current_device("host_register");
   runtime().registered.add(begin, bytes);
 }
 
@@ -177,10 +186,33 @@ PYBIND11_MODULE(_C, m) {
   m.def("settings", &settings);
   m.def("stats", &stats);
   m.def("reset_stats", &reset_stats);
-  m.def("take_reports", [] { return runtime().scheduler.take_reports(); });
-  m.def("take_threads_without_device", &take_threads_without_device);
+  m.def("take_reports", [] {
+    auto reports = runtime().scheduler.take_reports();
+    for (auto& fault : runtime().pinned_guard.take_faults()) reports.push_back(fault);
+    return reports;
+  });
+  m.attr("DEVICE_COUNT") = kDeviceCount;
+  m.def("current_device", &current_device);
+  m.def("set_device", &set_device);
+  m.def("restore_device", &restore_device);
+  m.def("set_collecting", &set_collecting);
+  m.def("begin_capture", [] { runtime().scheduler.begin_capture(current_stream()); });
+  m.def("end_capture", [] { runtime().scheduler.end_capture(); });
+  m.def("is_capturing", [] { return runtime().scheduler.is_capturing(current_stream()); });
+  m.def("free_workspaces", &free_workspaces);
+  m.def("contexts", [] {
+    py::list found;
+    for (const Context& one : contexts())
+      found.append(py::make_tuple(one.device, one.thread, one.call));
+    return found;
+  });
   m.def("virtual_seconds", [] { return runtime().scheduler.host_now(); });
   m.def("event_seconds", &event_seconds);
+  m.def("watch_handovers", [](py::handle lock, py::handle reentrant, py::handle queue, py::handle threads,
+                              py::handle autograd) {
+    watch_handovers(lock.ptr(), reentrant.ptr(), queue.ptr(), threads.ptr(), autograd.ptr());
+  });
+  m.def("joins_thread", [](unsigned long thread) { runtime().hosts.joins_thread(thread); });
   m.def("host_waits_until", [](double seconds) { runtime().scheduler.host_waits_until(seconds); });
   m.def("host_works", [](double seconds, const std::string& what) {
     runtime().scheduler.host_works(seconds, what);
@@ -200,12 +232,13 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "begin_epoch", [] { runtime().scheduler.begin_epoch(); },
       py::call_guard<py::gil_scoped_release>());
-  m.def("get_rng", [] {
-    return std::pair(default_generator().current_seed(), default_generator().get_offset());
+  m.def("get_rng", [](c10::DeviceIndex device) {
+    at::Generator& generator = default_generator(device);
+    return std::pair(generator.current_seed(), generator.get_offset());
   });
-  m.def("set_rng", [](uint64_t seed, uint64_t offset) {
-    default_generator().set_current_seed(seed);
-    default_generator().set_offset(offset);
+  m.def("set_rng", [](c10::DeviceIndex device, uint64_t seed, uint64_t offset) {
+    default_generator(device).set_current_seed(seed);
+    default_generator(device).set_offset(offset);
   });
   m.def("shut_down", [] { runtime().ignores_frees = true; });
 }

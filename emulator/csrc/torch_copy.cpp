@@ -35,9 +35,9 @@ void enqueue_transfer(const at::Tensor& to, const at::Tensor& from, Engine engin
   Operation copy;
   copy.label = onload ? "copy H2D" : "copy D2H";
   copy.engine = engine;
-  copy.seconds =
-      settings.copy_latency_seconds +
-      double(bytes) / (onload ? settings.h2d_bytes_per_second : settings.d2h_bytes_per_second);
+  double rate = onload ? settings.h2d_bytes_per_second : settings.d2h_bytes_per_second;
+  if (!pinned) rate = std::min(rate, settings.pageable_bytes_per_second);
+  copy.seconds = settings.copy_latency_seconds + double(bytes) / rate;
   copy.accesses = {read, write};
   copy.body = [to = runtime().backing(write.begin), from = runtime().backing(read.begin), bytes,
                guarded, registered, host_side] {
@@ -57,7 +57,13 @@ void enqueue_transfer(const at::Tensor& to, const at::Tensor& from, Engine engin
   if (host_waits) synchronize_current_stream();
 }
 
+// Between two devices the stream of the source copies, and that of the target waits, before and after.
 void enqueue_device_copy(const at::Tensor& to, const at::Tensor& from) {
+  c10::DeviceGuard guard_source(from.device());
+  Scheduler& scheduler = runtime().scheduler;
+  int target_stream = stream_of(current_stream_of(to.device()));
+  bool to_another = to.device() != from.device();
+  if (to_another) scheduler.wait(current_stream(), scheduler.record(target_stream));
   const Settings& settings = runtime().settings();
   Operation copy;
   copy.label = "copy D2D";
@@ -69,7 +75,8 @@ void enqueue_device_copy(const at::Tensor& to, const at::Tensor& from) {
     BelowAutograd guard;
     to.copy_(from);
   };
-  runtime().scheduler.enqueue(current_stream(), std::move(copy));
+  scheduler.enqueue(current_stream(), std::move(copy));
+  if (to_another) scheduler.wait(target_stream, scheduler.record(current_stream()));
 }
 
 void copy_to_device(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
@@ -115,6 +122,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (source.sizes() != target.sizes()) source = source.expand(target.sizes());
   if (is_emu(source)) check_live(source, "copy");
   if (is_emu(target)) check_live(target, "copy");
+  c10::DeviceGuard guard(is_emu(target) ? target.device() : source.device());
   if (is_emu(source)) {  // on the device, because the host would have to wait for the copy first
     if (conjugate) source = at::conj_physical(source);
     if (negate) source = at::neg(source);
@@ -137,6 +145,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar item(const at::Tensor& tensor) {
+  c10::DeviceGuard guard_device(tensor.device());
   check_live(tensor, "item()");
   synchronize_current_stream();
   Access access = access_of(tensor, false);

@@ -2,19 +2,13 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <unistd.h>
-
 #include <cstring>
-#include <mutex>
-#include <set>
 
 #include "torch_common.h"
 #include "torch_generator.h"
 
 namespace emu {
 namespace {
-
-constexpr c10::DeviceIndex kDeviceCount = 1;
 
 struct Event {
   RecordingPtr recording;  // the latest
@@ -24,93 +18,101 @@ RecordingPtr recording_of(void* event) {
   return event ? static_cast<Event*>(event)->recording : nullptr;
 }
 
-// CUDA has a current device for each thread, the first one until the thread chooses. A thread that touches an event or a
-// stream of another device goes back to that first one afterwards, which makes a context there.
-thread_local bool has_chosen_device = false;
-std::mutex undecided_mutex;
-std::set<long> undecided;  // the system's numbers of threads
+c10::DeviceIndex index_of(c10::Device of) { return of.has_index() ? of.index() : device().index(); }
 
-void touch() {
-  if (has_chosen_device) return;
-  std::lock_guard lock(undecided_mutex);
-  undecided.insert(long(gettid()));
+void check_exists(c10::DeviceIndex index) {
+  TORCH_CHECK(index < kDeviceCount, "emu has ", kDeviceCount, " devices, there is no emu:", int(index));
 }
 
-c10::Stream torch_stream(int id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
+void choose_device(c10::DeviceIndex index) {
+  check_exists(index);
+  if (index >= 0) set_device(index);
+}
+
+c10::DeviceIndex exchange_device(c10::DeviceIndex index) {
+  c10::DeviceIndex before = device().index();
+  choose_device(index);
+  return before;
+}
+
+c10::Stream new_stream(c10::Device of, int priority) {
+  c10::DeviceGuard guard({kDeviceType, index_of(of)});
+  use_current_device("a new stream");
+  int number = shown_number(runtime().scheduler.new_stream(current_device(), priority));
+  return c10::Stream(c10::Stream::UNSAFE, device(), number);
+}
 
 struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDeviceType; }
   c10::DeviceIndex deviceCount() const noexcept override { return kDeviceCount; }
   c10::Device getDevice() const override { return device(); }
-  c10::Device exchangeDevice(c10::Device) const override { return device(); }
-  void setDevice(c10::Device to) const override {
-    TORCH_CHECK(to.index() <= 0, "emu has one device, there is no ", to);
-    has_chosen_device = true;
+  c10::Device exchangeDevice(c10::Device to) const override {
+    return {kDeviceType, exchange_device(to.index())};
   }
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  void setDevice(c10::Device to) const override { choose_device(to.index()); }
+  void uncheckedSetDevice(c10::Device to) const noexcept override { restore_device(to.index()); }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
 
-  c10::Stream getStream(c10::Device) const noexcept override {
-    return torch_stream(current_stream());
+  c10::Stream getStream(c10::Device of) const noexcept override { return current_stream_of(of); }
+  c10::Stream getDefaultStream(c10::Device of) const override {
+    return c10::Stream(c10::Stream::DEFAULT, {kDeviceType, index_of(of)});
   }
-  c10::Stream getDefaultStream(c10::Device) const override { return torch_stream(0); }
-  // A new stream each time. CUDA hands out 32 in turn; two users of one stream would hide a race.
-  c10::Stream getNewStream(c10::Device, int = 0) const override {
-    return torch_stream(runtime().scheduler.new_stream());
+  c10::Stream getNewStream(c10::Device of, int priority = 0) const override {
+    return new_stream(of, priority);
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool = false) const override {
-    return torch_stream(runtime().scheduler.new_stream());
+  c10::Stream getStreamFromGlobalPool(c10::Device of, bool is_high = false) const override {
+    return new_stream(of, is_high ? -1 : 0);
   }
   c10::Stream exchangeStream(c10::Stream to) const noexcept override {
-    int from = current_stream();
-    current_stream() = int(to.id());
-    return torch_stream(from);
+    return exchange_current_stream(to);
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override {
-    return reinterpret_cast<void*>(stream.id() + 1);  // never null
+    return reinterpret_cast<void*>(intptr_t(stream_of(stream)) + 1);  // never null
+  }
+  bool isStreamCapturing(const c10::Stream& stream) const {  // an override from PyTorch 2.13 on
+    return runtime().scheduler.is_capturing(stream_of(stream));
   }
   bool queryStream(const c10::Stream& stream) const override {
-    touch();
-    return runtime().scheduler.query_stream(int(stream.id()));
+    return runtime().scheduler.query_stream(stream_of(stream));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    touch();
-    runtime().scheduler.synchronize_stream(int(stream.id()));
+    runtime().scheduler.synchronize_stream(stream_of(stream));
     runtime().scheduler.rethrow_late_error();
   }
-  void synchronizeDevice(c10::DeviceIndex) const override {
-    runtime().scheduler.synchronize_device();
+  void synchronizeDevice(c10::DeviceIndex index) const override {
+    HardVisit visit(index < 0 ? current_device() : index, "a synchronization");
+    runtime().scheduler.synchronize_device(current_device());
     runtime().scheduler.rethrow_late_error();
   }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
               c10::EventFlag) const override {
-    touch();
+    HardVisit visit(stream.device_index(), "recording an event");
     if (!*event) *event = new Event;
-    static_cast<Event*>(*event)->recording = runtime().scheduler.record(int(stream.id()));
+    static_cast<Event*>(*event)->recording = runtime().scheduler.record(stream_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    touch();
-    runtime().scheduler.wait(int(stream.id()), recording_of(event));
+    HardVisit visit(stream.device_index(), "waiting for an event");
+    runtime().scheduler.wait(stream_of(stream), recording_of(event));
   }
   bool queryEvent(void* event) const override {
-    touch();
     return runtime().scheduler.query(recording_of(event));
   }
   void synchronizeEvent(void* event) const override {
-    touch();
     runtime().scheduler.synchronize(recording_of(event));
     runtime().scheduler.rethrow_late_error();
   }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
-    touch();
+  void destroyEvent(void* event, c10::DeviceIndex index) const noexcept override {
+    if (!event) return;
+    HardVisit visit(index, "destroying an event");
     delete static_cast<Event*>(event);
   }
-  double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
+  double elapsedTime(void* from, void* to, c10::DeviceIndex index) const override {
     RecordingPtr start = recording_of(from), end = recording_of(to);
     TORCH_CHECK(start && end, "both events must be recorded before the elapsed time is taken");
-    runtime().scheduler.synchronize(start);
-    runtime().scheduler.synchronize(end);
+    TORCH_CHECK(start->done && end->done,
+                "Both events must be completed before calculating elapsed time.");
+    HardVisit visit(index, "the time between events");
     // Real time means something only when operations last as long as they are modelled to.
     bool real = runtime().settings().throttle && !runtime().settings().dry_run;
     return 1e3 * (real ? end->real_end - start->real_end : end->virtual_end - start->virtual_end);
@@ -118,33 +120,47 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
 
   void recordDataPtrOnStream(const c10::DataPtr& pointer,
                              const c10::Stream& stream) const override {
-    runtime().memory.record_stream(pointer.get(), int(stream.id()));
+    runtime().memory.record_stream(pointer.get(), stream_of(stream));
   }
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex index) const override { return has_context(index); }
   c10::DeviceIndex deviceCount() const override { return kDeviceCount; }
-  void setCurrentDevice(c10::DeviceIndex) const override { has_chosen_device = true; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { choose_device(index); }
+  c10::DeviceIndex getCurrentDevice() const override { return device().index(); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return exchange_device(index);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    check_exists(index);
+    c10::DeviceIndex before = device().index();
+    restore_device(index);
+    return before;
+  }
 
   bool isPinnedPtr(const void* address) const override {
     auto begin = reinterpret_cast<uintptr_t>(address);
     return runtime().is_pinned(begin, begin + 1);
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
-  at::Device getDeviceFromPtr(void*) const override { return device(); }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    return default_generator();
+  at::Device getDeviceFromPtr(void* address) const override {
+    int found = runtime().memory.device_of(reinterpret_cast<uintptr_t>(address));
+    TORCH_CHECK(found >= 0, "EMU: the address is not in device memory");
+    return {kDeviceType, c10::DeviceIndex(found)};
   }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override { return new_generator(); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return default_generator(index < 0 ? device().index() : index);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return new_generator(index < 0 ? device().index() : index);
+  }
 
   // storage.resize_(): a new block, and the bytes that fit are copied on the current stream.
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    c10::DeviceGuard guard(storage.device());
     auto* impl = storage.unsafeGetStorageImpl();
     at::DataPtr resized = device_allocator()->allocate(bytes);
     if (size_t kept = std::min(impl->nbytes(), bytes)) {
@@ -174,13 +190,6 @@ double event_seconds(uintptr_t event) {
   RecordingPtr recording = recording_of(reinterpret_cast<void*>(event));
   TORCH_CHECK(recording, "the event has not been recorded");
   return recording->virtual_end;
-}
-
-std::vector<long> take_threads_without_device() {
-  std::lock_guard lock(undecided_mutex);
-  std::vector<long> found(undecided.begin(), undecided.end());
-  undecided.clear();
-  return found;
 }
 
 void register_hooks() { at::RegisterPrivateUse1HooksInterface(new Hooks); }

@@ -6,6 +6,7 @@ From then on `torch.device("emu")`, `torch.accelerator`, `torch.Stream`, `torch.
 
 import atexit
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 
 from ._autograd_exit import wait_for_autograd
 from ._device_module import register
-from ._host_watch import host_access, watch_host
+from ._handovers import watch_handovers
+from ._host_watch import host_access, host_access_at, watch_host
 from ._native import native
 from ._virtual_time import (
     event_seconds,
@@ -31,11 +33,14 @@ from ._virtual_time import (
 from ._worker_time import give_workers_clocks
 
 __all__ = [
+    "capture",
     "configure",
     "configured",
+    "contexts",
     "event_seconds",
     "exchange_with_peers",
     "host_access",
+    "host_access_at",
     "host_waits_until",
     "host_works",
     "name_stream",
@@ -47,7 +52,6 @@ __all__ = [
     "start_trace",
     "stats",
     "take_reports",
-    "take_threads_without_device",
     "virtual_seconds",
     "watch_host",
     "write_trace",
@@ -94,13 +98,30 @@ def take_reports() -> list[str]:
     return list(native.take_reports())
 
 
-def take_threads_without_device() -> set[str]:
-    """Names of the running threads that have used streams or events since the last call, and never chose a device.
+def contexts() -> dict[int, str]:
+    """Which devices have had a context since the last `reset()`, each with the thread that made it, and the call.
 
-    On CUDA each of these makes a context on the first device, whichever one the model is on.
+    On CUDA a context takes half a gigabyte. A thread that never chose a device makes one on the first device when it
+    comes back from an event or a stream of another one.
     """
-    touched = set(native.take_threads_without_device())
-    return {thread.name for thread in threading.enumerate() if thread.native_id in touched}
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    return {
+        device: f"{names.get(thread, 'a thread that Python does not know')}: {call}"
+        for device, thread, call in native.contexts()
+    }
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[None]:
+    """The current stream captures, as into a CUDA graph: within the with block its work is taken down and not run.
+
+    Meanwhile nothing may wait for the device or ask it, on any thread: RuntimeError, also at the end of the block.
+    """
+    native.begin_capture()
+    try:
+        yield
+    finally:
+        native.end_capture()
 
 
 def set_tag(tag: str) -> None:
@@ -114,11 +135,16 @@ def reset(**settings: Any) -> None:
     Waits for the device. Streams made before must not be used afterwards: their numbers are given out again.
     """
     native.configure(**(_DEFAULTS | settings))
+    native.free_workspaces()
     native.begin_epoch()
     forget_stream_names()
     native.set_tag("")
     native.take_reports()
     native.reset_stats()
+
+
+def _note_collection(phase: str, _info: dict[str, int]) -> None:
+    native.set_collecting(phase == "start")
 
 
 @atexit.register
@@ -131,3 +157,5 @@ def _shut_down() -> None:
 
 register()
 give_workers_clocks()
+watch_handovers()
+gc.callbacks.append(_note_collection)

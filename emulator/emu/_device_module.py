@@ -1,10 +1,11 @@
 """What does PyTorch find as `torch.emu`? The functions that it looks up on the module of a device."""
 
-import contextlib
 import sys
 import types
+from typing import Any
 
 import torch
+from torch.accelerator._utils import _get_device_index
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from ._native import native
@@ -37,23 +38,27 @@ class DeviceModule(types.ModuleType):
 
     @staticmethod
     def device_count() -> int:
-        return 1
+        return native.DEVICE_COUNT
 
     @staticmethod
     def current_device() -> int:
-        return 0
+        return native.current_device()
 
     @staticmethod
-    def set_device(device: object) -> None:
-        pass
+    def set_device(device: Any) -> None:
+        torch.accelerator.set_device_index(device)
 
     @staticmethod
-    def synchronize(device: object = None) -> None:
-        torch.accelerator.synchronize()
+    def synchronize(device: Any = None) -> None:
+        torch.accelerator.synchronize(device)
 
     @staticmethod
-    def current_stream(device: object = None) -> torch.Stream:
-        return torch.accelerator.current_stream()
+    def current_stream(device: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream(device)
+
+    @staticmethod
+    def is_current_stream_capturing() -> bool:
+        return bool(native.is_capturing())
 
     @staticmethod
     def host_register(ptr: int, nbytes: int) -> None:
@@ -73,24 +78,39 @@ class DeviceModule(types.ModuleType):
 
     @staticmethod
     def manual_seed(seed: int) -> None:
-        native.set_rng(seed % _UINT64, 0)
-
-    manual_seed_all = manual_seed
+        native.set_rng(native.current_device(), seed % _UINT64, 0)
 
     @staticmethod
-    def get_rng_state(device: object = None) -> torch.Tensor:
-        return torch.tensor(native.get_rng(), dtype=torch.uint64).view(torch.uint8)
+    def manual_seed_all(seed: int) -> None:
+        for index in range(native.DEVICE_COUNT):
+            native.set_rng(index, seed % _UINT64, 0)
 
     @staticmethod
-    def set_rng_state(state: torch.Tensor, device: object = None) -> None:
-        native.set_rng(*state.view(torch.uint64).tolist())
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        numbers = native.get_rng(_get_device_index(device, optional=True))
+        return torch.tensor(numbers, dtype=torch.uint64).view(torch.uint8)
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        native.set_rng(_get_device_index(device, optional=True), *state.view(torch.uint64).tolist())
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
-    class device(contextlib.nullcontext[None]):  # noqa: N801
-        """The name that PyTorch looks up. There is one device, so choosing it changes nothing."""
+    class device:  # noqa: N801
+        """The name that PyTorch looks up: the current device of this thread, for a with block."""
+
+        def __init__(self, device: Any) -> None:
+            self._index = _get_device_index(device, optional=True)
+            self._before = -1
+
+        def __enter__(self) -> None:
+            self._before = native.current_device()
+            native.set_device(self._index)
+
+        def __exit__(self, *_error: object) -> None:
+            native.restore_device(self._before)
 
 
 def register() -> None:

@@ -11,7 +11,12 @@ from ._native import native
 
 def host_access(tensor: torch.Tensor, *, write: bool, what: str) -> None:
     """Tells the race detector that the host touches `tensor` now. Plain host code is invisible to it."""
-    native.host_access(tensor.data_ptr(), _span_bytes(tensor), write, what)
+    host_access_at(tensor.data_ptr(), _span_bytes(tensor), write=write, what=what)
+
+
+def host_access_at(address: int, nbytes: int, *, write: bool, what: str) -> None:
+    """The same by address, of native code. Nothing is told of memory that is not pinned."""
+    native.host_access(address, nbytes, write, what)
 
 
 class _HostWatch(TorchDispatchMode):

@@ -22,6 +22,7 @@ def test_workers_wait_while_others_enqueue(emu_device: ModuleType) -> None:
     sums: list[float] = []
 
     def worker() -> None:
+        torch.accelerator.set_device_index(compute.device_index)
         try:
             while (item := work.get()) is not None:
                 arrived, gradient, number = item
@@ -35,10 +36,10 @@ def test_workers_wait_while_others_enqueue(emu_device: ModuleType) -> None:
         except BaseException as failure:
             failures.append(failure)
 
+    compute, offload = torch.accelerator.current_stream(), torch.Stream("emu")
     threads = [threading.Thread(target=worker) for _ in range(WORKERS)]
     for thread in threads:
         thread.start()
-    compute, offload = torch.accelerator.current_stream(), torch.Stream("emu")
     weight = torch.ones(16, 16, device="emu", requires_grad=True)
     for number in range(ROUNDS):
         gradient = torch.full((COUNT,), float(number), device="emu")

@@ -18,6 +18,7 @@ from headrace.runtime.autograd import (
     without_transforms,
 )
 from headrace.runtime.device import is_accelerator
+from headrace.runtime.lanes import entered
 
 __all__ = ["SAVED", "DeviceBuffers", "SavedView", "plain_tensors", "references_beside", "saved_view"]
 
@@ -52,6 +53,8 @@ class DeviceBuffers:
         self._budget_bytes = budget_bytes
         self._on_cpu = not is_accelerator(device)
         self._free: list[torch.Tensor] = []  # released buffers that are kept, the latest last
+        # On an accelerator: the stream that all buffers are allocated on, and whose memory they are again when freed.
+        self._home: torch.Stream | None = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A buffer: a uint8 tensor of shape (nbytes,) with arbitrary contents."""
@@ -67,7 +70,7 @@ class DeviceBuffers:
                 del self._free[0]
             if self._on_cpu:
                 return self._mapped(nbytes)
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            buffer = self._of_home(nbytes)
         if not self._on_cpu:
             self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
         return buffer
@@ -84,6 +87,9 @@ class DeviceBuffers:
         """Takes a buffer back. The caller does not use it any more; other references keep its memory alive."""
         if not self._on_cpu:
             self._ledger.add(Tier.DEVICE, _PURPOSE, -buffer.nbytes)
+            current = torch.accelerator.current_stream(self._device)
+            if self._home is not None and self._home != current:
+                self._home.wait_stream(current)
         if buffer.nbytes and not references_beside(buffer):
             self._free.append(buffer)
 
@@ -107,6 +113,17 @@ class DeviceBuffers:
         if not self._on_cpu:
             held_bytes += sum(buffer.nbytes for buffer in self._free)
         return held_bytes + nbytes > self._budget_bytes
+
+    def _of_home(self, nbytes: int) -> torch.Tensor:
+        """Memory from the accelerator's allocator. The present stream waits for its earlier users."""
+        current = torch.accelerator.current_stream(self._device)
+        self._home = self._home or current
+        if self._home == current:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        with entered(self._home):
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        current.wait_stream(self._home)
+        return buffer
 
     def _mapped(self, nbytes: int) -> torch.Tensor:
         if self._is_over_with(nbytes):

@@ -35,7 +35,7 @@ class GradientNorms:
     `run` submits a job to the thread on which norms are taken.
     """
 
-    def __init__(self, run: Callable[[Callable[[], None]], "Future[None]"]) -> None:
+    def __init__(self, run: Callable[..., "Future[None]"]) -> None:
         self._run = run
         self._jobs: list[Future[None]] = []
         self._norms: dict[Any, torch.Tensor] = {}
@@ -54,7 +54,7 @@ class GradientNorms:
 
         for parameter in held:
             self._seen.pop(parameter, None)
-        self._jobs.append(self._run(job))
+        self._jobs.append(self._run(job, unit.device))
         return ()
 
     def delivered(self, parameters: Mapping[Any, bool]) -> None:

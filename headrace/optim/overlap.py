@@ -14,7 +14,7 @@ from headrace.errors import StateError
 from headrace.optim.devices import Member
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.pending import LostUpdate, OtherRanks, Pending, Unit, unit_of
-from headrace.runtime.threads import OneThread
+from headrace.runtime.threads import OneThread, mark_headrace_thread
 
 __all__ = ["Updater", "by_unit"]
 
@@ -56,15 +56,16 @@ class Updater:
             if others is not None:
                 others.post()
 
-        pending = Pending(self.run(job), lambda: _give_back(held), others, parameters)
+        pending = Pending(self.run(job, unit.device), lambda: _give_back(held), others, parameters)
         unit.updates.append(pending)
         self._under_way.append(pending)
         return pending
 
-    def run(self, job: Callable[[], None]) -> "Future[None]":
-        """Calls `job` on the thread, after the jobs submitted before. Never blocks."""
+    def run(self, job: Callable[[], None], device: torch.device | None = None) -> "Future[None]":
+        """Calls `job` on the thread, after the jobs submitted before. Never blocks. `device`: of the job's events."""
 
         def quietly() -> None:
+            mark_headrace_thread(device)
             with torch.no_grad(), without_overrides():
                 job()
 

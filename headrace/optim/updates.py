@@ -186,7 +186,7 @@ def _lender_of(parameter: torch.Tensor) -> "torch.device | weakref.ref[Manager] 
     """What lends device memory for a parameter's update: its accelerator, or its model; None: no accelerator has it."""
     unit = unit_of(parameter)
     if unit is not None:
-        return weakref.ref(unit.manager) if is_accelerator(unit.manager.device) else None
+        return weakref.ref(unit.manager) if is_accelerator(unit.device) else None
     return parameter.device if is_accelerator(parameter.device) else None
 
 

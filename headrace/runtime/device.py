@@ -59,7 +59,8 @@ def is_accelerator(device: torch.device) -> bool:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether work on the device is being captured into a graph (CUDA and ROCm)."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    asks = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asks is not None and bool(asks())
 
 
 def pci_address(device: torch.device) -> str | None:
@@ -114,10 +115,12 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
     def unregister() -> None:
         if os.getpid() != owner:  # a forked process has a copy of the memory, and does not use the device
             return
-        try:
-            torch.accelerator.synchronize(device)
-        finally:
-            undo()
+        # The garbage collector may call this on any thread, whose device is to stay as it is.
+        with torch.accelerator.device_index(device.index):
+            try:
+                torch.accelerator.synchronize(device)
+            finally:
+                undo()
 
     return unregister
 

@@ -34,6 +34,7 @@ __all__ = [
     "ThreadLanes",
     "Tick",
     "Transfer",
+    "entered",
     "open_lanes",
 ]
 
@@ -208,7 +209,7 @@ class StreamLanes(Lanes):
         stream.wait_event(after)  # type: ignore[arg-type]
         begun = self._tick_on(stream)
         nbytes = 0
-        with _entered(stream):
+        with entered(stream):
             for destination, source in copies:
                 destination.copy_(source, non_blocking=True)
                 nbytes += source.nbytes
@@ -228,7 +229,7 @@ class StreamLanes(Lanes):
         for event in after:
             stream.wait_event(event)  # type: ignore[arg-type]
         begun = self._tick_on(stream)
-        with _entered(stream):
+        with entered(stream):
             job()
         return begun, self._tick_on(stream)
 
@@ -239,7 +240,7 @@ class StreamLanes(Lanes):
         return torch.accelerator.current_stream(self.device)
 
     def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext() if stream == self.compute_stream() else _entered(stream)
+        return nullcontext() if stream == self.compute_stream() else entered(stream)
 
     def tick(self) -> Tick:
         return self._tick_on(torch.accelerator.current_stream(self.device))
@@ -261,7 +262,7 @@ class StreamLanes(Lanes):
         return event
 
 
-def _entered(stream: torch.Stream) -> AbstractContextManager[Any]:
+def entered(stream: torch.Stream) -> AbstractContextManager[Any]:
     """A new Python object for the stream, for one `with` statement on any thread.
 
     A stream's Python object remembers which stream was current before. Two threads that entered the same object at the

@@ -128,8 +128,6 @@ class Watcher(Protocol):
 class Manager(Protocol):
     """What manages one offloaded model's parameters."""
 
-    device: torch.device  # where the model computes
-
     def lend_device_memory(self, nbytes: int) -> torch.Tensor:
         """Device memory for updates, a flat uint8 tensor, off the budget of weights for as long as it is referred to.
 
@@ -144,6 +142,7 @@ class Unit(Protocol):
     watchers: "WeakSet[Watcher]"
     order: int  # a pass needs the parameters of units with smaller numbers earlier
     manager: Manager  # the same for all units of one offloaded model
+    device: torch.device  # where the model computes
     common: Any  # the homes that a node's ranks share (weights/movement/common.py); None: they are this process's own
 
     def wait_for_updates(self) -> None:

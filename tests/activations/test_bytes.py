@@ -53,7 +53,7 @@ def peak_bytes(model: nn.Module, x: Tensor) -> int:
 @pytest.mark.emu("random:0", "random:1")
 @pytest.mark.parametrize("budget_tensors", [0, 3, 6])
 def test_device_bytes_drop_by_the_bytes_on_the_host(emu_device, budget_tensors):
-    device = torch.device("emu", 0)
+    device = torch.device("emu", 1)
     plain = forward_bytes(Stack(LAYERS).to(device), rows(device))
     model, handle = settled(device, device_memory=budget_tensors * SAVED_BYTES)
     model.zero_grad()
@@ -71,7 +71,7 @@ def test_device_bytes_drop_by_the_bytes_on_the_host(emu_device, budget_tensors):
 @pytest.mark.parametrize("budget_tensors", [5, 8])
 @pytest.mark.parametrize("keeps_gradients", [False, True])
 def test_the_peak_saving_is_as_planned(emu_device, budget_tensors, keeps_gradients):
-    device = torch.device("emu", 0)
+    device = torch.device("emu", 1)
     plain, model = Stack(LAYERS).to(device), Stack(LAYERS).to(device)
     if not keeps_gradients:
         drop_gradients(plain)
@@ -101,7 +101,7 @@ class Deep(nn.Sequential):
 @pytest.mark.parametrize("deep", [None, 5])
 def test_the_peak_saving_counts_what_recomputation_makes(emu_device, checkpointing, deep):
     """To half a tensor: the gradient of a weight, while it is made, is not seen."""
-    device = torch.device("emu", 0)
+    device = torch.device("emu", 1)
     x = rows(device, count=8 * ROWS)
     models = []
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_the_peak_saving_counts_what_recomputation_makes(emu_device, checkpointi
 
 @pytest.mark.emu("random:0", "lazy")
 def test_the_peak_is_the_same_at_every_step(emu_device):
-    device = torch.device("emu", 0)
+    device = torch.device("emu", 1)
     model, _ = settled(device, device_memory=4 * SAVED_BYTES)
     assert len({peak_bytes(model, rows(device, seed)) for seed in range(4)}) == 1
 
@@ -220,7 +220,7 @@ class Parts(nn.Module):
 @pytest.mark.parametrize("all_leave", [True, False])
 @pytest.mark.parametrize("shares", [(2, 2, 2), (4, 1, 1), (1, 1, 4), (1, 1, 1, 1, 1, 1)], ids=str)
 def test_parts_of_one_storage_leave_and_it_goes_with_them(emu_device, shares, all_leave):
-    device = torch.device("emu", 0)
+    device = torch.device("emu", 1)
     plain, model = (Stack(6, lambda: Parts(shares)).to(device) for _ in range(2))
     bytes_of_parts = 3 * SAVED_BYTES
     settings = {"all_leave": True} if all_leave else {"device_memory": 2 * bytes_of_parts}
@@ -244,7 +244,7 @@ def test_what_attention_saves_leaves(emu_device):
         def forward(self, x: Tensor) -> Tensor:
             return self.attention(x, x, x, need_weights=False)[0]
 
-    device = torch.device("emu", 0)
+    device = torch.device("emu", 1)
     plain, model = (Stack(6, Attends).to(device) for _ in range(2))
     with headrace.offload_activations(model, min_bytes=0, all_leave=True) as handle:
         for seed in range(3):

@@ -205,7 +205,7 @@ def test_several_streams(emu_device: ModuleType, budget: int) -> None:
         y.record_stream(main)  # type: ignore[arg-type]
         return y + z
 
-    check(on_two_streams, torch.device("emu", 0), budget)
+    check(on_two_streams, torch.device("emu", 1), budget)
     assert emu_device.take_reports() == []
 
 

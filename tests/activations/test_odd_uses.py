@@ -131,6 +131,8 @@ def test_threads_that_share_a_model(compute_device: torch.device) -> None:
     failures: list[BaseException] = []
 
     def work(index: int) -> None:
+        if compute_device.index is not None:
+            torch.accelerator.set_device_index(compute_device.index)
         try:
             for _ in range(6):
                 assert same(gradient(index), expected[index])

@@ -388,6 +388,8 @@ def test_the_collector_waits_for_no_thread(compute_device: torch.device, monkeyp
         del handle
 
         def collect() -> None:
+            if compute_device.index is not None:
+                torch.accelerator.set_device_index(compute_device.index)
             kept.clear()
             gc.collect()
 

@@ -51,6 +51,7 @@ def slow_link(emu_device: ModuleType) -> Any:
             device_bytes_per_second=1e13,
             h2d_bytes_per_second=bandwidth,
             d2h_bytes_per_second=bandwidth,
+            register_seconds_per_gib=0.0,  # of a pool that grows: no part of the plans that are measured here
         )
 
     return configure

@@ -72,7 +72,7 @@ def test_trl_4280_a_graph_outlives_the_next_forward(compute_device: torch.device
 
 
 def test_transformer_engine_1582_memory_is_freed(emu_device: ModuleType) -> None:
-    device = torch.device("emu", 0)
+    device = torch.device("emu", 1)
     model, x = Stack(16).to(device), rows(device)
     model(x).sum().backward()
     before = allocated_bytes(device)

@@ -165,7 +165,7 @@ def test_what_the_driver_refuses_to_lock_is_found(
     emu_device: ModuleType, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "available_host_bytes", lambda: 256 << 20)  # of which a quarter is tried
-    machine = Machine(device=torch.device("emu", 0), disk=tmp_path, root=files, environment={})
+    machine = Machine(device=torch.device("emu", 1), disk=tmp_path, root=files, environment={})
 
     def said() -> list[str]:
         return [finding.problem for finding in findings(machine) if "page-locks" in finding.problem]

@@ -57,7 +57,7 @@ def test_who_reads_while_it_is_written_finds_the_one_of_before(small: Path, monk
 @pytest.mark.emu("lazy", h2d_bytes_per_second=10e9, d2h_bytes_per_second=5e9, flops_per_second=1e12)
 def test_the_device_is_measured_by_its_own_clock(emu_device: ModuleType) -> None:
     """Rates of the emulated accelerator are known, so what is measured must be them."""
-    device = torch.device("emu", 0)
+    device = torch.device("emu", 1)
     rates = link_rates(device, copy_bytes=64 * 2**20)
     assert rates.onload == pytest.approx(10e9, rel=0.01)
     assert rates.offload == pytest.approx(5e9, rel=0.01)

@@ -112,6 +112,7 @@ def test_an_own_reference_keeps_memory_and_is_counted(make: Make) -> None:
     assert tensors.get("b").nbytes == view.nbytes
 
 
+@pytest.mark.emu("random:0", guard_pinned=False)  # the misuse that it is about
 def test_two_new_values_at_once_are_refused(make: Make) -> None:
     """Written where it rests and on the device: neither is thrown away without a word."""
     tensors = make()
@@ -126,7 +127,7 @@ def test_two_new_values_at_once_are_refused(make: Make) -> None:
 
 
 def test_copies_to_the_device_never_make_the_host_wait(emu_device: Any) -> None:
-    tensors = TieredTensors(torch.device("emu:0"))
+    tensors = TieredTensors(torch.device("emu:1"))
     tensors.add({name: value(index) for index, name in enumerate("abcd")}, Tier.HOST)
     emu_device.reset_stats()
     tensors.prefetch("ab")

@@ -143,7 +143,8 @@ def steps_are_those_of_one_process(
     rank, world = distributed.get_rank(), distributed.get_world_size()
     model, single = Model(**kind).to(getattr(torch, dtype)), Model(**kind).to(getattr(torch, dtype))
     given = {"lr": 0.01, "max_grad_norm": 0.05} | settings
-    with offloaded(model, device) as handle, offloaded(single, device, mesh=None):
+    room = {"device_memory": BUDGET_BYTES + (1 << 19)} if settings.get("update") == "device" else {}
+    with offloaded(model, device, **room) as handle, offloaded(single, device, mesh=None, **room):
         mine = getattr(optim, name)([p for p in model.parameters() if p.requires_grad], **given)
         theirs = getattr(optim, name)([p for p in single.parameters() if p.requires_grad], **given)
         for number in range(5):

@@ -13,6 +13,7 @@ import torch
 import headrace
 from headrace.runtime import lanes as lanes_module
 from headrace.runtime.lanes import Lane
+from headrace.weights.movement.block import Presence
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
 from tests.gpu.runs import EMULATED, LANES, Runs, hold_up
@@ -70,8 +71,8 @@ def without_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute does not wait for a block to arrive."""
 
     def arrive(self: Residency, block: Any) -> None:
-        if block.arrival is not None:
-            block.presence = type(block.presence).PRESENT
+        if block.presence is Presence.ARRIVING:
+            block.becomes(Presence.PRESENT)
 
     monkeypatch.setattr(Residency, "arrive", arrive)
 

@@ -82,7 +82,7 @@ def test_unknown_devices() -> None:
 
 def test_device_that_does_not_exist(compute_device: torch.device) -> None:
     if compute_device.type != "cpu":
-        refused(with_settings(torch.device("emu", 7)), ValueError, "emu:7", "does not exist", "1")
+        refused(with_settings(torch.device("emu", 7)), ValueError, "emu:7", "does not exist", "2")
 
 
 def test_device_without_memory_for_the_plan(compute_device: torch.device) -> None:

@@ -297,7 +297,12 @@ def test_one_thread_at_a_time(compute_device: torch.device) -> None:
     offload(model, compute_device)
     refusals: list[BaseException] = []
 
+    def choose_device() -> None:
+        if compute_device.index is not None:
+            torch.accelerator.set_device_index(compute_device.index)
+
     def call_too() -> None:
+        choose_device()
         with pytest.raises(headrace.StateError, match=r"computing on thread.*Lock") as refusal:
             model(tokens)
         refusals.append(refusal.value)
@@ -312,7 +317,7 @@ def test_one_thread_at_a_time(compute_device: torch.device) -> None:
     assert len(refusals) == 1
     hook.remove()
     later: list[Tensor] = []
-    thread = threading.Thread(target=lambda: later.append(on_cpu(model(tokens))))
+    thread = threading.Thread(target=lambda: (choose_device(), later.append(on_cpu(model(tokens)))))
     thread.start()
     thread.join()
     assert same(later[0], on_cpu(expected))

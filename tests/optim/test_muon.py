@@ -83,7 +83,7 @@ def test_of_an_offloaded_model(options: dict[str, Any], expected: Model, tmp_pat
 
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
 def test_of_a_plain_model_by_its_names(fraction: float, expected: Model, emu_device: Any) -> None:
-    model = Model().to("emu:0")
+    model = Model().to("emu:1")
     train(model, [ours(model.named_parameters(), device_fraction=fraction)])
     assert_same(on_cpu(model.state_dict()), expected.state_dict())
 

@@ -46,7 +46,7 @@ def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def device(emu_device: object) -> torch.device:
     emu_device.configure(device_memory=1 << 30)  # type: ignore[attr-defined]  # operators take some beside
-    return torch.device("emu", 0)
+    return torch.device("emu", 1)
 
 
 def passes(model: nn.Module, handle: headrace.Offloaded, want: torch.Tensor, count: int = PASSES) -> headrace.Stats:

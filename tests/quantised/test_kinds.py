@@ -88,7 +88,7 @@ def test_adapters_train_beside_a_quantised_base(name: str, on_disk: bool, tmp_pa
 
 @pytest.fixture
 def accelerator(emu_device: ModuleType) -> Iterator[torch.device]:
-    yield torch.device("emu:0")
+    yield torch.device("emu:1")
     tables = sys.modules.get("bitsandbytes.backends.utils")
     if tables is not None:
         tables._code_4bit_cache.clear()  # it keeps one for each device it saw

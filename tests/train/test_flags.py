@@ -139,7 +139,7 @@ def test_blocks_are_a_size_or_patterns(given: tuple[str, ...], becomes: Any):
 
 
 def test_activations_leave_and_the_losses_stay(settings: Settings, progress: Progress, emu_device: ModuleType):
-    common = {"device": "emu:0", "device_memory": "75%"}
+    common = {"device": "emu:1", "device_memory": "75%"}
     offloaded = train(settings(compare_plain=3, offload_activations=("min_bytes=1KiB",), **common), progress)
     assert offloaded.losses == offloaded.plain_losses
     assert offloaded.report is not None
@@ -150,8 +150,8 @@ def test_activations_leave_and_the_losses_stay(settings: Settings, progress: Pro
 def test_weights_may_stay_on_the_device_with_a_share_of_the_state(
     settings: Settings, progress: Progress, emu_device: ModuleType, fraction: float
 ):
-    losses, _ = train_plainly(settings(device="emu:0"))
-    staying = train(settings(device="emu:0", device_fraction=fraction, offload_activations=()), progress)
+    losses, _ = train_plainly(settings(device="emu:1"))
+    staying = train(settings(device="emu:1", device_fraction=fraction, offload_activations=()), progress)
     assert staying.stats is None
     assert staying.losses == pytest.approx(losses, abs=1e-5)
     if fraction == 0:

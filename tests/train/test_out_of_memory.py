@@ -106,7 +106,7 @@ def test_the_command_ends_with_1_and_without_a_traceback(
 def test_a_device_that_is_full_is_told_of(settings: Settings, progress: Progress, emu_device: ModuleType):
     emu_device.configure(device_memory=16 << 20)
     with pytest.raises(OutOfMemoryError, match=r"out of device memory: .*What helps: .*--offload-activations"):
-        train(settings(device="emu:0", batch_size=1024, device_memory="90%"), progress)
+        train(settings(device="emu:1", batch_size=1024, device_memory="90%"), progress)
 
 
 def test_a_budget_that_no_block_fits_is_told_before_training(settings: Settings, progress: Progress):

@@ -113,7 +113,7 @@ def test_a_crashed_run_goes_on_as_if_nothing_had_happened(
 def test_on_an_accelerator_a_crashed_run_goes_on(
     settings: Settings, progress: Progress, tmp_path: Path, crash_at: Callable[[int], None], emu_device: ModuleType
 ):
-    common = {"steps": 4, "save_every": 2, "device": "emu:0", "device_memory": "75%"}
+    common = {"steps": 4, "save_every": 2, "device": "emu:1", "device_memory": "75%"}
     whole = train(settings(output=tmp_path / "whole", **common), progress)
     crash_at(3)
     with pytest.raises(CrashError):
@@ -239,8 +239,8 @@ def test_a_model_is_the_same_by_its_contents_and_not_by_its_name(
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        ({"device": "cpu"}, {"device": "emu:0"}, "--device was cpu and is emu"),
-        ({"device": "emu:0"}, {"device": "emu"}, None),
+        ({"device": "cpu"}, {"device": "emu:1"}, "--device was cpu and is emu"),
+        ({"device": "emu:1"}, {"device": "emu"}, None),
         ({"device_fraction": 0.5}, {"device_fraction": 0.25}, "--device-fraction was 0.5 and is 0.25"),
         ({"device_fraction": 0.5}, {}, "--device-fraction was 0.5 and is 0.0"),
         ({"device_fraction": 0.0}, {}, None),
@@ -257,7 +257,7 @@ def test_where_updates_and_passes_are_computed_decides_the_last_bits(
     after: dict[str, Any],
     says: str | None,
 ):
-    device = {"device": "emu:0"}
+    device = {"device": "emu:1"}
     common = begin({**device, **before})
     changed = {**{name: value for name, value in common.items() if name not in before}, **device, **after}
     if says is None:
@@ -273,7 +273,7 @@ def test_where_updates_and_passes_are_computed_decides_the_last_bits(
 def test_a_share_that_is_measured_anew_is_told(
     settings: Settings, progress: Progress, begin: Callable[[dict[str, Any]], dict[str, Any]], emu_device: ModuleType
 ):
-    train(settings(**begin({"device": "emu:0", "device_fraction": "auto"})), progress)
+    train(settings(**begin({"device": "emu:1", "device_fraction": "auto"})), progress)
     assert any(note.startswith("--device-fraction auto is measured anew") for note in progress.notes)
 
 

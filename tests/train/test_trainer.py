@@ -59,8 +59,8 @@ def test_losses_and_saved_weights_equal_the_plain_run(
 def test_on_an_accelerator_losses_and_saved_weights_equal_the_plain_run(
     settings: Settings, progress: Progress, tmp_path: Path, emu_device: ModuleType
 ):
-    losses, plain = train_plainly(settings(device="emu:0"))
-    offloaded = train(settings(compare_plain=3, device="emu:0", device_memory="70%"), progress)
+    losses, plain = train_plainly(settings(device="emu:1"))
+    offloaded = train(settings(compare_plain=3, device="emu:1", device_memory="70%"), progress)
     assert offloaded.losses == offloaded.plain_losses == losses
     assert_same(weights(tmp_path / "out"), plain)
     stats = offloaded.stats

@@ -100,7 +100,7 @@ def test_on_the_cpu_nothing_is_locked(ledger: Ledger) -> None:
 @pytest.mark.emu("lazy")
 def test_it_is_page_locked_for_an_accelerator(emu_device: Any, ledger: Ledger) -> None:
     torch.empty(1).pin_memory()  # is_pinned() asks the device only after it was used
-    arena = Arena(PAGE, torch.device("emu", 0), ledger, "weights")
+    arena = Arena(PAGE, torch.device("emu", 1), ledger, "weights")
     tensor = arena.tensor(0, 100)
     assert arena.pinned
     assert tensor.is_pinned()
@@ -125,7 +125,7 @@ def test_it_is_unlocked_before_it_is_unmapped(emu_device: Any, ledger: Ledger, m
         return undo
 
     monkeypatch.setattr(locking, "register_host_memory", watched)
-    arena = Arena(16 * PAGE, torch.device("emu", 0), ledger, "weights")
+    arena = Arena(16 * PAGE, torch.device("emu", 1), ledger, "weights")
     address = arena.tensor(0, 1).data_ptr()
     tensor = arena.tensor(PAGE, 1)
     del arena

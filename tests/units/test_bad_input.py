@@ -144,14 +144,14 @@ def test_a_device_without_memory_for_the_plan(emu_device: Any) -> None:
     refused(
         model,
         headrace.BudgetError,
-        r"device_memory=1.2 MiB is more than emu:0 has free, [0-9.]+ .iB; lower it, or end what else",
+        r"device_memory=1.2 MiB is more than emu:1 has free, [0-9.]+ .iB; lower it, or end what else",
         "emu",
         device_memory="1.2MiB",
     )
     taken = torch.empty(980 << 10, dtype=torch.uint8, device="emu")
     refused(model, headrace.BudgetError, r"device_memory allows [23]\d.*; raise it", "emu")  # a tenth less than is free
     del taken
-    works(model, torch.device("emu", 0), device_memory="300KiB")
+    works(model, torch.device("emu", 1), device_memory="300KiB")
 
 
 # devices and settings -----------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_an_unknown_device(model: Decoder, device: str, match: str) -> None:
 
 
 def test_a_device_index_that_does_not_exist(emu_device: Any, model: Decoder) -> None:
-    refused(model, ValueError, r"device='emu:7' does not exist: there are 1 devices of type 'emu'", "emu:7")
+    refused(model, ValueError, r"device='emu:7' does not exist: there are 2 devices of type 'emu'", "emu:7")
 
 
 @pytest.mark.parametrize("device", [3.5, ["cpu"]])

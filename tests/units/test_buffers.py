@@ -102,7 +102,7 @@ def test_close_lets_go_of_what_is_kept(buffers: DeviceBuffers, ledger: Ledger) -
 
 @pytest.mark.emu("lazy", allocator="exact")
 def test_an_accelerators_memory_is_kept_until_it_is_needed(emu_device, ledger: Ledger) -> None:
-    buffers = DeviceBuffers(torch.device("emu", 0), ledger, 1 << 20)
+    buffers = DeviceBuffers(torch.device("emu", 1), ledger, 1 << 20)
     before_bytes = emu_device.stats()["allocated_bytes"]
     for nbytes in (1 << 20, 1 << 20, 3 << 18):
         buffer = buffers.allocate(nbytes)

@@ -108,5 +108,7 @@ def test_another_thread_may_call_the_model_next(
             with pytest.raises(KeyboardInterrupt):
                 model(batch)
         with ThreadPoolExecutor(1) as other:
+            if compute_device.index is not None:
+                other.submit(torch.accelerator.set_device_index, compute_device.index)
             found = other.submit(torch.no_grad()(model), batch).result()
         assert torch.equal(found, expected)

@@ -169,12 +169,13 @@ def test_ticks_measure_the_compute_lane(lanes: Lanes) -> None:
 
 
 def test_two_threads_that_compute_on_one_stream_go_back_to_their_own(emu_device: ModuleType) -> None:
-    lanes = open_lanes(torch.device("emu", 0))
-    shared, mine = torch.Stream(device="emu:0"), torch.Stream(device="emu:0")
+    lanes = open_lanes(torch.device("emu", 1))
+    shared, mine = torch.Stream(device="emu:1"), torch.Stream(device="emu:1")
     inside, left = threading.Event(), threading.Event()
     streams: list[torch.Stream] = []
 
     def other_thread() -> None:
+        torch.accelerator.set_device_index(1)
         with lanes.computing_on(shared):
             inside.set()
             left.wait(10)

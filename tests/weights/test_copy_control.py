@@ -129,7 +129,7 @@ def test_no_window_carries_more_than_the_limit(
     monkeypatch.setattr(pace, "time", virtual)
     expected = train(decoder(), 3)
     model = decoder()
-    handle = offloaded(model, torch.device("emu", 0))
+    handle = offloaded(model, torch.device("emu", 1))
     transfers: list[Transfer] = []
     submit = StreamLanes.copy
 

@@ -95,6 +95,7 @@ WRITES: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 }
 
 
+@pytest.mark.emu("random:0", guard_pinned=False)  # a load that reads meanwhile may be torn; the visit renews the block
 @pytest.mark.parametrize("write", WRITES)
 def test_after_a_step(compute_device: torch.device, tmp_path: Path, held: Held, write: str) -> None:
     """A step asks for what the next pass begins with, and then ordinary code changes it once more."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import headrace
+from headrace.optim import AdamW
 from headrace.runtime import lanes as lanes_module
 from headrace.runtime.lanes import Lane, Lanes
 from headrace.weights.movement.block import Block, Presence
@@ -108,14 +109,14 @@ def test_training_from_disk_on_a_users_stream_has_no_race(emu_device: ModuleType
     model = linears(24, 128)
     plain = copy.deepcopy(model)
     x = torch.randn(8, 128)
-    users = torch.Stream(device="emu:0")
+    users = torch.Stream(device="emu:1")
     with (
         users,
         offloaded(
             model, disk=tmp_path, host_memory=weight_bytes(model) * 3 // 2, activations={"min_bytes": 0}
         ) as handle,
     ):
-        there = x.to("emu:0")
+        there = x.to("emu:1")
         for _ in range(10):
             model.zero_grad()
             model(there).sum().backward()
@@ -132,11 +133,10 @@ def test_threads_of_headrace_choose_the_device(emu_device: ModuleType, tmp_path:
     with offloaded(model, disk=tmp_path, **settings) as handle:
         handle.limit_copies(10 * 2**30)
         for _ in range(3):
-            model(torch.randn(8, 128, device="emu:0")).sum().backward()
+            model(torch.randn(8, 128, device="emu:1")).sum().backward()
         names = {thread.name.split("_")[0] for thread in threading.enumerate()}
         assert names >= {"headrace-fetch", "headrace-send", "headrace-activations", "headrace-pace", "headrace-host"}
-        without = emu_device.take_threads_without_device()  # the user's, and autograd's own, are not ours to set
-        assert not {name for name in without if name.startswith("headrace")}
+        assert set(emu_device.contexts()) == {1}
 
 
 def test_a_state_dict_of_device_tensors_is_loaded_when_no_copy_reads_the_homes(emu_device, decoder, tokens):
@@ -297,3 +297,25 @@ def test_edge_9_holds_at_the_end_of_a_backward_without_gradients_of_parameters(e
             for parameter in (*parameters, *plain.parameters()):
                 parameter.mul_(1.1)
         assert_same(on_cpu(gradients), expected)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_edge_10_a_load_waits_for_the_update_of_its_homes(emu_device, decoder, tokens, monkeypatch, waits):
+    """The native kernel writes them on the optimizer's thread; `tests/support/kernel_accesses.py` announces it."""
+    if not waits:
+        monkeypatch.setattr(Block, "wait_for_updates", lambda self: self.updates.clear())
+        monkeypatch.setattr(Block, "being_updated", False)
+    with offloaded(decoder):
+        optimizer = AdamW(decoder.parameters(), lr=0.1, overlap="forward")
+        for _ in range(4):
+            loss_of(decoder, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss_of(decoder, tokens)
+        optimizer.synchronize()
+    if waits:
+        assert emu_device.take_reports() == []
+        return
+    reports = found(emu_device)
+    assert "the optimizer's kernel on the host (thread" in reports
+    assert "copy H2D" in reports

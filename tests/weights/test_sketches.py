@@ -80,7 +80,7 @@ def test_a_new_policy_of_eviction(monkeypatch: pytest.MonkeyPatch, emu_device: M
 
     monkeypatch.setattr(Executor, "_next_use", at_random)
     monkeypatch.setattr(planner, "make_plan", plans_nothing)
-    device = torch.device("emu", 0)
+    device = torch.device("emu", 1)
     model = linears(8, 32)
     plain = copy.deepcopy(model).to(device)
     with headrace.offload(model, device=device, device_memory=weight_bytes(model) // 2) as handle:

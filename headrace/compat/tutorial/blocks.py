@@ -73,8 +73,10 @@ class DiskBlocks:
             block_bytes = min(block_bytes, pages * DISK_ALIGNMENT_BYTES)
             slots = max(1, min(slots, share // block_bytes))
         self._ring, self._lanes = StagingRing(block_bytes, slots, memory_device, ledger), lanes
-        self._store = DiskStore(settings.directory, ledger, threads=settings.threads, own="headrace-tensors")
-        self._fetching = OneThread("headrace-fetch")
+        self._store = DiskStore(
+            settings.directory, ledger, threads=settings.threads, own="headrace-tensors", device=lanes.device
+        )
+        self._fetching = OneThread("headrace-fetch", lanes.device)
         self._packs = settings.packs and available()
         self.fetch_bytes = 0
 

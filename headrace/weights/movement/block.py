@@ -62,6 +62,7 @@ class Block:
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
+        self.device = device
         # How it travels: `offload()` sets `index`, `row_bytes`, `experts` and `expert_key` of blocks that stream.
         self.index = -1  # its number among the blocks that stream; -1: it is resident
         self.row_bytes = 0  # the size of a row, if only rows of it travel (movement/rows.py); 0: it travels whole

@@ -1,0 +1,29 @@
+"""How do threads learn from each other what has been waited for? By Python's locks and queues, which are watched.
+
+What one thread has waited for holds for another only when the two have synchronised since: by a future, an executor, a
+lock, a condition, an event, a queue, the start or the join of a thread, or a backward. A plain variable is no such
+means: what it says may be right, but nothing makes it so.
+"""
+
+import _queue
+import _thread
+import threading
+
+import torch
+
+from ._native import native
+
+
+def watch_handovers() -> None:
+    """From now on, in the whole process."""
+    native.watch_handovers(
+        _thread.LockType, _thread.RLock, _queue.SimpleQueue, _thread, type(torch.autograd.Variable._execution_engine)
+    )
+    join = threading.Thread.join
+
+    def watched_join(self: threading.Thread, timeout: float | None = None) -> None:
+        join(self, timeout)
+        if self.ident is not None and not self.is_alive():
+            native.joins_thread(self.ident)
+
+    threading.Thread.join = watched_join  # type: ignore[method-assign]
