@@ -251,7 +251,8 @@ class _Kernels(TorchFunctionMode):
     ) -> Any:
         if function is functional.scaled_dot_product_attention:
             query, key, value, *others = args
-            wide = functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+            more = query.shape[-1] - value.shape[-1]
+            wide = functional.pad(value, (0, more)) if more else value  # which copies
             result = function(query, key, wide, *others, **((kwargs or {}) | {"dropout_p": 0.0}))
             return result[..., : value.shape[-1]]
         if getattr(function, "__name__", "").endswith("grouped_mm"):

@@ -46,6 +46,27 @@ def test_parts_of_a_method() -> None:
     assert planned().method.text(plan.work.training) == "everything on the device: no offloading"
 
 
+def test_the_device_updates_where_the_host_is_slow() -> None:
+    """By hand: 10 bytes of state for each parameter of a plain model cross, and come back; the link takes both ways."""
+    fast, slow = planned(method="offload-optimizer,activations=kept"), MACHINES["4090"].changed(update="2GB/s")
+    by_device = planned(method="offload-optimizer,activations=kept", hardware=slow)
+    by_host = planned(method="offload-optimizer,activations=kept,update=host", hardware=slow)
+    assert by_device.run is not None
+    assert by_host.run is not None
+    assert by_device.run.seconds < by_host.run.seconds / 2
+    assert "updated by the device" in by_device.to_text()
+    assert 'update="device"' in by_device.to_text()
+    state = 10 * by_device.model.parameters
+    moved = by_device.run.moved_bytes
+    assert moved[CostLane.ONLOAD] == moved[CostLane.OFFLOAD] == pytest.approx(state, rel=1e-6)
+    assert held(by_device, Place.DEVICE)["updates"] == 48 << 20
+    assert "gradients" not in held(by_device, Place.HOST)
+    assert fast.run is not None
+    streamed = planned(method="stream-weights,update=device", hardware=slow)
+    assert streamed.run is not None
+    assert streamed.run.moved_bytes[CostLane.OFFLOAD] >= state + 4 * by_device.model.parameters  # gradients and weights
+
+
 def test_a_method_that_does_not_fit_says_what_it_lacks() -> None:
     plan = planned(method="none", device_memory="1GB")
     assert not plan.fits

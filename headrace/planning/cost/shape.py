@@ -110,8 +110,8 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets: multiplied with, or looked up in the embedding."""
-        return sum(block.active_parameters or block.parameters for block in self.blocks)
+        """Parameters that one token meets: multiplied with, or looked up in an embedding that is not the head's."""
+        return sum(block.active_parameters or (0 if self.tied else block.parameters) for block in self.blocks)
 
     @property
     def trainable(self) -> int:
