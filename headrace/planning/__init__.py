@@ -7,6 +7,7 @@ from headrace.planning.keeping import Keeping, Key, passes_through
 from headrace.planning.plan import Plan, Prediction, Step
 from headrace.planning.planner import make_plan
 from headrace.planning.problem import Problem
+from headrace.planning.resting import on_disk
 from headrace.planning.tables import FEWEST_ROWS, goes_by_rows, kept_free_for_rows
 from headrace.planning.visit import Phase, Visit
 
@@ -29,6 +30,7 @@ __all__ = [
     "kept_free_for_rows",
     "lower_bound",
     "make_plan",
+    "on_disk",
     "passes_through",
     "plan_activations",
 ]

@@ -64,9 +64,9 @@ def test_frozen_weights_are_read_packed_from_a_slow_drive(
     share = share if room == 2 else 1.0
     method = Method(weights=Place.DISK, state=Place.HOST, activations=Activations.KEPT)
     work = Work(training=training, sequence_length=128)
-    run = run_of(
-        Case(shape, work, Spread(), method, machine(drive, int(room * shape.weight_bytes) + 2**30)), block_bytes
-    )
+    disk_bytes = int(room * shape.weight_bytes) + 2**30
+    full = machine(drive, disk_bytes).changed(host_memory_bytes=1)  # no block has room there
+    run = run_of(Case(shape, work, Spread(), method, full), block_bytes)
     on_disk = {held.purpose: held.nbytes for held in run.tiers.held if held.place is Place.DISK}
     assert on_disk["weights"] == shape.weight_bytes
     assert on_disk.get("packed weights", 0) == (5 * share * block_bytes if share < 1 else 0)

@@ -171,7 +171,7 @@ def test_each_bound_in_turn(by: str, seconds: float, spread: Spread, rates: dict
 def test_the_disk_is_read_and_written_once_for_each_node() -> None:
     """At 1 GB/s: 14 loads of 0.2 GB are read; the update reads and writes 8 blocks, and 12 bytes of state a weight."""
     on_disk = Method(weights=Place.DISK, state=Place.DISK, activations=Activations.KEPT, overlap=Overlap.FORWARD)
-    rates = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9}
+    rates = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9, "host_memory_bytes": 1}
     for count in (1, 4):
         run = planned(Spread(data=count), on_disk, devices=count, **rates)
         assert run.step.moved_bytes[CostLane.FETCH] * count == pytest.approx((LOADS * 0.2 + LAYERS * 1.4) * 1e9)

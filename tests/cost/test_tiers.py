@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import headrace
-from headrace.planning import ActivationProblem, Saved, plan_activations
+from headrace.planning import ActivationProblem, Saved, on_disk, plan_activations
 from headrace.planning.cost import (
     MACHINES,
     Activations,
@@ -19,7 +19,10 @@ from headrace.planning.cost import (
     Work,
     shape_of_module,
 )
-from headrace.planning.cost.tiers import activation_bytes, tiers_of
+from headrace.planning.cost.forecast import run_of
+from headrace.planning.cost.lanes import CostLane
+from headrace.planning.cost.packing import packs
+from headrace.planning.cost.tiers import HOST_RESERVE, activation_bytes, tiers_of
 
 WIDTH, TOKENS, LAYERS, LINEARS = 128, 1024, 8, 4
 VALUE_BYTES = TOKENS * WIDTH * 4
@@ -168,3 +171,28 @@ def test_gradients_rest_on_disk_where_the_host_has_no_room() -> None:
     held = {(item.place, item.purpose): item.nbytes for item in tiers.held}
     assert held[Place.DISK, "gradients"] == 2 * shape.parameters
     assert held[Place.HOST, "gradients"] == 2 * shape.parameters * 2 // LAYERS
+
+
+@pytest.mark.parametrize("held", [0.0, 0.3, 0.5, 0.9, 1.0])
+def test_blocks_that_host_memory_has_room_for_are_not_read(held: float) -> None:
+    """The host has room for staging, of three blocks, and for a share of the weights: the rest is read in each pass."""
+    shape = shape_of_module(Decoder()).frozen()
+    sizes = [block.weight_bytes for block in shape.blocks]
+    host = int((held * sum(sizes) + 3 * max(sizes)) / (1 - HOST_RESERVE)) + 2
+    method = Method(weights=Place.DISK, state=Place.DEVICE, activations=Activations.KEPT)
+    work = Work(training=Training.NONE, sequence_length=TOKENS)
+    case = Case(shape, work, Spread(), method, machine(0.5).changed(host_memory_bytes=host, disk_bytes=10**12))
+    run = run_of(case, 2 * max(sizes))
+    rests = {
+        item.place: item.nbytes
+        for item in run.tiers.held
+        if item.purpose == "weights" and item.place is not Place.DEVICE
+    }
+    assert rests.get(Place.HOST, 0) <= held * sum(sizes)
+    assert rests.get(Place.HOST, 0) > held * sum(sizes) - max(sizes)
+    assert sum(rests.values()) == sum(sizes)
+    assert run.tiers.on_disk == on_disk(sizes, int(held * sum(sizes)))
+    there = [sizes[index] for index in run.tiers.on_disk]
+    packed = 0.75 if packs(case) else 1.0
+    assert run.moved_bytes[CostLane.FETCH] <= sum(there)
+    assert run.moved_bytes[CostLane.FETCH] >= packed * (sum(there) - 2 * max(sizes))

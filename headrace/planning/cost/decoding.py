@@ -91,11 +91,12 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
         budget = max(0, tiers.streaming_bytes - max(0, cache_bytes - free_bytes))
     disk_share = 0.0
     if method.weights is Place.DISK:
-        room = tiers.capacity[Place.HOST] - tiers.total(Place.HOST)
+        beside = sum(held.nbytes for held in tiers.held if held.place is Place.HOST and held.purpose != "weights")
+        room = tiers.capacity[Place.HOST] - beside
         disk_share = min(1.0, max(0.0, 1.0 - room / shape.weight_bytes))
     compute = sum(_compute_seconds(block, token, work.sequence_length, hardware) for block in shape.blocks)
     visiting = without_tables(case, tiers.tables)
-    rows = [row_loads(shape.blocks[index], case, token.tokens) for index in tiers.tables]
+    rows = [row_loads(shape.blocks[index], case, token.tokens, float(index in tiers.on_disk)) for index in tiers.tables]
     one = _Token(token.tokens, hardware, compute, len(shape.blocks), disk_share * mean_read_share(case))
     found = Decoding(
         sequences=work.batch_size,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.shape import BlockShape, ModelShape
-from headrace.planning.cost.work import Case, Place, Training
+from headrace.planning.cost.work import Case, Training
 from headrace.planning.keeping import passes_through
 
 __all__ = [
@@ -173,8 +173,8 @@ def loads_of(
     return PartLoads(nbytes=nbytes, link_seconds=link, disk_seconds=disk)
 
 
-def pass_loads(block: BlockShape, case: Case, cut: ExpertCut | None) -> PartLoads:
-    """The experts that a visit to the block loads in a forward, and again in a backward.
+def pass_loads(block: BlockShape, case: Case, cut: ExpertCut | None, from_disk: float) -> PartLoads:
+    """The experts that a visit loads in a forward, and again in a backward. `from_disk`: the share that is read there.
 
     A prompt finds the experts that the prompt before it has left. In training, backward and the next forward each begin
     with the experts of as many layers on the device as there are banks.
@@ -184,5 +184,4 @@ def pass_loads(block: BlockShape, case: Case, cut: ExpertCut | None) -> PartLoad
     there = min(1.0, cut.banks[0] / cut.layers)
     if not case.trains:
         there = cut.passing_hit_rate(block.wanted_experts(case.work.tokens))
-    from_disk = float(case.method.weights is Place.DISK)
     return loads_of(block, case.work.tokens, there, case.share, from_disk=from_disk)

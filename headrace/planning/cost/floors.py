@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace.formulas import tokens_to_hide
 from headrace.planning.cost.traffic import BlockTraffic
-from headrace.planning.cost.work import Activations, Case, Place, Training
+from headrace.planning.cost.work import Activations, Case, Training
 
 __all__ = ["Floors", "floors_of", "hiding_tokens"]
 
@@ -67,14 +67,19 @@ def floors_of(traffic: Sequence[BlockTraffic], case: Case, room_bytes: int) -> F
     whole = total(lambda own: own.block_bytes)
     loaded = passes * max(0.0, whole - room_bytes) if method.streamed else 0.0
     loaded = max(loaded, whole) if case.changes else loaded
-    parts = batches * total(lambda own: own.parts.nbytes * (2 if case.trains and own.parts.in_backward else 1))
+
+    def parts_bytes(own: BlockTraffic) -> float:
+        return own.parts.nbytes * (2 if case.trains and own.parts.in_backward else 1)
+
+    parts = batches * total(parts_bytes)
     activations = batches * total(lambda own: own.activation_bytes)
     spilled = activations if method.activations is Activations.SPILLED else 0.0
     on_disk = total(lambda own: own.state_bytes + own.spill_bytes) + spilled
     into, out = total(lambda own: own.update_in_bytes), total(lambda own: own.update_out_bytes)
     onload = least(lambda own: own.load_bytes or 0) + parts + activations + into
     offload = batches * total(lambda own: own.gradient_bytes) + activations + out
-    fetch = least(lambda own: own.fetch_bytes) + parts * (method.weights is Place.DISK) + on_disk
+    read = batches * total(lambda own: parts_bytes(own) * bool(own.parts.disk_seconds))
+    fetch = least(lambda own: own.fetch_bytes) + read + on_disk
     among = least(lambda own: own.gather_seconds)
     among += total(lambda own: own.reduce_seconds * (batches if own.reduces_always else 1))
     on_link = any(own.over_link for own in traffic)

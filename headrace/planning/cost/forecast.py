@@ -99,7 +99,7 @@ def option_of(case: Case, streaming_bytes: int | None = None) -> Option:
     """The option of `case`, with `streaming_bytes` of the device for weights that come and go; None: what is left."""
     grouped = case.grouped()
     tiers = tiers_of(grouped, streaming_bytes)
-    traffic = traffic_of(grouped, tiers.cut, tiers.tables)
+    traffic = traffic_of(grouped, tiers.cut, tiers.tables, tiers.on_disk)
     room = tiers.streaming_bytes - tiers.rows_bytes if tiers.cut is None else tiers.cut.other_room_bytes
     floors = floors_of(traffic, grouped, room)
     return Option(case=case, tiers=tiers, traffic=traffic, room_bytes=room, floors=floors)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from collections.abc import Iterable
+
+from headrace.planning.cost.shape import BlockKind, BlockShape
 from headrace.planning.cost.work import Case, Place, Training
 
 __all__ = ["LEFT_FREE_BYTES", "TIMES_AS_FAST", "mean_read_share", "packed_bytes", "packs", "read_share"]
@@ -36,6 +38,6 @@ def mean_read_share(case: Case) -> float:
     return sum(read_share(block) * block.weight_bytes for block in shape.blocks) / max(1, shape.weight_bytes)
 
 
-def packed_bytes(shape: ModelShape) -> int:
-    """Bytes of the packed weights, which lie on disk beside the weights themselves."""
-    return round(sum(read_share(block) * block.weight_bytes for block in shape.blocks if read_share(block) < 1))
+def packed_bytes(blocks: Iterable[BlockShape]) -> int:
+    """Bytes of these blocks' packed weights, which lie on disk beside the weights themselves."""
+    return round(sum(read_share(block) * block.weight_bytes for block in blocks if read_share(block) < 1))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from headrace.planning.cost.experts import NO_EXPERTS, PartLoads, can_cut, others_of
 from headrace.planning.cost.shape import BlockShape
-from headrace.planning.cost.work import Case, Place
+from headrace.planning.cost.work import Case
 from headrace.planning.tables import FEWEST_ROWS, goes_by_rows
 
 __all__ = ["room_for_rows", "row_loads", "tables_of", "without_tables"]
@@ -40,15 +40,19 @@ def without_tables(case: Case, tables: Tables) -> Case:
     return replace(case, shape=replace(case.shape, blocks=blocks))
 
 
-def row_loads(block: BlockShape, case: Case, tokens: int) -> PartLoads:
-    """What a lookup of so many different tokens loads. The host first waits for their numbers, as for a router's."""
+def row_loads(block: BlockShape, case: Case, tokens: int, from_disk: float) -> PartLoads:
+    """What a lookup of so many different tokens loads, `from_disk` of it from there.
+
+    The host first waits for their numbers, as for a router's.
+    """
     nbytes = _looked_up(block, tokens) * block.weight_bits / 8
     if not nbytes:
         return NO_EXPERTS
     hardware = case.share
     link = 2 * hardware.link_latency_seconds + nbytes / hardware.onload_bytes_per_second
-    on_disk = case.method.weights is Place.DISK
-    disk = hardware.disk_latency_seconds + nbytes / hardware.disk_read_bytes_per_second if on_disk else 0.0
+    disk = (
+        hardware.disk_latency_seconds + from_disk * nbytes / hardware.disk_read_bytes_per_second if from_disk else 0.0
+    )
     return PartLoads(nbytes=nbytes, link_seconds=link, disk_seconds=disk, in_backward=False)
 
 

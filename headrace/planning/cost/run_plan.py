@@ -130,7 +130,9 @@ class RunPlan:
     @property
     def hiding_tokens(self) -> dict[str, float]:
         """For each lane, the number of tokens from which it hides behind compute."""
-        return hiding_tokens(traffic_of(self._option.case, tables=self._option.tiers.tables), self._option.case)
+        option = self._option
+        traffic = traffic_of(option.case, tables=option.tiers.tables, on_disk=option.tiers.on_disk)
+        return hiding_tokens(traffic, option.case)
 
     @property
     def written_bytes(self) -> int:

@@ -13,6 +13,7 @@ from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.sharing import crossing_of
 from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, block_seconds
 from headrace.planning.cost.work import Activations, Case, Overlap, Place, Training
+from headrace.planning.resting import on_disk
 from headrace.planning.tables import kept_free_for_rows
 
 __all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
@@ -41,6 +42,7 @@ class Tiers:
     cut: ExpertCut | None = None  # experts that come one by one, within `streaming_bytes`
     tables: frozenset[int] = frozenset()  # indices of embeddings whose tables travel by rows
     rows_bytes: int = 0  # the part of `streaming_bytes` that is left free for rows
+    on_disk: frozenset[int] = frozenset()  # indices of blocks whose weights rest on disk
 
     def total(self, place: Place) -> int:
         return sum(held.nbytes for held in self.held if held.place is place)
@@ -69,12 +71,20 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
             on_host = round(method.host_share * _of_copy(shape.weight_bytes, case))
             held.append(Held(Place.HOST, "weights", on_host))
         return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0)
-    held.append(Held(method.weights, "weights", _of_copy(shape.weight_bytes, case)))
+    sizes = [_of_copy(block.weight_bytes, case) for block in shape.blocks]
+    there: frozenset[int] = frozenset()
     if method.weights is Place.DISK:
-        staged = _largest((_of_copy(block.weight_bytes, case) for block in shape.blocks), STAGED_BLOCKS)
-        held.append(Held(Place.HOST, "staging", staged))
-    if packs(case) and packed_bytes(shape):
-        held.append(Held(Place.DISK, "packed weights", packed_bytes(shape)))
+        held.append(Held(Place.HOST, "staging", _largest(sizes, STAGED_BLOCKS)))
+        taken = sum(item.nbytes for item in held if item.place is Place.HOST)
+        there = on_disk(sizes, max(0, capacity[Place.HOST] - taken))
+        if can_cut(case):  # blocks of single experts rest on disk as wholes, and the host caches experts
+            there |= frozenset(index for index, block in enumerate(shape.blocks) if block.experts)
+    on_drive = sum(sizes[index] for index in there)
+    rest = {Place.HOST: sum(sizes) - on_drive, Place.DISK: on_drive}
+    held += [Held(place, "weights", nbytes) for place, nbytes in rest.items() if nbytes]
+    packed = packed_bytes(shape.blocks[index] for index in there) if packs(case) else 0
+    if packed:
+        held.append(Held(Place.DISK, "packed weights", packed))
     used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
     left = capacity[Place.DEVICE] - used if streaming_bytes is None else streaming_bytes
     tables, rows = tables_of(case), 0
@@ -93,7 +103,15 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
     held.append(Held(Place.DEVICE, "weights", room - banks))
     if banks:
         held.append(Held(Place.DEVICE, "experts", banks))
-    return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room, cut=cut, tables=tables, rows_bytes=rows)
+    return Tiers(
+        held=tuple(held),
+        capacity=capacity,
+        streaming_bytes=room,
+        cut=cut,
+        tables=tables,
+        rows_bytes=rows,
+        on_disk=there,
+    )
 
 
 def activation_bytes(case: Case) -> tuple[int, int]:

@@ -61,11 +61,15 @@ class BlockTraffic(Crossing):
 
 
 def traffic_of(
-    case: Case, cut: ExpertCut | None = None, tables: frozenset[int] = frozenset()
+    case: Case,
+    cut: ExpertCut | None = None,
+    tables: frozenset[int] = frozenset(),
+    on_disk: frozenset[int] = frozenset(),
 ) -> tuple[BlockTraffic, ...]:
     """The traffic of each block, on a device that has its share of the node.
 
-    `cut`: experts that come one by one; `tables`: embeddings whose tables travel by rows.
+    `cut`: experts that come one by one; `tables`: embeddings whose tables travel by rows; `on_disk`: blocks whose
+    weights rest on disk.
     """
     work, spread, method, share = case.work, case.spread, case.method, case.share
     without = without_tables(case, tables).shape.blocks
@@ -76,7 +80,8 @@ def traffic_of(
         visiting = without[index] if cut is None else others_of(without[index])
         crossing = crossing_of(visiting, case)
         read = read_share(visiting) if packed else 1.0
-        fetched = round(held * round(read * visiting.weight_bytes)) if method.weights is Place.DISK else 0
+        fetched = round(held * round(read * visiting.weight_bytes)) if index in on_disk else 0
+        from_disk = float(index in on_disk)
         forward, backward = block_seconds(without[index], work, share)
         again = recompute_seconds(block, work, method, forward)
         own = spread.divided(block.trainable, 1) if case.trains else 0.0
@@ -100,7 +105,9 @@ def traffic_of(
             activation_bytes=round(block.activation_bytes(work.tokens)) if index in leaving else 0,
             activations_spill=method.activations is Activations.SPILLED,
             over_link=case.shares and share.peer == OVER_LINK,
-            parts=row_loads(block, case, work.tokens) if index in tables else pass_loads(block, case, cut),
+            parts=row_loads(block, case, work.tokens, from_disk)
+            if index in tables
+            else pass_loads(block, case, cut, from_disk),
         )
 
     return tuple(of_block(index, block) for index, block in enumerate(case.shape.blocks))

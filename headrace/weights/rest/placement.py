@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from headrace.config import format_bytes
 from headrace.errors import BudgetError
 from headrace.memory.arena import whole_pages
+from headrace.planning import on_disk
 
 __all__ = ["Placement", "place", "ring_size"]
 
@@ -72,16 +73,11 @@ def place(
             f" {format_bytes(-left_bytes, at_least=True)}",
             tier="host",
         )
-    on_disk, kept_bytes, passed_bytes = set(), 0, 0
-    for name, nbytes in pages.items():
-        passed_bytes += nbytes
-        if kept_bytes + nbytes <= left_bytes * passed_bytes / total_bytes:
-            kept_bytes += nbytes
-        else:
-            on_disk.add(name)
+    names = list(pages)
+    there = frozenset(names[number] for number in on_disk(pages.values(), left_bytes))
     return Placement(
-        on_disk=frozenset(on_disk),
-        disk_bytes=sum(pages[name] for name in on_disk),
+        on_disk=there,
+        disk_bytes=sum(pages[name] for name in there),
         chunk_bytes=chunk_bytes,
         chunks=chunks,
         gradient_bytes=gradient_bytes or 2 * chunk_bytes,
