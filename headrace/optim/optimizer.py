@@ -143,7 +143,6 @@ class HostOptimizer(Optimizer):
         loaded.
         """
         self._join_node()
-        self._open_device()
         if not self._owners.shares:
             self._check()
         loss = None
@@ -169,6 +168,7 @@ class HostOptimizer(Optimizer):
     def _check(self) -> None:
         places = self._places()
         refusals.check_one_model(places)
+        self._open_device()
         self._updates.check_device()
         if self.overlaps:
             refusals.check_overlap(places, self._options.overlap)
