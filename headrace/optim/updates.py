@@ -150,8 +150,10 @@ class Updates:
         self._on_device = {lender: known for lender, known in self._on_device.items() if lender in by_lender}
         for lender, theirs in by_lender.items():
             nbytes = device_bytes(theirs)
-            if lender not in self._on_device or self._on_device[lender].memory.nbytes < nbytes:
-                self._on_device.pop(lender, None)  # it lends the same memory again
+            if lender in self._on_device and self._on_device[lender].memory.nbytes < nbytes:
+                self.updater.drain()  # updates under way use the memory,
+                del self._on_device[lender]  # which is lent again
+            if lender not in self._on_device:
                 self._on_device[lender] = DeviceUpdates(_lent(next(iter(theirs)), nbytes))
 
     def check_device(self) -> None:
