@@ -128,6 +128,8 @@ class HostOptimizer(Optimizer):
 
     def _open_device(self) -> None:
         """With update="device", gets device memory for the updates, unless there is enough."""
+        if self._options.update == "host":
+            return
         whole = {id(group): isinstance(self._rule(group, 1.0), MatrixRule) for group in self.param_groups}
         self._updates.open({parameter: whole[id(group)] for parameter, (_, group) in self._places().items()})
 

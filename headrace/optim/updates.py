@@ -137,12 +137,10 @@ class Updates:
             self._mirrors[device].update(on_host, lambda batch: self._apply(batch, scale))
 
     def open(self, parameters: Mapping[torch.Tensor, bool]) -> None:
-        """With update="device", gets device memory for updates: at construction, and when a step begins.
+        """Gets device memory for updates there: at construction, and when a step begins. Raises BudgetError.
 
-        `parameters`: all of the optimizer, and whether a rule needs each as a whole. Raises BudgetError.
+        `parameters`: all of the optimizer, and whether a rule needs each as a whole.
         """
-        if self._options.update == "host":
-            return
         by_lender: dict[Any, dict[torch.Tensor, bool]] = {}
         for parameter, whole in parameters.items():
             if (lender := _lender_of(parameter)) is not None:

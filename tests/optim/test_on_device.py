@@ -167,6 +167,22 @@ def test_the_memory_of_an_optimizer_that_is_gone_is_lent_again(emu_device: Modul
             train(net, AdamW(net.parameters(), lr=0.01, update="device"), 1)
 
 
+@pytest.mark.emu("random:0", device_memory=8 << 20)
+def test_memory_that_the_device_does_not_have_stays_in_the_budget(emu_device: ModuleType) -> None:
+    net = model(torch.float32)
+    needed = device_bytes(dict.fromkeys(net.parameters(), False))
+    with headrace.offload(net, device="emu", device_memory=BUDGET + needed, blocks=list(net)):
+        taken = []
+        with pytest.raises(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(needed // 2, dtype=torch.uint8, device="emu"))
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError):
+                AdamW(net.parameters(), update="device")
+        taken.clear()
+        train(net, AdamW(net.parameters(), lr=0.01, update="device"), 2)
+
+
 def test_a_model_that_was_removed_takes_its_memory_back(emu_device: ModuleType) -> None:
     net = model(torch.float32)
     budget = BUDGET + device_bytes(dict.fromkeys(net.parameters(), False))
