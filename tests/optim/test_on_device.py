@@ -1,5 +1,6 @@
 """Does the accelerator update state that rests in host memory or on disk, within its budget, with its own bits?"""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -173,7 +174,7 @@ def test_memory_that_the_device_does_not_have_stays_in_the_budget(emu_device: Mo
     needed = device_bytes(dict.fromkeys(net.parameters(), False))
     with headrace.offload(net, device="emu", device_memory=BUDGET + needed, blocks=list(net)):
         taken = []
-        with pytest.raises(torch.OutOfMemoryError):
+        with contextlib.suppress(torch.OutOfMemoryError):
             while True:
                 taken.append(torch.empty(needed // 2, dtype=torch.uint8, device="emu"))
         for _ in range(3):
