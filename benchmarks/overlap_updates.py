@@ -63,7 +63,7 @@ def modelled(host: Host, update: str) -> Iterator[None]:
     run, wait, total = Updater.run, Pending.wait, GradientNorms.total
     moments: dict[Future[None], float] = {}
 
-    def timed_run(self: Updater, job: Callable[[], None]) -> "Future[None]":
+    def timed_run(self: Updater, job: Callable[[], None], device: torch.device | None = None) -> "Future[None]":
         handed_over = emu.virtual_seconds()
         future: Future[None]
 
@@ -72,7 +72,7 @@ def modelled(host: Host, update: str) -> Iterator[None]:
                 job()
                 host.busy_until = emu.virtual_seconds()
 
-        future = run(self, timed)
+        future = run(self, timed, device)
         future.result()  # in real time at once: what is measured is virtual
         moments[future] = host.busy_until
         return future

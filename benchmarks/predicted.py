@@ -120,12 +120,18 @@ def hardware(bandwidth: float, *, flops: float = FLOPS_PER_SECOND, dram: float =
 
 
 def predict(
-    model: nn.Module, machine: Hardware, mode: str, budget_bytes: int, work: Work, overlap: Overlap = Overlap.NONE
+    model: nn.Module,
+    machine: Hardware,
+    mode: str,
+    budget_bytes: int,
+    work: Work,
+    overlap: Overlap = Overlap.NONE,
+    update: Place = Place.HOST,
 ) -> Run:
-    """The forecast of a model that is streamed within `budget_bytes` and updated on the host."""
+    """The forecast of a model that is streamed within `budget_bytes`, and updated by the host or by the device."""
     shape = shape_of_module(model)
     activations = Activations.RECOMPUTED if mode == RECOMPUTING else Activations.KEPT
-    method = Method(weights=Place.HOST, state=Place.HOST, activations=activations, overlap=overlap)
+    method = Method(weights=Place.HOST, state=Place.HOST, activations=activations, overlap=overlap, update=update)
     if mode == INFERENCE:
         shape, work = shape.frozen(), dataclasses.replace(work, training=Training.NONE)
     return run_of(CostCase(shape, work, Spread(), method, machine), budget_bytes)
@@ -142,7 +148,7 @@ def compare(name: str, run: Run, handle: headrace.Offloaded, step: Callable[[], 
     whole = max(whole, stats.device_peak_bytes)
     gradients = held_bytes(run, Place.DEVICE, "gradients")
     host = sum(held_bytes(run, Place.HOST, purpose) for purpose in ("weights", "gradients"))
-    planned = run.visits.predicted.peak_bytes
+    planned = run.visits.predicted.peak_bytes + held_bytes(run, Place.DEVICE, "updates")
     return Row(
         name=name,
         step=seconds / run.seconds,
@@ -191,8 +197,9 @@ def _step(model: nn.Module, mode: str) -> Callable[[], None]:
 
 
 def update_rows() -> Iterator[Row]:
-    """The update on the host, in each of its modes."""
-    for ratio, overlap in UPDATES:
+    """The update by the host at several speeds, and by the device, in each of its modes."""
+    by_device = [(1.0, overlap, Place.DEVICE) for overlap in Overlap]
+    for ratio, overlap, update in [*((*case, Place.HOST) for case in UPDATES), *by_device]:
         case = Case(model="uniform", mode=TRAINING, ratio=0.9, budget_blocks=3)
         bandwidth = configure(case)
         model = case.build()
@@ -201,11 +208,13 @@ def update_rows() -> Iterator[Row]:
         dram = elements * UPDATE_BYTES / (ratio * forward_seconds)
         budget_bytes = 3 * sum(parameter.nbytes for parameter in model.layers[0].parameters())
         work = Work(sequence_length=TOKENS, gradient_bytes=4, master_bytes=0, clipped=overlap is not Overlap.BACKWARD)
-        run = predict(model, hardware(bandwidth, dram=dram), TRAINING, budget_bytes, work, overlap)
+        run = predict(model, hardware(bandwidth, dram=dram), TRAINING, budget_bytes, work, overlap, update)
         del model
         busy = run.step.busy_seconds[CostLane.UPDATE]
-        name = f"update/forward {ratio}, overlap={overlap.value} (update {busy:.2f} s)"
-        yield measured(case, ratio, forward_seconds, overlap.value, functools.partial(compare, name, run))
+        by_host = f"update/forward {ratio}, overlap={overlap.value} (update {busy:.2f} s)"
+        name = by_host if update is Place.HOST else f"updated by the device, overlap={overlap.value}"
+        measure = functools.partial(compare, name, run)
+        yield measured(case, ratio, forward_seconds, overlap.value, measure, update=update.value)
 
 
 def activation_rows() -> Iterator[Row]:

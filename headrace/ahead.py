@@ -106,8 +106,8 @@ def plan(
       `RunPlan.not_run`.
     - `method`: plan this method instead of the fastest one. Give its name ("none", "offload-optimizer",
       "offload-optimizer-to-disk", "stream-weights", "stream-weights-from-disk"), its parts
-      ("weights=host,state=disk,activations=recomputed"), or both. `optimizer_fraction`: the share of the optimizer's
-      state and update that is on the host, 0 to 1; the rest is on the device, as with `device_fraction` of
+      ("weights=host,state=disk,update=device,activations=recomputed"), or both. `optimizer_fraction`: the share of the
+      optimizer's state and update that is on the host, 0 to 1; the rest is on the device, as with `device_fraction` of
       `headrace.optim`.
     - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: bits per weight
       of the layers, such as 4.5 for NF4. `overlap` and `state_dtype`: those of `headrace.optim.AdamW`: "none",
@@ -123,7 +123,7 @@ def plan(
     """
     machine = _resized(machine_of(hardware), device_memory, host_memory, disk)
     kind = _one_of(Training, training, "training")
-    shape = shape_of(model, kind, adapter_rank, weight_bits)
+    shape = shape_of(model, kind, adapter_rank, weight_bits, sequence_length)
     if expert_hit_rate is not None and not 0 <= expert_hit_rate <= 1:
         raise ValueError(f"expert_hit_rate={expert_hit_rate}; give the share of experts that is there, from 0 to 1")
     spread = Spread(data=_all_devices(machine, devices, nodes), zero_stage=zero_stage, nodes=nodes)

@@ -117,7 +117,7 @@ def test_a_capture_waits_for_nothing_outside(emu_device: ModuleType) -> None:
 # ---- what a kernel takes and how it is chosen ------------------------------------------------------------------------
 def test_a_weight_at_another_place_gives_another_last_bit(emu_device: ModuleType) -> None:
     """As where a library chooses its kernel by alignment: 64 bytes are not enough."""
-    emu_device.configure(alignment_canary=True)
+    emu_device.configure(alignment_canary=1)
     memory, x = torch.zeros(2048, device="emu"), torch.randn(16, 16).to("emu")
     weight = torch.randn(16, 16)
 

@@ -12,6 +12,7 @@ import torch
 from headrace.errors import CheckpointError, StateError
 from headrace.memory.disk import origin_of, read_bytes
 from headrace.runtime.device import is_accelerator
+from headrace.runtime.lanes import entered
 
 __all__ = [
     "SMALL_BYTES",
@@ -103,7 +104,13 @@ class TensorSource:
             self._tensor = self._original.to("cpu", copy=True)
         self._ready: torch.Event | None = None  # when its device has computed what was submitted so far
         if is_accelerator(self._tensor.device):
-            self._ready = torch.accelerator.current_stream(tensor.device).record_event()
+            with torch.accelerator.device_index(self._tensor.device.index):  # this thread may have none of its own
+                self._ready = torch.accelerator.current_stream().record_event()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are read."""
+        return self._tensor.device
 
     def expect_writes(self) -> None:
         """Tells the source that the tensor may be written: its writers wait until it has been read."""
@@ -146,7 +153,7 @@ class TensorSource:
         row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.itemsize
         first, last = begin // row_bytes, -(-end // row_bytes)
         if self._ready is not None:
-            with _stream(tensor.device) as stream:  # the copy runs beside the device's computation
+            with entered(_stream(tensor.device)) as stream:  # the copy runs beside the device's computation
                 stream.wait_event(self._ready)
                 flat = tensor[first:last].contiguous().to("cpu")
         else:

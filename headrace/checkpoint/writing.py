@@ -31,8 +31,9 @@ from headrace.memory.disk.extent import pieces
 from headrace.memory.disk.saved_file import GRAIN_BYTES, new_pages
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.capture import begin_capture, end_capture
+from headrace.runtime.device import is_accelerator
 from headrace.runtime.system import CLOSED_IN_CHILDREN, reserve
-from headrace.runtime.threads import Gate
+from headrace.runtime.threads import Gate, mark_headrace_thread
 
 __all__ = ["LEAST_BYTES", "Piece", "Writing"]
 
@@ -135,14 +136,12 @@ class Writing:
     def hurry(self, parameters: Sequence[Any] | None) -> None:
         """As in `runtime.capture.Capture`."""
         owners = list(self._of) if parameters is None else self._touched(parameters)
-        lists = [self._of.get(owner, []) for owner in owners]
-        waiting = [piece for pieces in lists for piece in pieces if not piece.read.is_open]
-        if not waiting:
-            return
+        pieces = [piece for owner in owners for piece in self._of.get(owner, [])]
         begun_at = time.perf_counter()
-        for piece in waiting:
-            self._urgent.put(piece)
-        for piece in waiting:
+        for piece in pieces:
+            if not piece.read.is_open:
+                self._urgent.put(piece)
+        for piece in pieces:
             piece.read.wait()
         self.waited_seconds += time.perf_counter() - begun_at
 
@@ -193,6 +192,8 @@ class Writing:
     def _run(self) -> None:
         begun_at = time.perf_counter()
         self._begin.wait()
+        devices = [source.device for several in self._sources.values() for source in several]
+        mark_headrace_thread(next(filter(is_accelerator, devices), None))
         try:
             with ThreadPoolExecutor(WRITERS, thread_name_prefix="headrace-save-write") as writers:
                 try:

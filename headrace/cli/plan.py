@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method",
         metavar="NAME",
-        help=f"instead of the fastest: {', '.join(METHODS)}, or parts: weights=host,state=disk,activations=recomputed",
+        help=f"instead of the fastest: {', '.join(METHODS)}, or parts:"
+        " weights=host,state=disk,update=device,activations=recomputed",
     )
     parser.add_argument(
         "--set",

@@ -60,11 +60,10 @@ def tables(report: Report) -> "list[Table]":
     """The counters, the lanes and the stalls of a report as tables of rich."""
     from rich.table import Table
 
-    counters = Table(title="run", show_header=False)
-    record = report.record
-    for row in (*(() if record.stats is None else record.stats.rows()), *record.activations):
+    counters = Table(title=report.record.title if report.record.model else "run", show_header=False)
+    for row in report.run_rows():
         counters.add_row(*row)
-    if not record.spans:
+    if not report.record.spans:
         return [counters]
     step = Table(title="last step", show_header=False)
     for row in report.step_rows():

@@ -37,13 +37,15 @@ class Report:
     def to_text(self) -> str:
         """The counters, each beside its limit, and the last step lane by lane: measured, planned, lower bound."""
         sections = [self.record.title] if self.record.model else []
-        sections += [self.record.stats.to_text()] if self.record.stats is not None else []
-        for rows in (self.record.ranks, self.record.activations):
-            if rows:
-                sections.append(rows_text(rows))
+        sections += [rows_text(rows)] if (rows := self.run_rows()) else []
         if self.record.spans:
             sections += ["", rows_text(self.step_rows())]
         return "\n".join(sections) + "\n"
+
+    def run_rows(self) -> list[Row]:
+        """The counters of the run: of weights, of ranks, and of activations."""
+        record = self.record
+        return [*([] if record.stats is None else record.stats.rows()), *record.ranks, *record.activations]
 
     def step_rows(self) -> list[Row]:
         """The last step: its lanes, the planned time, the lower bound, and the stalls."""

@@ -17,6 +17,7 @@ when a release of PyTorch changes that. The linter and a test refuse such names 
 What is called often is not wrapped.
 """
 
+import math
 import weakref
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
@@ -24,12 +25,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.overrides
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 __all__ = [
     "NO_TASK",
     "EndOfBackward",
+    "FakeTensorMode",
     "FunctionNode",
     "WeakTensor",
     "address_of",
@@ -45,6 +48,7 @@ __all__ = [
     "in_transform",
     "is_wrapper",
     "make_subclass",
+    "more_flops",
     "neg_view",
     "no_override",
     "pop_hooks",
@@ -234,3 +238,18 @@ def in_gradient_transform() -> bool:
     """
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(interpreter.key() == torch._C._functorch.TransformType.Grad for interpreter in stack)
+
+
+# `FakeTensorMode` is passed on unchanged. It relies on tensors made within it having shapes and storages, and graphs
+# like those of the CPU, but no memory.
+
+
+def _attention_flops(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: Any, **_settings: Any
+) -> int:
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+# What PyTorch's `FlopCounterMode` does not count by itself, for its `custom_mapping`: attention on the CPU. Relies on
+# `scaled_dot_product_attention` calling this operation.
+more_flops: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}

@@ -5,6 +5,7 @@ calls `before_write` for the parameters that it is about to change, which blocks
 known to its own process alone, so ranks that share parameters all call `before_write`, and meet before any writes.
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -29,11 +30,14 @@ class Capture(Protocol):
 
 _captures: list[Capture] = []
 _hooks: list[RemovableHandle] = []
+_changing = threading.Lock()
 
 
 def before_write(parameters: Iterable[Any] | None) -> None:
     """Called before these parameters (None: any) or their state change. Blocks until all captures have read them."""
-    for capture in tuple(_captures):
+    with _changing:  # the lock hands over what captures that have ended waited for
+        captures = tuple(_captures)
+    for capture in captures:
         parameters = None if parameters is None else list(parameters)
         capture.hurry(parameters)
 
@@ -56,7 +60,8 @@ def begin_capture(capture: Capture) -> None:
 
 def end_capture(capture: Capture) -> None:
     """Called when `capture` has read everything."""
-    _captures.remove(capture)
+    with _changing:
+        _captures.remove(capture)
 
 
 def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -66,7 +71,9 @@ def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 def _forked() -> None:
     """Called in a forked child, which has none of the threads that read."""
+    global _changing
     _captures.clear()
+    _changing = threading.Lock()
 
 
 after_fork(_forked)

@@ -52,7 +52,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (json.dumps(LLAMA_8B | {"vocab_size": None}), "no vocab_size"),
         (json.dumps(LLAMA_8B | {"intermediate_size": "wide"}), "intermediate_size is 'wide'; it must be a number"),
         (json.dumps(LLAMA_8B | {"num_key_value_heads": "few"}), "num_key_value_heads is 'few'"),
-        (json.dumps(LLAMA_8B | {"model_type": []}), "is not known from its config"),
+        (json.dumps(LLAMA_8B | {"model_type": []}), "cannot make a model of type []"),
     ],
 )
 def test_configs(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

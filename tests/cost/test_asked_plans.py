@@ -40,10 +40,31 @@ def test_a_named_method_is_taken(name: str) -> None:
 
 
 def test_parts_of_a_method() -> None:
-    plan = planned(method="offload-optimizer,activations=spilled")
+    plan = planned(method="offload-optimizer,update=host,activations=spilled")
     assert plan.method.text(plan.work.training) == "optimizer on the host; activations spilled to disk"
     assert len(plan.options) == 1
     assert planned().method.text(plan.work.training) == "everything on the device: no offloading"
+
+
+def test_the_device_updates_where_the_host_is_slow() -> None:
+    """By hand: 10 bytes of state for each parameter of a plain model cross, and come back; the link takes both ways."""
+    fast, slow = planned(method="offload-optimizer,activations=kept"), MACHINES["4090"].changed(update="2GB/s")
+    by_device = planned(method="offload-optimizer,activations=kept", hardware=slow)
+    by_host = planned(method="offload-optimizer,activations=kept,update=host", hardware=slow)
+    assert by_device.run is not None
+    assert by_host.run is not None
+    assert by_device.run.seconds < by_host.run.seconds / 2
+    assert "updated by the device" in by_device.to_text()
+    assert 'update="device"' in by_device.to_text()
+    state = 10 * by_device.model.parameters
+    moved = by_device.run.moved_bytes
+    assert moved[CostLane.ONLOAD] == moved[CostLane.OFFLOAD] == pytest.approx(state, rel=1e-6)
+    assert held(by_device, Place.DEVICE)["updates"] == 48 << 20
+    assert "gradients" not in held(by_device, Place.HOST)
+    assert fast.run is not None
+    streamed = planned(method="stream-weights,update=device", hardware=slow)
+    assert streamed.run is not None
+    assert streamed.run.moved_bytes[CostLane.OFFLOAD] >= state + 4 * by_device.model.parameters  # gradients and weights
 
 
 def test_a_method_that_does_not_fit_says_what_it_lacks() -> None:
@@ -56,7 +77,8 @@ def test_a_method_that_does_not_fit_says_what_it_lacks() -> None:
 def test_shares_of_the_optimizer_lie_between_all_and_nothing() -> None:
     """4,096 tokens, no disk: state moves with the share, byte for byte, and the update on the host takes its part."""
     plans = {
-        share: planned(optimizer_fraction=share, method="activations=kept", disk=False) for share in (0, 0.25, 0.5, 1)
+        share: planned(optimizer_fraction=share, method="update=host,activations=kept", disk=False)
+        for share in (0, 0.25, 0.5, 1)
     }
     state = held(plans[0], Place.DEVICE)["master and state"]
     assert state == 10 * plans[0].model.parameters

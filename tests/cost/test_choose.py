@@ -16,10 +16,10 @@ from headrace.planning.cost import (
     Work,
     machine,
     plan_run,
-    shape_of_config,
     wanted,
 )
 from headrace.planning.cost.forecast import run_of
+from headrace.shapes import shape_of
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 
 pytestmark = pytest.mark.usefixtures("short_search")
@@ -34,7 +34,7 @@ def test_nothing_that_fits_is_faster(device_gigabytes: int, host_gigabytes: int,
     hardware = MACHINES["4090"].changed(
         device_memory_bytes=device_gigabytes * 10**9, host_memory_bytes=host_gigabytes * 10**9
     )
-    shape = shape_of_config(SMALL)
+    shape = shape_of(SMALL)
     if training is Training.ADAPTER:
         shape = shape.with_adapters(8)
     plan = plan_run(shape, hardware, Work(training=training, sequence_length=512))
@@ -53,7 +53,7 @@ def test_nothing_that_fits_is_faster(device_gigabytes: int, host_gigabytes: int,
 
 def test_micro_batches_go_together_where_loading_takes_longer() -> None:
     """As many as fit and help; never beside other ranks."""
-    shape, work = shape_of_config(SMALL), Work(sequence_length=128, micro_batches=4)
+    shape, work = shape_of(SMALL), Work(sequence_length=128, micro_batches=4)
     slow = MACHINES["4090"].changed(
         device_memory_bytes=3 * 10**9, onload_bytes_per_second=2e9, offload_bytes_per_second=2e9
     )
@@ -80,7 +80,7 @@ def test_micro_batches_go_together_where_loading_takes_longer() -> None:
 @pytest.mark.extended
 def test_device_plans_stay_within_the_device() -> None:
     for kind, config in (("4090", LLAMA_8B), ("h100", LLAMA_70B), ("a100", QWEN3_30B_A3B)):
-        plan = plan_run(shape_of_config(config), MACHINES[kind], Work(batch_size=2))
+        plan = plan_run(shape_of(config), MACHINES[kind], Work(batch_size=2))
         assert plan.run is not None
         assert plan.run.visits.predicted.peak_bytes <= (plan.run.tiers.streaming_bytes or plan.model.weight_bytes)
         assert plan.tiers.total(Place.DEVICE) <= 0.9 * MACHINES[kind].device_memory_bytes
@@ -89,7 +89,7 @@ def test_device_plans_stay_within_the_device() -> None:
 def test_what_would_make_it_fit_does() -> None:
     """The host memory that the shortfall names is enough, and a little less is not."""
     hardware = MACHINES["h100"].changed(disk_bytes=0, host_memory_bytes=500 * 10**9)
-    shape = shape_of_config(LLAMA_70B)
+    shape = shape_of(LLAMA_70B)
     plan = plan_run(shape, hardware, Work())
     assert plan.shortfall is not None
     assert [place for place, _ in plan.shortfall.lacks] == [Place.HOST]
@@ -101,7 +101,7 @@ def test_what_would_make_it_fit_does() -> None:
 
 @pytest.mark.extended
 def test_micro_batches_move_weights_again() -> None:
-    shape, hardware = shape_of_config(SMALL), MACHINES["4090"].changed(device_memory_bytes=5 * 10**9)
+    shape, hardware = shape_of(SMALL), MACHINES["4090"].changed(device_memory_bytes=5 * 10**9)
     one, two, four = (
         plan_run(shape, hardware, Work(sequence_length=512, micro_batches=count)).step_seconds for count in (1, 2, 4)
     )
@@ -113,7 +113,7 @@ def test_micro_batches_move_weights_again() -> None:
 
 @pytest.mark.extended
 def test_stages_divide_what_a_device_holds() -> None:
-    shape = shape_of_config(LLAMA_70B)
+    shape = shape_of(LLAMA_70B)
     work = Work(batch_size=1)
     held = {}
     for name, spread in {
@@ -129,7 +129,7 @@ def test_stages_divide_what_a_device_holds() -> None:
 
 @pytest.mark.extended
 def test_quantised_base_moves_less() -> None:
-    shape = shape_of_config(LLAMA_70B).with_adapters(16)
+    shape = shape_of(LLAMA_70B).with_adapters(16)
     work = Work(training=Training.ADAPTER)
     hardware = MACHINES["4090"].changed(host_memory_bytes=256 * 10**9)
     same = wanted("activations=recomputed", None)
@@ -166,9 +166,9 @@ def test_every_figure_has_a_source() -> None:
 
 @pytest.mark.extended
 def test_overlap_is_recommended_where_it_helps() -> None:
-    plan = plan_run(shape_of_config(LLAMA_8B), MACHINES["h100"], Work(batch_size=4), overlap=Overlap.NONE)
+    plan = plan_run(shape_of(LLAMA_8B), MACHINES["h100"], Work(batch_size=4), overlap=Overlap.NONE)
     assert any("overlap" in help.change for help in plan.helps)
-    beside = plan_run(shape_of_config(LLAMA_8B), MACHINES["h100"], Work(batch_size=4), overlap=Overlap.FORWARD)
+    beside = plan_run(shape_of(LLAMA_8B), MACHINES["h100"], Work(batch_size=4), overlap=Overlap.FORWARD)
     assert beside.step_seconds is not None
     assert plan.step_seconds is not None
     assert beside.step_seconds < plan.step_seconds / 1.2

@@ -74,8 +74,8 @@ def decoder(layers: int = 4, *, hidden: int = 1000, each: int = 10**8) -> ModelS
             parameters=each,
             active_parameters=each,
             trainable=each,
-            saved_elements=10.0 * hidden,
-            input_elements=hidden,
+            saved_bytes=20.0 * hidden,
+            input_bytes=2.0 * hidden,
         )
         for index in range(layers)
     )

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.planning.cost import MACHINES, RunPlan, shape_of_config
+from headrace.planning.cost import MACHINES, RunPlan
 from headrace.planning.cost.experts import ExpertCut
+from headrace.shapes import shape_of
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
 
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "configs").glob("*.json")}
@@ -162,7 +163,7 @@ def test_a_share_that_is_none(rate: float) -> None:
 
 def test_shapes_of_one_expert() -> None:
     for config in CONFIGS.values():
-        shape = shape_of_config(config)
+        shape = shape_of(config)
         for block in shape.blocks:
             if block.experts:
                 assert block.expert_bytes * block.experts == 2 * block.expert_parameters

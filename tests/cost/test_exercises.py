@@ -5,11 +5,12 @@ import math
 import pytest
 
 import headrace.formulas as f
-from headrace.planning.cost import Case, Hardware, Overlap, Place, Spread, Work, plan_run, shape_of_config
+from headrace.planning.cost import Case, Hardware, Overlap, Place, Spread, Work, plan_run
 from headrace.planning.cost.choose import options
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.tiers import tiers_of
 from headrace.planning.cost.work import Activations, Method
+from headrace.shapes import shape_of
 from tests.cost.conftest import QWEN3_30B_A3B, plain
 
 GB = 1e9
@@ -57,7 +58,7 @@ def test_70b_overlap() -> None:
 
 def test_500b_fits_with_state_on_disk(exercise_node: Hardware) -> None:
     """Exercise 2. The tutorial's host plan sums to 2.2 TB of 2; 1.37 TB do when layers are updated in backward."""
-    shape = shape_of_config(plain(layers=120, hidden=18_634, heads=121))
+    shape = shape_of(plain(layers=120, hidden=18_634, heads=121))
     assert shape.parameters == pytest.approx(500e9, rel=0.005)
     assert exercise_node.host_memory_bytes < 1e12 + 1e12 + 0.2e12  # the tutorial's own sum
     per_layer = Method(
@@ -79,7 +80,7 @@ def test_500b_fits_with_state_on_disk(exercise_node: Hardware) -> None:
 
 @pytest.mark.usefixtures("short_search")
 def test_500b_without_a_disk_does_not_fit(exercise_node: Hardware) -> None:
-    shape = shape_of_config(plain(layers=120, hidden=18_634, heads=121))
+    shape = shape_of(plain(layers=120, hidden=18_634, heads=121))
     spread = Spread(data=8, zero_stage=2)
     with_disk = plan_run(shape, exercise_node, Work(), spread, overlap=Overlap.BACKWARD)
     assert with_disk.fits
@@ -95,7 +96,7 @@ def test_500b_without_a_disk_does_not_fit(exercise_node: Hardware) -> None:
 @pytest.mark.usefixtures("short_search")
 def test_175b_on_one_node(exercise_node: Hardware) -> None:
     """The case study says that it trains with the optimizer in 2 TB; that leaves out the master weights."""
-    shape = shape_of_config(plain(layers=96, hidden=12_288, heads=96))
+    shape = shape_of(plain(layers=96, hidden=12_288, heads=96))
     assert shape.parameters == pytest.approx(175e9, rel=0.01)
     assert 8 * shape.parameters == pytest.approx(1.4e12, rel=0.01)  # the tutorial's: moments alone
     assert 12 * shape.parameters > exercise_node.host_memory_bytes
@@ -181,7 +182,7 @@ def test_qwen3_30b_a3b_optimizer_offload() -> None:
     Its slope is that of an update of 1.906B parameters on each device at 134 GB/s of DRAM for 8 devices. It saved 8
     bytes per parameter: the moments; the masters stayed.
     """
-    shape = shape_of_config(QWEN3_30B_A3B)
+    shape = shape_of(QWEN3_30B_A3B)
     assert shape.parameters == pytest.approx(30.5e9, rel=0.01)
     assert shape.active_parameters == pytest.approx(3.35e9, rel=0.05)
     own = 1.906e9
@@ -193,7 +194,7 @@ def test_qwen3_30b_a3b_optimizer_offload() -> None:
 
 def test_update_beside_the_next_forward(exercise_node: Hardware) -> None:
     """What the tutorial's systems leave open: exact clipping needs all gradients, and the update hides all the same."""
-    shape = shape_of_config(plain(layers=12, hidden=8192, heads=64))
+    shape = shape_of(plain(layers=12, hidden=8192, heads=64))
     one = exercise_node.changed(devices=1, device_memory_bytes=24 * 10**9)
     seconds = {}
     for overlap in Overlap:

@@ -30,8 +30,8 @@ def shapes(draw: st.DrawFn, training: Training) -> ModelShape:
                 active_parameters=0 if kind is BlockKind.EMBEDDING else parameters // (2 if experts else 1),
                 trainable=trained,
                 weight_bits=bits if layer else 16.0,
-                saved_elements=10_000.0 * layer,
-                input_elements=1000 * layer,
+                saved_bytes=20_000.0 * layer,
+                input_bytes=2000.0 * layer,
                 expert_parameters=parameters * 8 // 10 if experts and layer else 0,
                 experts=experts * layer,
             )

@@ -17,12 +17,12 @@ from headrace.planning.cost import (
     RunPlan,
     Spread,
     Work,
-    shape_of_config,
 )
 from headrace.planning.cost import forecast as forecasts
 from headrace.planning.cost.forecast import Run, run_of
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.text import decimal_text, seconds_text
+from headrace.shapes import shape_of
 from tests.cost.conftest import LLAMA_8B, QWEN3_30B_A3B, every_case, planned_case
 
 SMALL = LLAMA_8B | {"num_hidden_layers": 6, "vocab_size": 32_000}
@@ -147,7 +147,7 @@ def test_lanes_count_all_micro_batches(case: str, monkeypatch: pytest.MonkeyPatc
     work = Work(micro_batches=8)
 
     def run() -> Run:
-        return run_of(Case(shape_of_config(SMALL), work, spread, method, hardware))
+        return run_of(Case(shape_of(SMALL), work, spread, method, hardware))
 
     told = run()
     monkeypatch.setattr(forecasts, "SIMULATED_MICRO_BATCHES", 8)

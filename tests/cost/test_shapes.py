@@ -21,9 +21,9 @@ from headrace.planning.cost import (
     shape_of_config,
     shape_of_module,
 )
-from headrace.planning.cost.configs import _COUNTED
 from headrace.planning.cost.tiers import activation_bytes
-from tests.cost.conftest import LLAMA_8B, LLAMA_70B
+from headrace.shapes import shape_of
+from tests.cost.conftest import LLAMA_8B, LLAMA_70B, plain
 
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL: dict[str, Any] = {
@@ -76,8 +76,8 @@ def test_counts_equal_transformers(kind: str) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     real = sum(parameter.numel() for parameter in model.parameters())
-    described = shape_of_config(config.to_dict())
-    counted = shape_of_module(model)
+    described = shape_of(config)
+    counted = shape_of(model)
     assert described.parameters == real
     assert counted.parameters == real
     assert counted.trainable == real
@@ -91,33 +91,17 @@ def test_adapters_go_on_the_linear_layers_that_transformers_has(kind: str) -> No
     config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    for block, layer in zip(shape_of_config(config.to_dict()).blocks[1:-1], model.model.layers, strict=True):
+    for block, layer in zip(shape_of(config).blocks[1:-1], model.model.layers, strict=True):
         parts = [layer.self_attn] if hasattr(layer.mlp, "experts") else [layer.self_attn, layer.mlp]
         linears = [m for part in parts for m in part.modules() if isinstance(m, torch.nn.Linear)]
         assert block.adapter_sizes == sum(linear.in_features + linear.out_features for linear in linears)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("kind", sorted(_COUNTED - {""}))
-def test_types_counted_by_their_config_are_within_1_percent(kind: str) -> None:
-    config = transformers.CONFIG_MAPPING[kind]()
-    for name in ("num_hidden_layers", "n_layer", "n_layers"):
-        if isinstance(vars(config).get(name), int):
-            setattr(config, name, 4)  # of which some have leading dense layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:4]
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    real = sum(parameter.numel() for parameter in model.parameters())
-    assert shape_of_config(config.to_dict()).parameters == pytest.approx(real, rel=0.01)
-    assert shape_of_module(model).parameters == pytest.approx(real, rel=0.01)
-
-
-# Kinds of which the numbers of a config do not tell: an encoder and decoder, states instead of attention, convolutions
-# among the layers, experts in some, another kind of experts, pictures beside text, no text at all.
+# An encoder and decoder, states instead of attention, convolutions among the layers, experts in some, another kind of
+# experts, pictures beside text, no text at all.
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["t5", "mamba", "lfm2", "jamba", "doge", "llama4", "siglip_vision_model"])
-def test_other_types_are_counted_from_the_model_on_meta(kind: str) -> None:
+def test_models_of_all_kinds_are_counted(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
     with torch.device("meta"):
         try:
@@ -132,17 +116,17 @@ def test_other_types_are_counted_from_the_model_on_meta(kind: str) -> None:
 
 def test_a_type_that_nobody_knows_is_refused() -> None:
     config = {"model_type": "nobody", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 9}
-    with pytest.raises(ValueError, match="'nobody' has is not known from its config, and transformers cannot make it"):
+    with pytest.raises(ValueError, match="transformers cannot make a model of type 'nobody'"):
         headrace.plan(config)
 
 
 def test_mixtures_compute_with_few_experts() -> None:
-    shape = shape_of_config({"model_type": "qwen3_moe"} | EXPERTS)
-    dense = shape_of_config({"model_type": "qwen3"} | GROUPED | {"head_dim": 16})
+    shape = shape_of({"model_type": "qwen3_moe"} | EXPERTS)
+    dense = shape_of({"model_type": "qwen3"} | GROUPED | {"head_dim": 16})
     layer = shape.blocks[1]
-    attention = dense.blocks[1].parameters - 3 * 64 * 96
+    attention, norms = dense.blocks[1].parameters - 3 * 64 * 96, 2 * 64 + 2 * 16
     assert layer.parameters == attention + 8 * 3 * 64 * 32 + 64 * 8
-    assert layer.active_parameters == attention + 2 * 3 * 64 * 32 + 64 * 8
+    assert layer.active_parameters == attention - norms + 2 * 3 * 64 * 32 + 64 * 8
 
 
 @pytest.mark.parametrize(("config", "billions"), [(LLAMA_8B, 8.030), (LLAMA_70B, 70.554)])
@@ -171,7 +155,7 @@ def test_lora_model_is_counted_as_it_is() -> None:
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
     trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     assert shape_of_module(adapted).trainable == trained
-    assert shape_of_config(config.to_dict()).with_adapters(4).trainable == trained
+    assert shape_of(config).with_adapters(4).trainable == trained
 
 
 def test_module_without_a_config() -> None:
@@ -185,11 +169,12 @@ def test_module_without_a_config() -> None:
 
 
 def test_activations_of_a_wide_layer() -> None:
-    """34 bytes per token and width is the usual count of a plain layer; recomputing keeps 2."""
-    shape = shape_of_config({"model_type": "gpt2", "n_embd": 1024, "n_layer": 10, "n_head": 16, "vocab_size": 8})
+    """Recomputing keeps 2 bytes per token and width. A layer of OPT keeps less than the 34 that are the usual count."""
+    shape = shape_of(plain(layers=10, hidden=1024, heads=16, vocabulary=8))
     layer = shape.blocks[1]
     assert layer.kind is BlockKind.LAYER
-    assert 2 * layer.saved_elements / 1024 == pytest.approx(34, rel=0.1)
+    assert 24 < layer.saved_bytes / 1024 < 34
+    assert layer.input_bytes / 1024 == 2
     work = Work(batch_size=1, sequence_length=100)
     roomy = [
         Method(weights=Place.DEVICE, state=Place.DEVICE, activations=way)

@@ -10,12 +10,13 @@ from torch import nn
 
 import headrace
 from headrace.planning.bounds import fewest_bytes
-from headrace.planning.cost import Case, Hardware, Method, Place, Spread, Training, Work, shape_of_config
+from headrace.planning.cost import Case, Hardware, Method, Place, Spread, Training, Work
 from headrace.planning.cost.decoding import Decoding, decoding_of
 from headrace.planning.cost.experts import cut_of
 from headrace.planning.cost.tiers import tiers_of
 from headrace.planning.cost.traffic import traffic_of
 from headrace.planning.cost.work import Activations
+from headrace.shapes import shape_of
 from headrace.weights.movement import slices
 
 LAYERS, EXPERTS, ROUTED = 4, 16, 4
@@ -77,7 +78,7 @@ def routed_evenly(model: nn.Module) -> None:
 
 
 def decoded(budget_bytes: int, batch_size: int, hit_rate: float) -> Decoding:
-    shape = shape_of_config(CONFIG).frozen()
+    shape = shape_of(CONFIG).frozen()
     work = Work(training=Training.NONE, batch_size=batch_size, sequence_length=TOKENS)
     case = Case(shape, work, Spread(), STREAMED, MACHINE)
     found = decoding_of(case, tiers_of(case, budget_bytes), hit_rate)
@@ -187,7 +188,7 @@ def test_training_beside_frozen_experts_loads_what_is_planned(banks: list[int], 
             before = handle.stats()
             model(ids, labels=ids).loss.backward()
         after = handle.stats()
-    shape = shape_of_config(CONFIG).with_adapters(4)
+    shape = shape_of(CONFIG).with_adapters(4)
     work = Work(training=Training.ADAPTER, batch_size=4, sequence_length=64)
     case = Case(shape, work, Spread(), STREAMED, MACHINE)
     cut = cut_of(case, limit)
@@ -207,7 +208,7 @@ def test_a_prompt_loads_what_is_planned() -> None:
             before = handle.stats()
             model(ids)
         after = handle.stats()
-    shape = shape_of_config(CONFIG).frozen()
+    shape = shape_of(CONFIG).frozen()
     work = Work(training=Training.NONE, batch_size=4, sequence_length=64)
     case = Case(shape, work, Spread(), STREAMED, MACHINE)
     loads = [own.parts for own in traffic_of(case, cut_of(case, limit))]

@@ -1,4 +1,4 @@
-"""Does a model compute on a stream of the user's, and after a change of streams that the user orders, as on one stream?"""
+"""Does a model compute on a stream of the user's, and after a change of streams, as it does on one?"""
 
 import pytest
 import torch

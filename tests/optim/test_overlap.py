@@ -468,9 +468,9 @@ def test_ctrl_c_just_after_an_update_began_in_backward_is_told(monkeypatch: pyte
             step()
         run = Updater.run
 
-        def interrupted(self: Updater, job: Callable[[], None]) -> None:
+        def interrupted(self: Updater, job: Callable[[], None], device: torch.device) -> None:
             monkeypatch.undo()
-            run(self, job)
+            run(self, job, device)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(Updater, "run", interrupted)

@@ -93,7 +93,7 @@ class RecordingLanes(Lanes):
         moments = (_Moment(self._log, name, tick) for tick in (begun, self._ends[lane]))
         return Transfer(lane, copies, nbytes, *moments)
 
-    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+    def beside(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
         job()
         return self.mark()
 

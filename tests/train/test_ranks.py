@@ -208,7 +208,7 @@ def test_a_number_of_a_rank_that_is_none_is_refused(
 def test_each_rank_has_a_device_of_its_own(
     small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Recorder
 ) -> None:
-    environment = {"WORLD_SIZE": 3, "RANK": 2, "LOCAL_RANK": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    environment = {"WORLD_SIZE": 4, "RANK": 2, "LOCAL_RANK": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(TrainInputError, match=r"rank 2 is number 2 .* has 2 devices; give torchrun --nproc-per-node 2"):

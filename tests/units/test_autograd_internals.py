@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import BaseTorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.runtime import torch_rules
 from headrace.runtime.autograd import (
     NO_TASK,
     EndOfBackward,
+    FakeTensorMode,
     FunctionNode,
     WeakTensor,
     address_of,
@@ -31,6 +33,7 @@ from headrace.runtime.autograd import (
     in_transform,
     is_wrapper,
     make_subclass,
+    more_flops,
     neg_view,
     no_override,
     pop_hooks,
@@ -629,3 +632,22 @@ def test_function_modes_are_those_of_this_thread_outermost_first() -> None:
     assert len(found) == 2
     assert found[-1] is inner
     assert elsewhere == [[]]
+
+
+def test_fake_tensor_mode_has_shapes_storages_and_graphs_but_no_memory() -> None:
+    saved = []
+    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
+        huge = torch.empty((2**20, 2**20), requires_grad=True)
+        result = huge.exp()
+    assert result.shape == huge.shape
+    assert [tensor.untyped_storage() for tensor in saved] == [result.untyped_storage()]
+    assert result.untyped_storage() is result.untyped_storage()
+    assert result.untyped_storage().nbytes() == 2**42
+
+
+def test_more_flops_are_those_of_attention_on_the_cpu() -> None:
+    counter = FlopCounterMode(display=False, custom_mapping=more_flops)
+    with FakeTensorMode(), counter:
+        query = torch.empty(2, 4, 8, 16)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert counter.get_total_flops() == 2 * (2 * 2 * 4 * 8 * 8 * 16)

@@ -1,4 +1,4 @@
-"""How much more does PyTorch's allocator reserve than it has given out? As docs/design/device_memory.md measured, at most.
+"""How much more does PyTorch's allocator reserve than it gave out? No more than docs/design/device_memory.md found.
 
 The bounds are what is measured today, on a smaller model of the same shape. They do not say that it is little: they say
 that it becomes no more unnoticed. They are only ever lowered.
@@ -56,7 +56,9 @@ def inference(model: nn.Module, tokens: Tensor) -> None:
 
 def training(model: nn.Module, tokens: Tensor) -> None:
     output = model(tokens)
-    F.cross_entropy(output.flatten(0, 1).float(), torch.zeros(tokens.shape[1], dtype=torch.long, device="emu")).backward()
+    F.cross_entropy(
+        output.flatten(0, 1).float(), torch.zeros(tokens.shape[1], dtype=torch.long, device="emu")
+    ).backward()
     model.zero_grad()
 
 

@@ -1,6 +1,13 @@
 """What will a run hold in each tier, and how long will a step take? Plain numbers about models and machines."""
 
-from headrace.planning.cost.configs import is_counted, read_config, shape_of_config, stored_bits
+from headrace.planning.cost.configs import (
+    LLAMAS,
+    check_config,
+    read_config,
+    shape_of_config,
+    stored_bits,
+    wide_bits,
+)
 from headrace.planning.cost.hardware import (
     DRIVES,
     MACHINES,
@@ -9,7 +16,7 @@ from headrace.planning.cost.hardware import (
     machine,
     nearest,
 )
-from headrace.planning.cost.modules import is_module, shape_of_module
+from headrace.planning.cost.modules import adapted_of, is_module, layers_of, shape_of_module
 from headrace.planning.cost.run_plan import RunPlan, compare_text, plan_run
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.wanted import METHODS, wanted
@@ -17,6 +24,7 @@ from headrace.planning.cost.work import Activations, Case, Method, Overlap, Plac
 
 __all__ = [
     "DRIVES",
+    "LLAMAS",
     "MACHINES",
     "METHODS",
     "PEERS",
@@ -33,9 +41,11 @@ __all__ = [
     "Spread",
     "Training",
     "Work",
+    "adapted_of",
+    "check_config",
     "compare_text",
-    "is_counted",
     "is_module",
+    "layers_of",
     "machine",
     "nearest",
     "plan_run",
@@ -44,4 +54,5 @@ __all__ = [
     "shape_of_module",
     "stored_bits",
     "wanted",
+    "wide_bits",
 ]

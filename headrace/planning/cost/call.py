@@ -35,7 +35,9 @@ def _optimizer(case: Case) -> str:
     """The call that makes the optimizer; moments are those of Adam."""
     method, work = case.method, case.work
     settings = ["model.parameters()"]
-    settings += [] if method.streamed else [f"device_fraction={method.device_share:.3g}"]
+    by_device = method.update is Place.DEVICE
+    settings += ['update="device"'] if by_device else []
+    settings += [] if method.streamed or by_device else [f"device_fraction={method.device_share:.3g}"]
     settings += ['tier="disk"', 'disk="/a/local/drive/state"'] if method.state is Place.DISK else []
     settings += [f'overlap="{method.overlap.value}"'] if method.overlap is not Overlap.NONE else []
     if work.state_bytes < 8:

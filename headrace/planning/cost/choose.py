@@ -87,8 +87,12 @@ def _methods(work: Work, overlap: Overlap, *, disk: bool, alone: bool) -> Iterat
             for activations in kept:
                 own = Overlap.NONE if state is Place.DEVICE or training is Training.NONE else overlap
                 method = Method(weights=weights, state=state, activations=activations, overlap=own)
-                for together in _groups(work, method) if alone else (1,):
-                    yield replace(method, together=together)
+                by_device = [Place.DEVICE] if state is not Place.DEVICE and (alone or method.streamed) else []
+                for update in (Place.HOST, *by_device):
+                    # A plain model on a device reads weights there at any time: nothing may be updated beside it.
+                    beside = own if method.streamed or update is Place.HOST else Overlap.NONE
+                    for together in _groups(work, method) if alone else (1,):
+                        yield replace(method, together=together, update=update, overlap=beside)
 
 
 def _groups(work: Work, method: Method) -> list[int]:

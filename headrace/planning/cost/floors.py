@@ -15,7 +15,10 @@ __all__ = ["Floors", "floors_of", "hiding_tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class Floors:
-    """Seconds per step of each lane alone; `sum_seconds` is the update's part that adds up the gradients of devices."""
+    """Seconds per step of each lane alone; `sum_seconds` is the update's part that adds up the gradients of devices.
+
+    `crossing_seconds`: what an update by the device takes of the link, the longer way.
+    """
 
     compute_seconds: float
     onload_seconds: float
@@ -26,6 +29,7 @@ class Floors:
     collective_seconds: float
     network_seconds: float = 0.0
     sum_seconds: float = 0.0
+    crossing_seconds: float = 0.0
 
     @property
     def longest(self) -> float:
@@ -34,6 +38,8 @@ class Floors:
     @property
     def serial_update(self) -> float:
         """The floor when only the drive runs beside the update: it reads ahead, and writes into the next step."""
+        if self.crossing_seconds:
+            return max(self.longest, self.compute_seconds + self.crossing_seconds)
         beside = max(self.compute_seconds, self.onload_seconds, self.offload_seconds)
         return max(self.longest, beside + self.update_seconds - self.sum_seconds)
 
@@ -65,8 +71,9 @@ def floors_of(traffic: Sequence[BlockTraffic], case: Case, room_bytes: int) -> F
     activations = batches * total(lambda own: own.activation_bytes)
     spilled = activations if method.activations is Activations.SPILLED else 0.0
     on_disk = total(lambda own: own.state_bytes + own.spill_bytes) + spilled
-    onload = least(lambda own: own.load_bytes or 0) + parts + activations
-    offload = batches * total(lambda own: own.gradient_bytes) + activations
+    into, out = total(lambda own: own.update_in_bytes), total(lambda own: own.update_out_bytes)
+    onload = least(lambda own: own.load_bytes or 0) + parts + activations + into
+    offload = batches * total(lambda own: own.gradient_bytes) + activations + out
     fetch = least(lambda own: own.fetch_bytes) + parts * (method.weights is Place.DISK) + on_disk
     among = least(lambda own: own.gather_seconds)
     among += total(lambda own: own.reduce_seconds * (batches if own.reduces_always else 1))
@@ -83,6 +90,7 @@ def floors_of(traffic: Sequence[BlockTraffic], case: Case, room_bytes: int) -> F
         collective_seconds=total(lambda own: own.pass_on_seconds) + among * (not on_link),
         network_seconds=total(lambda own: own.network_seconds),
         sum_seconds=sums,
+        crossing_seconds=max(into / share.onload_bytes_per_second, out / share.offload_bytes_per_second),
     )
 
 
@@ -96,17 +104,12 @@ def hiding_tokens(traffic: Sequence[BlockTraffic], case: Case) -> dict[str, floa
     if case.trains:
         passes = 2
         flops += (4 if case.work.training is Training.FULL else 2) + 2 * (method.activations is Activations.RECOMPUTED)
-    active = sum(block.active_parameters for block in shape.blocks)
-    width = max(block.input_elements for block in shape.blocks)
-    context = case.work.sequence_length / width if width else 0.0
+    operations = flops / 2 * shape.forward_flops(1, case.work.sequence_length)
 
     def tokens(nbytes: float, rate: float) -> float:
-        if not active:
+        if not operations:
             return math.inf
-        of_all = flops * active
-        return tokens_to_hide(
-            nbytes, share.flops_per_second, rate, flops_per_parameter=of_all, context_over_hidden=context
-        )
+        return tokens_to_hide(nbytes, share.flops_per_second, rate, flops_per_parameter=operations)
 
     moved = {
         name: sum(getattr(own, name) or 0 for own in traffic)

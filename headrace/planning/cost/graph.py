@@ -19,6 +19,7 @@ __all__ = ["StepGraph"]
 
 _GRADIENT_PARTS = 4  # a block's gradients leave in at most so many, while the rest of its backward still computes
 _GRADIENT_PART_BYTES = 4 * 2**20
+_UPDATE_PARTS = 4  # in which a block is updated by the device; each part's kernels take next to no time
 _PLANNED_PARTS = 256  # about so many in a whole step
 
 
@@ -135,7 +136,7 @@ class StepGraph:
         arrived = self._summed(block) if phase is Phase.BACKWARD and own.gradient_bytes else -1
         if last and own.gradient_bytes:
             self.gradients[block] = self._norm(block, self._across_nodes(block, arrived))
-        elif last and (own.update_bytes or own.reduce_seconds):
+        elif last and (own.update_bytes or own.update_in_bytes or own.reduce_seconds):
             self.gradients[block] = self._reduced(block, done)
 
     def _reduced(self, block: int, done: int, parts: int = 1) -> int:
@@ -179,7 +180,8 @@ class StepGraph:
         for block in order:
             own_part = [gradients[block]] if self.overlap is Overlap.BACKWARD else everything
             # The host's part of an update does not wait for the device's; a block without a part on the host does.
-            after = own_part if self.traffic[block].update_bytes or not closing else [end]
+            on_host = self.traffic[block].update_bytes or self.traffic[block].update_in_bytes
+            after = own_part if on_host or not closing else [end]
             last = self._update(block, after)
             self.ready[block] = last
         waits = self.overlap is Overlap.NONE and bool(order)
@@ -215,6 +217,13 @@ class StepGraph:
         done = max(waits)
         if own.update_bytes:
             done = self._pass_over(f"update {block}", own.update_bytes, waits, self.hardware.dram_latency_seconds)
+        for part in range(_UPDATE_PARTS if own.update_in_bytes else 0):  # some leave while others arrive
+            into, out = (
+                nbytes * (part + 1) // _UPDATE_PARTS - nbytes * part // _UPDATE_PARTS
+                for nbytes in (own.update_in_bytes, own.update_out_bytes)
+            )
+            arrived = self._copy(CostLane.ONLOAD, "update", block, into, waits)
+            done = self._copy(CostLane.OFFLOAD, "update", block, out, [arrived])
         passed = done
         if own.pass_on_seconds:
             passed = self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done])

@@ -389,6 +389,8 @@ def _logits_bytes(plan: RunPlan) -> float:
     tokens, recomputed = case.work.tokens, case.method.activations is Activations.RECOMPUTED
     sizes = [(block.kind, block.activation_bytes(tokens)) for block in case.shape.blocks]
     head = sum(nbytes for kind, nbytes in sizes if kind is BlockKind.HEAD)
+    if not case.trains:  # of last positions
+        head = case.work.batch_size * sum(block.logit_bytes for block in case.shape.blocks)
     layer = max((nbytes for kind, nbytes in sizes if kind is not BlockKind.HEAD), default=0.0)
     beside = recomputed or not case.trains  # of a layer and the head, the larger one is there at a time
     return head if head > layer / (case.method.together if recomputed else 1) or not beside else 0.0

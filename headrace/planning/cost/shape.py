@@ -25,8 +25,9 @@ class BlockShape:
       fewer, an embedding has none); `trainable`: those that get gradients.
     - `weight_bits`: bits of one parameter as it rests and travels (16; 4.5 for NF4 with its scales).
     - `context_flops`: attention's operations per token and per position of the context.
-    - `saved_elements`: activations per token that backward needs when nothing is recomputed; `input_elements`: those
-      of the block's input, which is all that recomputation keeps.
+    - `saved_bytes`: bytes per token that backward needs when nothing is recomputed, without parameters; `input_bytes`:
+      those that recomputation keeps: a layer's input, and of an embedding also what it gives to all layers.
+    - `logit_bytes`: bytes per position that a head's logits take, as computed and in 32 bits, beside what it saves.
     - `adapter_sizes`: inputs and outputs of all linear layers together: an adapter of rank r has r times as many
       parameters.
     - `expert_parameters`: those of its parameters that belong to routed experts; `experts`: how many experts there are
@@ -43,8 +44,9 @@ class BlockShape:
     trainable: int
     weight_bits: float = 16.0
     context_flops: float = 0.0
-    saved_elements: float = 0.0
-    input_elements: int = 0
+    saved_bytes: float = 0.0
+    input_bytes: float = 0.0
+    logit_bytes: float = 0.0
     adapter_sizes: int = 0
     last_parameters: int = 0
     expert_parameters: int = 0
@@ -77,16 +79,8 @@ class BlockShape:
         return self.weight_bytes - self.expert_bytes * (self.experts - self.wanted_experts(tokens))
 
     def activation_bytes(self, tokens: int) -> float:
-        """Bytes that backward needs of one forward of `tokens` tokens, when nothing is recomputed."""
-        return self._element_bytes * self.saved_elements * tokens
-
-    def input_bytes(self, tokens: int) -> float:
-        return self._element_bytes * self.input_elements * tokens
-
-    @property
-    def _element_bytes(self) -> int:
-        """Bytes of an activation: 4 in layers with weights in 32 bits, 2 in other blocks and in a head."""
-        return 4 if self.weight_bits > 16 and self.kind is BlockKind.LAYER else 2
+        """Bytes of one forward of `tokens` tokens that backward needs, when nothing is recomputed, and of logits."""
+        return (self.saved_bytes + self.logit_bytes) * tokens
 
     def forward_flops(self, tokens: int, context: int) -> float:
         """Operations of one forward of `tokens` tokens in sequences of `context`."""
@@ -116,8 +110,8 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets: multiplied with, or looked up in the embedding."""
-        return sum(block.active_parameters or block.parameters for block in self.blocks)
+        """Parameters that one token meets: multiplied with, or looked up in an embedding that is not the head's."""
+        return sum(block.active_parameters or (0 if self.tied else block.parameters) for block in self.blocks)
 
     @property
     def trainable(self) -> int:

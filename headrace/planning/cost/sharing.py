@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from headrace.planning.cost.hardware import FABRIC, NO_PEERS, Hardware
 from headrace.planning.cost.shape import BlockShape
-from headrace.planning.cost.work import Case, Place, Spread, Training
+from headrace.planning.cost.work import Case, Spread, Training
 
 __all__ = ["Crossing", "Sharing", "crossing_of", "sharing_of"]
 
@@ -114,7 +114,7 @@ def crossing_of(block: BlockShape, case: Case) -> Crossing:
     work, spread, method, hardware = case.work, case.spread, case.method, case.hardware
     loaded = block.weight_bytes * method.crossing_share
     summed = work.gradient_bytes * block.trainable if case.trains else 0.0
-    leaves = method.host_share * summed if method.state is not Place.DEVICE else 0.0
+    leaves = method.host_share * summed if case.gradients_leave else 0.0
     left = leaves / case.sent_in
     among = _ring_seconds(summed, spread, hardware) * (1 if spread.zero_stage else 2)
     if not case.shares:

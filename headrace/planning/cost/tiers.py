@@ -18,6 +18,7 @@ from headrace.planning.tables import kept_free_for_rows
 __all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
+UPDATE_BYTES = 48 << 20  # of the device: what passes through when the device updates what rests on the host
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
 
 
@@ -98,26 +99,29 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
 def activation_bytes(case: Case) -> tuple[int, int]:
     """Bytes of activations on the device and in host memory, of one micro-batch or of those that go together.
 
-    Recomputing keeps each layer's input, and the activations of one layer and one micro-batch at a time. If they leave
-    over a link that keeps up with compute, the device holds those of the layer that computes, and its input, which its
-    caller holds. Over a slower link, they are kept to a ceiling of two layers' activations. On the way to disk, host
-    memory holds those of one layer.
+    Recomputing keeps each layer's input, what all layers share, and the activations of one layer and one micro-batch at
+    a time. If they leave over a link that keeps up with compute, the device holds those of the layer that computes, and
+    its input, which its caller holds. Over a slower link, they are kept to a ceiling of two layers' activations. On the
+    way to disk, host memory holds those of one layer. Inference holds no more than the largest layer's, and the logits
+    of each sequence's last position.
     """
     kept, tokens = case.method.activations, case.work.tokens
-    saved = sum(block.activation_bytes(tokens) for block in case.shape.blocks)
-    if not case.trains:
-        return round(max(block.activation_bytes(tokens) for block in case.shape.blocks)), 0
-    if kept is Activations.KEPT:
-        return round(saved), 0
     layers = [block for block in case.shape.blocks if block.kind is not BlockKind.HEAD]
     sizes = [block.activation_bytes(tokens) for block in layers]
-    head, largest = saved - sum(sizes), max(sizes, default=0.0)
+    largest = max(sizes, default=0.0)
+    if not case.trains:
+        logits = sum(block.logit_bytes for block in case.shape.blocks)
+        return round(max(largest, case.work.batch_size * logits)), 0
+    saved = sum(block.activation_bytes(tokens) for block in case.shape.blocks)
+    if kept is Activations.KEPT:
+        return round(saved), 0
+    head = saved - sum(sizes)
     if kept is Activations.RECOMPUTED:
-        inputs = sum(block.input_bytes(tokens) for block in case.shape.blocks)
+        inputs = tokens * sum(block.input_bytes for block in layers)
         return round(inputs + max(head, largest / case.method.together)), 0
     here = ACTIVATION_LAYERS * largest
     if all(_keeps_up(block, case) for block in layers):
-        with_inputs = (block.activation_bytes(tokens) + block.input_bytes(tokens) for block in layers)
+        with_inputs = (block.activation_bytes(tokens) + tokens * block.input_bytes for block in layers)
         here = min(here, max(with_inputs, default=0.0))
     return round(head + here), round(sum(sizes) if kept is Activations.OFFLOADED else largest)
 
@@ -154,7 +158,9 @@ def _training(case: Case) -> Iterable[Held]:
     state = round(spread.divided(per * shape.trainable, 1))
     of_blocks = min(gradients, _neighbours([work.gradient_bytes * block.trainable for block in shape.blocks]))
     # If the device updates a part of the parameters, gradients stay there until the step.
-    yield Held(Place.DEVICE, "gradients", gradients if share else of_blocks)
+    yield Held(Place.DEVICE, "gradients", gradients if share or not case.gradients_leave else of_blocks)
+    if method.update is Place.DEVICE:
+        yield Held(Place.DEVICE, "updates", UPDATE_BYTES)
     if share:
         yield Held(Place.DEVICE, "master and state", round(share * state))
     if share < 1:
@@ -162,8 +168,9 @@ def _training(case: Case) -> Iterable[Held]:
         on_disk = method.overlap is Overlap.BACKWARD and work.micro_batches == 1 and method.uses_disk
         sizes = (round(method.host_share * gradients), of_blocks, round(method.host_share * state))
         all_gradients, leaving, own_state = (_of_copy(nbytes, case) for nbytes in sizes)
-        yield Held(Place.HOST, "gradients", leaving if on_disk else all_gradients)
-        if on_disk:
+        if case.gradients_leave:
+            yield Held(Place.HOST, "gradients", leaving if on_disk else all_gradients)
+        if on_disk and case.gradients_leave:
             yield Held(Place.DISK, "gradients", all_gradients)
         yield Held(method.state, "master and state", own_state)
         if method.state is Place.DISK:

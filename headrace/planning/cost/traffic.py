@@ -37,7 +37,8 @@ class BlockTraffic(Crossing):
     - Each micro-batch computes for `forward_seconds` and `backward_seconds` (with recomputation). `activation_bytes`
       leave after forward and return before backward; if `activations_spill`, they go on to disk.
     - Once a step, `norm_bytes` are read for the norm of all gradients, as each arrives. The update takes `update_bytes`
-      of DRAM traffic on the host, and `device_update_seconds` on the device. `state_bytes`, and `spill_bytes` of
+      of DRAM traffic on the host, and `device_update_seconds` on the device. If the device updates what rests on the
+      host, `update_in_bytes` go there for it, and `update_out_bytes` come back. `state_bytes`, and `spill_bytes` of
       weights, are read from disk before the update and written after it.
     """
 
@@ -47,6 +48,8 @@ class BlockTraffic(Crossing):
     backward_seconds: float = 0.0
     update_bytes: float = 0.0
     device_update_seconds: float = 0.0
+    update_in_bytes: int = 0
+    update_out_bytes: int = 0
     norm_bytes: float = 0.0
     state_bytes: int = 0
     fetch_bytes: int = 0
@@ -78,15 +81,19 @@ def traffic_of(
         again = recompute_seconds(block, work, method, forward)
         own = spread.divided(block.trainable, 1) if case.trains else 0.0
         trained = held * int(method.host_share * own) if method.state is not Place.DEVICE else 0.0
+        by_device = method.update is Place.DEVICE
+        into, out = work.update_crossing(streamed=method.streamed) if by_device else (0, 0)
         return BlockTraffic(
             **vars(crossing),
             block_bytes=visiting.weight_bytes,
             load_seconds=_load_seconds(crossing, fetched, share),
             forward_seconds=forward,
             backward_seconds=backward + again if case.trains else 0.0,
-            update_bytes=work.update_bytes * trained,
+            update_bytes=0.0 if by_device else work.update_bytes * trained,
+            update_in_bytes=round(into * trained),
+            update_out_bytes=round(out * trained),
             device_update_seconds=work.update_bytes * method.device_share * own / share.device_bytes_per_second,
-            norm_bytes=work.gradient_bytes * trained if work.clipped else 0.0,
+            norm_bytes=work.gradient_bytes * trained if work.clipped and case.gradients_leave else 0.0,
             state_bytes=round((work.master_bytes + work.state_bytes) * trained) if method.state is Place.DISK else 0,
             fetch_bytes=fetched,
             spill_bytes=fetched if work.training is Training.FULL and trained else 0,

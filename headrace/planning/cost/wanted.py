@@ -20,6 +20,7 @@ _PLACES = {place.value: place for place in Place}
 _PARTS: dict[str, dict[str, Any]] = {  # parts of a method, by name and value
     "weights": _PLACES,
     "state": _PLACES,
+    "update": {place.value: place for place in (Place.HOST, Place.DEVICE)},
     "activations": {kind.value.split()[0]: kind for kind in Activations},
 }
 
@@ -72,4 +73,4 @@ def _divides(method: Method, host_share: float | None) -> bool:
     on_device = method.state is Place.DEVICE
     if not host_share:
         return on_device or host_share is None
-    return not on_device and (host_share == 1 or not method.streamed)
+    return not on_device and (host_share == 1 or not (method.streamed or method.update is Place.DEVICE))

@@ -86,6 +86,14 @@ class Work:
         weight = {4: 2, 2: 4, 0: 8}[self.master_bytes]  # without a whole master the weight itself is read too
         return self.gradient_bytes + weight + 2 * (self.master_bytes + self.state_bytes)
 
+    def update_crossing(self, *, streamed: bool) -> tuple[float, float]:
+        """The bytes per parameter that an update by the device brings there, and those that it sends back.
+
+        State, and the weight and its gradient where weights are `streamed`; otherwise these are there.
+        """
+        state, weight = self.master_bytes + self.state_bytes, 2 if self.master_bytes else 4
+        return (state + weight + self.gradient_bytes, state + weight) if streamed else (state, state)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
@@ -123,6 +131,7 @@ class Method:
 
     Weights that rest on the device stay there; others visit it block by block. If the optimizer's state is not on the
     device, the host updates `host_share` of the parameters; the device holds the state of the others, and updates them.
+    With `update` DEVICE, the device updates all, and state comes and goes block by block.
     `together` micro-batches go through a block each time it is on the device (`forward_backward`).
     """
 
@@ -132,6 +141,7 @@ class Method:
     overlap: Overlap = Overlap.NONE
     host_share: float = 1.0
     together: int = 1
+    update: Place = Place.HOST
 
     @property
     def device_share(self) -> float:
@@ -145,7 +155,7 @@ class Method:
     @property
     def crossing_share(self) -> float:
         """The share of the weights that crosses to the device: of weights that stay there, what the host updates."""
-        return 1.0 if self.streamed else self.host_share
+        return 1.0 if self.streamed else self.host_share if self.update is Place.HOST else 0.0
 
     def grouped(self, work: Work) -> Work:
         """The work with micro-batches that go together as one, because they move as much as a single one."""
@@ -171,6 +181,7 @@ class Method:
         if training is not Training.NONE and self.state is not Place.DEVICE:
             share = "" if self.host_share == 1 else f"{self.host_share:.0%} of the "
             parts.append(f"{share}optimizer on the host" + (", its state on disk" if self.state is Place.DISK else ""))
+            parts[-1] += ", updated by the device" if self.update is Place.DEVICE else ""
         if training is not Training.NONE and self.activations is not Activations.KEPT:
             parts.append(f"activations {self.activations.value}")
         if self.together > 1:
@@ -199,8 +210,14 @@ class Case:
 
     @property
     def changes(self) -> bool:
-        """Whether the host changes weights in each step, so that they cross to the device at least once."""
-        return self.work.training is Training.FULL and self.method.state is not Place.DEVICE
+        """Whether weights on the host change in each step, so that they cross to the device at least once."""
+        return self.work.training is Training.FULL and self.gradients_leave
+
+    @property
+    def gradients_leave(self) -> bool:
+        """Whether gradients go to the host: they stay where the device updates weights that stay there."""
+        stay = self.method.update is Place.DEVICE and not self.method.streamed
+        return self.trains and self.method.state is not Place.DEVICE and not stay
 
     @property
     def shares(self) -> bool:
