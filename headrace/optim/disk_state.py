@@ -102,9 +102,10 @@ class DiskState:
         return StagingRing(CHUNK_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, device, self._ledger)
 
     def lock_for(self, device: torch.device) -> None:
-        """Called before a step: has state pass through memory that is page-locked for a device which updates it."""
-        if device != self._device:
-            self._ring = self._ring_for(device)
+        """Called before an update: has state pass through memory that is page-locked for a device which performs it."""
+        with self._busy:
+            if self._device.type == "cpu":  # memory that is page-locked for one accelerator is so for all
+                self._ring = self._ring_for(device)
 
     @property
     def host_bytes(self) -> int:

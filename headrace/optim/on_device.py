@@ -62,9 +62,11 @@ def device_bytes(parameters: Mapping[torch.Tensor, bool]) -> int:
     """The device memory that updates of these parameters take. The values: whether a rule needs one as a whole."""
     least = 0
     for parameter, whole in parameters.items():
-        # Weight, gradient, master, two moments and a maximum; of rules for whole parameters, one moment.
+        # Weight, gradient, master, two moments and a maximum; of rules for whole parameters, one moment, or two factors
+        # that are as large together, unless one of them is a moment already.
         wide = max(4, parameter.itemsize)
-        nbytes = parameter.numel() * (parameter.itemsize + (3 if whole else 5) * wide)
+        columns = 5 if not whole else 4 if 1 in parameter.shape[-2:] else 3
+        nbytes = parameter.numel() * (parameter.itemsize + columns * wide)
         nbytes += len(_COLUMNS) * KERNEL_ALIGNMENT_BYTES + RUN_ELEMENTS * wide
         least = max(least, nbytes if whole else _PIECES * min(_MOST_PIECE_BYTES, nbytes))
     return _aligned(least)
@@ -85,8 +87,10 @@ class DeviceUpdates:
 
     def perform(self, updates: Sequence[Update], gradient_scale: float) -> None:
         """As `update.perform`, with the accelerator's arithmetic. Blocks until all is written."""
-        for one in updates:
-            one.begins()
+        if not update.are_apart([one.weight for one in updates]):
+            for one in updates:
+                self.perform([one], gradient_scale)
+            return
         self.run(piece for one in updates for piece in self._pieces(one, gradient_scale))
 
     def flag(self) -> torch.Tensor:
@@ -97,18 +101,17 @@ class DeviceUpdates:
     def run(self, pieces: Iterable[Piece]) -> None:
         """Updates all pieces in order. Blocks until all is written, also if an error or Ctrl-C breaks it off."""
         with torch.accelerator.device_index(self.device.index):  # this thread may never have been told
-            begin = self._lanes.mark()  # earlier work on the accelerator may still write what is there
             try:
                 for piece in pieces:
                     while len(self._under_way) >= _MOST_UNDER_WAY:
                         self._finish_one()
-                    self._submit(piece, begin)
+                    self._submit(piece)
                 while self._under_way:
                     self._finish_one()
             finally:
                 self._finish_copies()
 
-    def _submit(self, piece: Piece, begin: Event) -> None:
+    def _submit(self, piece: Piece) -> None:
         start, stop, free = self._room(piece)
         here = self._placed(piece.columns, start)
         arriving = [
@@ -116,7 +119,7 @@ class DeviceUpdates:
         ]
         after = [self._lanes.copy(Lane.ONLOAD, arriving, free).done] if arriving else [free]
         if len(arriving) < len(here):
-            after.append(begin)
+            after.append(self._lanes.mark())  # earlier work on the accelerator may still write what is there
         leaving: list[Copy] = []
         updated = self._lanes.beside(lambda: leaving.extend(piece.update(here)), after)
         done = self._lanes.copy(Lane.OFFLOAD, leaving, updated).done
@@ -186,7 +189,7 @@ def _piece(
 
     def perform(here: Sequence[torch.Tensor]) -> Sequence[Copy]:
         columns: dict[str, Any] = dict(zip(part, here, strict=True))
-        piece = replace(flat, **columns, place=flat.place + start, begins=lambda: None)
+        piece = replace(flat, **columns, place=flat.place + start)
         update.perform([piece], gradient_scale)
         written = [(part[name], columns[name]) for name in part if name != "gradient"]
         found = torch.as_tensor(piece.not_finite, device=here[0].device).view(1)

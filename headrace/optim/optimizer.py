@@ -128,6 +128,8 @@ class HostOptimizer(Optimizer):
 
     def _open_device(self) -> None:
         """With update="device", gets device memory for the updates, unless there is enough."""
+        if self._options.update == "host":
+            return
         whole = {id(group): isinstance(self._rule(group, 1.0), MatrixRule) for group in self.param_groups}
         self._updates.open({parameter: whole[id(group)] for parameter, (_, group) in self._places().items()})
 
@@ -143,7 +145,6 @@ class HostOptimizer(Optimizer):
         loaded.
         """
         self._join_node()
-        self._open_device()
         if not self._owners.shares:
             self._check()
         loss = None
@@ -169,6 +170,7 @@ class HostOptimizer(Optimizer):
     def _check(self) -> None:
         places = self._places()
         refusals.check_one_model(places)
+        self._open_device()
         self._updates.check_device()
         if self.overlaps:
             refusals.check_overlap(places, self._options.overlap)

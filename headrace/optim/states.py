@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headrace.memory.arena import Arena
+from headrace.memory.arena import Arena, aligned
 from headrace.memory.disk import TensorAtRest
 from headrace.memory.ledger import Ledger
 from headrace.optim import eight_bit
@@ -108,13 +108,17 @@ class ParamStates:
 
     def in_locked_memory(self, state: dict[str, Any], names: Iterable[str], device: torch.device) -> None:
         """Has these tensors of a state lie in memory that is page-locked for a device which updates them."""
-        for name in names:
-            value = state[name]
-            if self._may_lock and value.numel() and not value.is_pinned():
-                arena = Arena(value.nbytes, device, self._ledger, "optimizer")
-                memory = arena.tensor(0, value.nbytes, value.dtype)
-                state[name] = memory.as_strided(value.shape, value.stride()).copy_(value)
-                self._may_lock = arena.pinned
+        values = {name: state[name] for name in names if self._may_lock}
+        values = {name: value for name, value in values.items() if value.numel() and not value.is_pinned()}
+        if not values:
+            return
+        arena = Arena(sum(aligned(value.nbytes) for value in values.values()), device, self._ledger, "optimizer")
+        self._may_lock = arena.pinned
+        offset = 0
+        for name, value in values.items():
+            memory = arena.tensor(offset, value.nbytes, value.dtype)
+            state[name] = memory.as_strided(value.shape, value.stride()).copy_(value)
+            offset += aligned(value.nbytes)
 
     def normalize(self, state: dict[str, Any], rule: ElementRule, master: MasterWeight) -> None:
         """Brings moments that were loaded or set by somebody into the form that is kept: 8 bits or not."""

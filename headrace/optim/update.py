@@ -12,7 +12,7 @@ from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from headrace.optim.kernel import CHUNK_ELEMENTS, Master, Number, Task
 from headrace.optim.rules import ElementRule
 
-__all__ = ["Update", "flattened", "part_of", "perform", "scaled"]
+__all__ = ["Update", "are_apart", "flattened", "part_of", "perform", "scaled"]
 
 _NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.float16: Number.FLOAT16}
 _STATE_NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.uint8: Number.EIGHT_BIT}
@@ -47,7 +47,7 @@ def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | 
 
     `native` chooses the kernel or PyTorch; None takes the kernel if it was built. PyTorch does dtypes unknown to it.
     """
-    if not _are_apart(updates):  # one after the other, as in a loop over parameters
+    if not are_apart([update.weight for update in updates]):  # one after the other, as in a loop over parameters
         for update in updates:
             perform([update], gradient_scale, native=native)
         return
@@ -79,10 +79,9 @@ def scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
     return gradient * torch.tensor(scale, dtype=dtype, device="cpu")
 
 
-def _are_apart(updates: Sequence[Update]) -> bool:
-    """Whether no two of the updates write the same memory."""
-    weights = [update.weight for update in updates if update.weight.numel()]
-    spans = sorted((weight.data_ptr(), weight.nbytes) for weight in weights)
+def are_apart(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether no two of these have the same memory. Otherwise they are updated one after the other."""
+    spans = sorted((weight.data_ptr(), weight.nbytes) for weight in weights if weight.numel())
     return all(begin + nbytes <= following for (begin, nbytes), (following, _) in itertools.pairwise(spans))
 
 

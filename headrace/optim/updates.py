@@ -137,12 +137,10 @@ class Updates:
             self._mirrors[device].update(on_host, lambda batch: self._apply(batch, scale))
 
     def open(self, parameters: Mapping[torch.Tensor, bool]) -> None:
-        """With update="device", gets device memory for updates: at construction, and when a step begins.
+        """Gets device memory for updates there: at construction, and when a step begins. Raises BudgetError.
 
-        `parameters`: all of the optimizer, and whether a rule needs each as a whole. Raises BudgetError.
+        `parameters`: all of the optimizer, and whether a rule needs each as a whole.
         """
-        if self._options.update == "host":
-            return
         by_lender: dict[Any, dict[torch.Tensor, bool]] = {}
         for parameter, whole in parameters.items():
             if (lender := _lender_of(parameter)) is not None:
@@ -150,8 +148,10 @@ class Updates:
         self._on_device = {lender: known for lender, known in self._on_device.items() if lender in by_lender}
         for lender, theirs in by_lender.items():
             nbytes = device_bytes(theirs)
-            if lender not in self._on_device or self._on_device[lender].memory.nbytes < nbytes:
-                self._on_device.pop(lender, None)  # it lends the same memory again
+            if lender in self._on_device and self._on_device[lender].memory.nbytes < nbytes:
+                self.updater.drain()  # updates under way use the memory,
+                del self._on_device[lender]  # which is lent again
+            if lender not in self._on_device:
                 self._on_device[lender] = DeviceUpdates(_lent(next(iter(theirs)), nbytes))
 
     def check_device(self) -> None:

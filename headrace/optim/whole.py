@@ -11,7 +11,7 @@ from headrace.optim.kernel import Master
 from headrace.optim.not_finite import NotFiniteSteps
 from headrace.optim.on_device import DeviceUpdates, Piece
 from headrace.optim.states import ParamStates
-from headrace.optim.update import scaled
+from headrace.optim.update import are_apart, scaled
 from headrace.optim.weights import flat
 from headrace.runtime.lanes import Copy
 
@@ -25,23 +25,25 @@ def update_whole(
     not_finite: NotFiniteSteps,
     device: DeviceUpdates | None = None,
 ) -> None:
-    """Updates the members one after the other; state on disk comes into memory for one member at a time.
+    """Updates the members one after the other, in the memory where they are, or else on `device`.
 
-    `device`: updates them; None: they are updated in the memory where they are.
+    State on disk comes into memory for one member at a time, or for the few that are on their way to `device` and back.
     """
 
-    def pieces() -> Iterator[Piece]:
-        for member in members:
+    def pieces(batch: Sequence[Member]) -> Iterator[Piece]:
+        for member in batch:
             if states.disk is not None and member.master.state_device.type == "cpu":
                 states.fetch(states.disk, member.rule, member.master, member.state)
             yield _piece(member, scale, states, not_finite, device)
 
-    if device is not None:
-        device.run(pieces())
+    if device is None:
+        for piece in pieces(members):
+            piece.update(piece.columns)
+            piece.done()
         return
-    for piece in pieces():
-        piece.update(piece.columns)
-        piece.done()
+    apart = are_apart([member.master.host for member in members])
+    for batch in [members] if apart else [[member] for member in members]:
+        device.run(pieces(batch))
 
 
 def _piece(
@@ -50,15 +52,13 @@ def _piece(
     weights, state = member.master, member.state
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
-            state[name] = value.to("cpu" if name == "step" else weights.state_device)
+            state[name] = _dense(value.to("cpu" if name == "step" else weights.state_device))
     weights.master(state)
     names = _tensors(state)
     if device is not None:
         states.in_locked_memory(state, names, device.device)
     found: list[torch.Tensor] = []  # whether the gradient is not finite
-    stored, gradient = weights.exposed(), member.gradient.detach()
-    if not torch.ops.aten.is_non_overlapping_and_dense(gradient):
-        gradient = gradient.contiguous()
+    stored, gradient = weights.exposed(), _dense(member.gradient.detach())
 
     def perform(here: Sequence[torch.Tensor]) -> Sequence[Copy]:
         there = state | dict(zip(names, here[2:], strict=True))
@@ -101,6 +101,11 @@ def _apply(
     member.rule.apply(state, weights.shaped(exact), scaled(gradient, scale).to(exact.dtype))
     narrow.split_master(exact, stored, master, weights.form)
     return ~largest.isfinite().view(1)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy of it if there are gaps between its elements."""
+    return tensor if torch.ops.aten.is_non_overlapping_and_dense(tensor) else tensor.contiguous()
 
 
 def _tensors(state: dict[str, Any]) -> list[str]:

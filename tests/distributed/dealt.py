@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as checkpoint_again
 
 import headrace
-from headrace import RankError, StateError, optim
+from headrace import BudgetError, RankError, StateError, optim
 from headrace.compat.megatron import OptimizerConfig
 from headrace.optim.reduced import Reduced
 from headrace.runtime.ranks import Ranks
@@ -977,7 +977,18 @@ def a_rank_fails() -> None:
         optimizer.step()
     assert same(model, before)
     gradients(model)
-    perform = optimizer._updates._apply
+    opens, perform = optimizer._updates.open, optimizer._updates._apply
+
+    def refuse(parameters: Any) -> None:
+        raise BudgetError("no room for updates")
+
+    if rank == 1:
+        optimizer._updates.open = refuse  # type: ignore[method-assign]
+    expected = (BudgetError, "no room") if rank else (StateError, r"rank 1 could not take the step.*no room")
+    with pytest.raises(expected[0], match=expected[1]):
+        optimizer.step()
+    assert same(model, before)
+    optimizer._updates.open = opens  # type: ignore[method-assign]
 
     def fail(members: Any, scale: float) -> None:
         raise OSError("the drive is gone")

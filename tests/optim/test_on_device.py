@@ -1,8 +1,12 @@
 """Does the accelerator update state that rests in host memory or on disk, within its budget, with its own bits?"""
 
+import contextlib
 import copy
 import gc
 import itertools
+import mmap
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +19,8 @@ import headrace
 import headrace.optim
 from headrace.errors import BudgetError
 from headrace.memory.arena import Arena
-from headrace.optim import AdamW, Muon, on_device, states
+from headrace.memory.disk import StagingRing
+from headrace.optim import Adafactor, AdamW, Muon, disk_state, on_device, states
 from headrace.optim.on_device import DeviceUpdates, device_bytes
 from tests.optim.references import RULES, give_gradients, parameters
 from tests.optim.test_disk import opened
@@ -163,6 +168,22 @@ def test_the_memory_of_an_optimizer_that_is_gone_is_lent_again(emu_device: Modul
             train(net, AdamW(net.parameters(), lr=0.01, update="device"), 1)
 
 
+@pytest.mark.emu("random:0", device_memory=8 << 20)
+def test_memory_that_the_device_does_not_have_stays_in_the_budget(emu_device: ModuleType) -> None:
+    net = model(torch.float32)
+    needed = device_bytes(dict.fromkeys(net.parameters(), False))
+    with headrace.offload(net, device="emu", device_memory=BUDGET + needed, blocks=list(net)):
+        taken = []
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(needed // 2, dtype=torch.uint8, device="emu"))
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError):
+                AdamW(net.parameters(), update="device")
+        taken.clear()
+        train(net, AdamW(net.parameters(), lr=0.01, update="device"), 2)
+
+
 def test_a_model_that_was_removed_takes_its_memory_back(emu_device: ModuleType) -> None:
     net = model(torch.float32)
     budget = BUDGET + device_bytes(dict.fromkeys(net.parameters(), False))
@@ -231,11 +252,11 @@ def test_an_interrupt_within_it_leaves_nothing_under_way(
     optimizer.step()
     submit, calls = DeviceUpdates._submit, []
 
-    def interrupted(self: DeviceUpdates, piece: Any, begin: Any) -> None:
+    def interrupted(self: DeviceUpdates, piece: Any) -> None:
         calls.append(piece)
         if len(calls) == 5:
             raise KeyboardInterrupt
-        submit(self, piece, begin)
+        submit(self, piece)
 
     monkeypatch.setattr(DeviceUpdates, "_submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -243,3 +264,134 @@ def test_an_interrupt_within_it_leaves_nothing_under_way(
     assert torch.accelerator.current_stream().query()
     with pytest.raises(headrace.StateError, match="1 of 1 parameters had been updated"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adafactor, Muon])
+def test_tensors_with_gaps_between_their_elements(emu_device: ModuleType, kind: Any) -> None:
+    """They are made dense by kernels, which the update waits for; on the host, state is made dense too."""
+    host = parameters(torch.float32, MATRICES)
+    here, there = (
+        [nn.Parameter(torch.stack([one, one], -1)[..., 0].detach()) for one in on_emu(host)] for _ in range(2)
+    )
+    stays, rests = kind(here, device_fraction=1.0), kind(there, update="device")
+    for step in range(4):
+        give_gradients(here, host, step)
+        for one, other in zip(here, there, strict=True):
+            one.grad = torch.stack([one.grad, one.grad], -1)[..., 0]
+            other.grad = torch.stack([one.grad, one.grad], -1)[..., 0]
+        stays.step()
+        rests.step()
+        for entries in rests.state.values() if step == 2 else ():
+            for key in ("momentum_buffer", "exp_avg", "row_var"):
+                if key in entries:
+                    entries[key] = torch.stack([entries[key], entries[key]], -1)[..., 0]
+    assert_same(there, here)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_two_parameters_in_the_same_memory(emu_device: ModuleType, kind: Any) -> None:
+    """One arrives when the other has left; as if the host updated them."""
+    trained = []
+    for update in ("device", "host"):
+        net = model(torch.float32)
+        net[1].weight = nn.Parameter(net[0].weight.detach())
+        with headrace.offload(net, device="emu", device_memory="1MiB", blocks=[net]):
+            train(net, kind(net.parameters(), lr=0.01, update=update), 3)
+        trained.append(list(net.parameters()))
+    assert_same(*trained)
+
+
+def test_parameters_that_come_while_an_update_is_under_way(
+    emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory that the update takes is given back before more is asked for."""
+    net = linears(4, 64)
+    biases, weights = [layer.bias for layer in net], [layer.weight for layer in net]
+    few, all_bytes = device_bytes(dict.fromkeys(biases, False)), device_bytes(dict.fromkeys(weights, False))
+    run, begun = DeviceUpdates.run, threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        begun.set()
+        time.sleep(0.1)
+        run(*arguments)
+
+    monkeypatch.setattr(DeviceUpdates, "run", slowly)
+    with headrace.offload(net, device="emu", device_memory=64 * 68 * 4 + all_bytes + few // 2, blocks=list(net)):
+        optimizer = AdamW(biases, update="device", overlap="forward")
+        net(torch.randn(2, 64, device="emu")).sum().backward()
+        optimizer.step()
+        begun.wait()
+        optimizer.add_param_group({"params": weights})
+        optimizer.step()
+        optimizer.synchronize()
+    assert all(len(optimizer.state[one]) > 0 for one in weights)
+
+
+@pytest.mark.parametrize("shape", [(5000, 1, 1), (1, 5000)])
+def test_matrices_of_one_row_or_column_have_room(emu_device: ModuleType, shape: tuple[int, ...]) -> None:
+    """Each of their two factors is as large as a moment."""
+    weight = nn.Parameter(torch.ones(shape, dtype=torch.float16))
+    layer = nn.Module()
+    layer.weight = weight
+    layer.forward = lambda inputs: inputs * layer.weight.sum()
+    net = nn.Sequential(layer)
+    with headrace.offload(net, device="emu", device_memory="1MiB", blocks=list(net)):
+        optimizer = Adafactor([weight], update="device")
+        for _ in range(2):
+            net(torch.ones(1, dtype=torch.float16, device="emu")).sum().backward()
+            optimizer.step()
+
+
+def test_the_state_of_a_parameter_is_locked_at_once(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has only so many mappings of memory, and models of experts have many parameters."""
+    made = []
+
+    class Noted(Arena):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self.nbytes)
+
+    monkeypatch.setattr(states, "Arena", Noted)
+    weights = [nn.Parameter(torch.ones(64, device="emu", dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = AdamW(weights, update="device")
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert made == [mmap.PAGESIZE] * 3
+
+
+def test_state_on_disk_passes_through_one_ring(
+    emu_device: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is page-locked once, also when two accelerators update state in turn."""
+    made = []
+
+    class Noted(StagingRing):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(arguments)
+
+    monkeypatch.setattr(disk_state, "StagingRing", Noted)
+    state = disk_state.DiskState(tmp_path)
+    for device in ("emu:1", "emu:0", "emu:1"):
+        state.lock_for(torch.device(device))
+    assert [device.type for _, _, device, _ in made] == ["cpu", "emu"]
+
+
+def test_an_error_before_anything_is_written(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised as it is, and the next step goes on."""
+    weight = nn.Parameter(torch.ones(300, device="emu"))
+    optimizer = AdamW([weight], update="device")
+    weight.grad = torch.ones_like(weight)
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceUpdates, "_placed", refuse)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    optimizer.step()
+    assert (weight < 1).all()

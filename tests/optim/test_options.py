@@ -36,7 +36,7 @@ def test_types_know_every_setting_of_an_optimizer(name: str) -> None:
 )
 def test_types_know_the_choices_of_a_setting(call: Any, name: str, choices: set[str]) -> None:
     """So that `overlap="sideways"` is told before anything runs."""
-    hint = get_type_hints(call)[name]
+    hint = get_type_hints(call, localns={"torch": torch})[name]  # `plan` does without importing it
     assert str not in get_args(hint)
     assert {word for part in (hint, *get_args(hint)) for word in get_args(part) if isinstance(word, str)} == choices
 

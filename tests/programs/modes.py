@@ -41,7 +41,9 @@ class Mode:
 
 def random_mode(name: str, rng: random.Random, directory: Path) -> Mode:
     """One way to offload, out of those of the mode."""
-    device = torch.device("emu", 0) if name == "emulated" else torch.device("cpu")
+    device = torch.device("cpu")
+    if name == "emulated":
+        device = torch.device("emu", torch.accelerator.current_device_index())
     kind = name if name != "emulated" else rng.choice(["cpu", "cpu", "disk", "activations", "overlap"])
     weights = {action: weight for action, (_, weight) in ACTIONS.items()}
     ours = plain = torch_optimizer

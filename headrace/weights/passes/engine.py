@@ -139,7 +139,11 @@ class Engine:
         self.check_resident('an optimizer\'s updates on the device (update="device")', nbytes)
         self._residency.shrink(nbytes)
         self._executor.replan()
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:
+            self._residency.shrink(-nbytes)
+            raise
         self._residency.ledger.book(memory, Tier.DEVICE, "optimizer", nbytes)
         self._lent.append((weakref.ref(memory), nbytes))
         return memory
