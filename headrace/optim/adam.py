@@ -38,14 +38,15 @@ class AdamW(HostOptimizer, torch.optim.AdamW):
       as do the weights and gradients of an offloaded model, and the update has the bits of one whose state stays on the
       accelerator. The pieces take up to 48 MiB of device memory, or as much as the largest matrix of Muon and Adafactor
       needs; for an offloaded model, this is part of its `device_memory`, and BudgetError is raised if there is no room.
-      `step()` raises ValueError if everything is on the CPU. Cannot be used together with `device_fraction`.
+      Kernels take memory of their own beside it, at most as much for a piece as the piece. `step()` raises ValueError
+      if everything is on the CPU. Cannot be used together with `device_fraction`.
     - `device_fraction`: the share, in [0, 1], of the state that is kept and updated on the accelerator. It applies to
       parameters that live there, and is exact to a parameter. "auto" takes the memory that is free after the first
       backward, less a tenth. For an offloaded model, or one on the CPU, "auto" means 0.
     - `pin`: page-locks the host memory for parameters on an accelerator (or only that for their "weights", or for their
       "gradients"). `overlap_d2h_h2d`: gradients and weights of these parameters travel while others are updated.
-      Neither has an effect on an offloaded model, whose host memory `headrace.offload` allocates, or on a model on the
-      CPU.
+      Neither has an effect on an offloaded model, whose host memory `headrace.offload` allocates, on a model on the
+      CPU, or on state that the device updates (`update="device"`), which is always page-locked.
     - `overlap`: what the updates of an offloaded model's parameters overlap with. "none": `step()` returns when all is
       done. "forward": `step()` returns at once; each block's next onload, and any code that reads its parameters, waits
       for that block's update. This is always exact, even with clipping. "backward": a block's update begins when its

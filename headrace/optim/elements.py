@@ -60,8 +60,9 @@ class ElementUpdates:
         if device is not None:
             if disk is not None:
                 disk.lock_for(device.device)
-            for found in columns.values() if disk is None else ():
-                self._states.in_locked_memory(found.state, found.dtypes, device.device)
+            else:
+                for found in columns.values():
+                    self._states.in_locked_memory(found.state, found.dtypes, device.device)
         perform = update.perform if device is None else device.perform
         if in_their_files:  # first: a drive that fails at once has changed nothing
             with contextlib.closing(Grains(in_their_files)) as grains:

@@ -25,11 +25,11 @@ from headrace.runtime.lanes import Copy, Event, Lane, open_lanes
 
 __all__ = ["DeviceUpdates", "Piece", "device_bytes"]
 
-_PIECES = 3  # one arrives, one is updated, one leaves
+_RING_PIECES = 3  # that the memory takes: one arrives, one is updated, one leaves
 _MOST_PIECE_BYTES = 16 << 20  # long enough for the link: 1 Mi elements of AdamW's with bfloat16 weights
 _LEAST_ELEMENTS = 1 << 16  # of a piece, unless its parameter has fewer: kernels take longer than their launches
-_PIECES_OF_ONE = 8  # of a parameter, at least, unless they would be smaller: some leave while others arrive
-_MOST_UNDER_WAY = 2 * _PIECES  # pieces that are submitted before the host waits for the first of them
+_LEAST_PIECES = 8  # of a parameter, at least, unless they would be smaller: some leave while others arrive
+_SUBMITTED = 2 * _RING_PIECES  # pieces that are submitted before the host waits for the first of them
 _COLUMNS = ("weight", "gradient", "master", "first", "second", "maximum")
 
 
@@ -68,7 +68,7 @@ def device_bytes(parameters: Mapping[torch.Tensor, bool]) -> int:
         columns = 5 if not whole else 4 if 1 in parameter.shape[-2:] else 3
         nbytes = parameter.numel() * (parameter.itemsize + columns * wide)
         nbytes += len(_COLUMNS) * KERNEL_ALIGNMENT_BYTES + RUN_ELEMENTS * wide
-        least = max(least, nbytes if whole else _PIECES * min(_MOST_PIECE_BYTES, nbytes))
+        least = max(least, nbytes if whole else _RING_PIECES * min(_MOST_PIECE_BYTES, nbytes))
     return _aligned(least)
 
 
@@ -81,7 +81,8 @@ class DeviceUpdates:
         self._made = self._lanes.mark()  # earlier users of the memory are done with it
         self._next = 0  # where the next piece goes, if it fits
         self._under_way: deque[_UnderWay] = deque()
-        flags = Arena(_MOST_UNDER_WAY + 1, memory.device, Ledger(), "optimizer").tensor(0, _MOST_UNDER_WAY + 1)
+        # One for each piece that is submitted, and one for the piece that is being made.
+        flags = Arena(_SUBMITTED + 1, memory.device, Ledger(), "optimizer").tensor(0, _SUBMITTED + 1)
         self._flags = itertools.cycle(flags.view(torch.bool).split(1))
         weakref.finalize(self, self._lanes.close, wait=False)
 
@@ -103,7 +104,7 @@ class DeviceUpdates:
         with torch.accelerator.device_index(self.device.index):  # this thread may never have been told
             try:
                 for piece in pieces:
-                    while len(self._under_way) >= _MOST_UNDER_WAY:
+                    while len(self._under_way) >= _SUBMITTED:
                         self._finish_one()
                     self._submit(piece)
                 while self._under_way:
@@ -130,8 +131,9 @@ class DeviceUpdates:
         nbytes = sum(_aligned(column.nbytes) for column in piece.columns if column.device != self.device)
         if nbytes > self.memory.nbytes:
             raise BudgetError(
-                f"an update on {self.device} needs {format_bytes(nbytes)} there at once, and the optimizer was made"
-                f" with room for {format_bytes(self.memory.nbytes)}; make it anew with all of its parameters"
+                f"an update on {self.device} needs {format_bytes(nbytes)} there at once, and there is room for"
+                f" {format_bytes(self.memory.nbytes)}: state[parameter] has more than the optimizer puts there, which"
+                ' comes along; take it out, or leave update at "host"'
             )
         if self._next + nbytes > self.memory.nbytes:
             self._next = 0
@@ -169,7 +171,7 @@ class DeviceUpdates:
         flat = update.flattened(whole)
         columns = {name: tensor for name in _COLUMNS if (tensor := getattr(flat, name)) is not None}
         most = self._most_elements([column for column in columns.values() if column.device != self.device])
-        elements = min(most, max(_LEAST_ELEMENTS, flat.weight.numel() // _PIECES_OF_ONE // RUN_ELEMENTS * RUN_ELEMENTS))
+        elements = min(most, max(_LEAST_ELEMENTS, flat.weight.numel() // _LEAST_PIECES // RUN_ELEMENTS * RUN_ELEMENTS))
         for start in range(0, flat.weight.numel(), elements):
             stop = min(start + elements, flat.weight.numel())
             part = {name: update.part_of(column, slice(start, stop)) for name, column in columns.items()}
@@ -177,7 +179,7 @@ class DeviceUpdates:
 
     def _most_elements(self, columns: Sequence[torch.Tensor]) -> int:
         """How many elements of these columns a piece has at most: whole runs of 8-bit moments."""
-        room = self.memory.nbytes // _PIECES - len(columns) * KERNEL_ALIGNMENT_BYTES
+        room = self.memory.nbytes // _RING_PIECES - len(columns) * KERNEL_ALIGNMENT_BYTES
         run_bytes = sum(eight_bit.nbytes(RUN_ELEMENTS, column.dtype) for column in columns)
         return max(1, room // max(1, run_bytes)) * RUN_ELEMENTS
 

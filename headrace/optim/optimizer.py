@@ -68,7 +68,7 @@ class HostOptimizer(Optimizer):
         refusals.check_one_model(self._places())
         refusals.check_device_fraction(self._places(), options.device_fraction)
         self._join_node()
-        self._open_device()
+        self._reserve_device_memory()
 
     def _begin_anew(self, options: Options, owners: Sequence[int] = ()) -> None:
         """Sets everything to the state before any parameter. `owners`: the owners of the parameters that will come."""
@@ -126,12 +126,14 @@ class HostOptimizer(Optimizer):
         for parameter in filter(self._owners.is_elsewhere, self._places()):
             self._states.drop(parameter)
 
-    def _open_device(self) -> None:
+    def _reserve_device_memory(self) -> None:
         """With update="device", gets device memory for the updates, unless there is enough."""
         if self._options.update == "host":
             return
         whole = {id(group): isinstance(self._rule(group, 1.0), MatrixRule) for group in self.param_groups}
-        self._updates.open({parameter: whole[id(group)] for parameter, (_, group) in self._places().items()})
+        self._updates.reserve_device_memory(
+            {parameter: whole[id(group)] for parameter, (_, group) in self._places().items()}
+        )
 
     # the step ---------------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -170,7 +172,7 @@ class HostOptimizer(Optimizer):
     def _check(self) -> None:
         places = self._places()
         refusals.check_one_model(places)
-        self._open_device()
+        self._reserve_device_memory()
         self._updates.check_device()
         if self.overlaps:
             refusals.check_overlap(places, self._options.overlap)

@@ -136,7 +136,7 @@ class Updates:
                 self._mirrors[device] = HostMirror(device, pin=self._options.pin, overlap=self._options.overlap_d2h_h2d)
             self._mirrors[device].update(on_host, lambda batch: self._apply(batch, scale))
 
-    def open(self, parameters: Mapping[torch.Tensor, bool]) -> None:
+    def reserve_device_memory(self, parameters: Mapping[torch.Tensor, bool]) -> None:
         """Gets device memory for updates there: at construction, and when a step begins. Raises BudgetError.
 
         `parameters`: all of the optimizer, and whether a rule needs each as a whole.
@@ -163,7 +163,10 @@ class Updates:
             )
 
     def _apply(self, members: Sequence[Member], scale: float) -> None:
-        """Updates the weights of `members`, all in one memory. `scale` multiplies their gradients."""
+        """Updates the weights of `members`, in the memory where they are or by the device that is to update them.
+
+        They are all on the host, or all on one device. `scale` multiplies their gradients.
+        """
         by_device: dict[DeviceUpdates | None, list[Member]] = {}
         for member in members:
             device = self._on_device.get(_lender_of(member.parameter)) if self._on_device else None

@@ -57,6 +57,7 @@ def _piece(
     names = _tensors(state)
     if device is not None:
         states.in_locked_memory(state, names, device.device)
+    flag = None if device is None else device.flag()  # the same as in `found`, on the host
     found: list[torch.Tensor] = []  # whether the gradient is not finite
     stored, gradient = weights.exposed(), _dense(member.gradient.detach())
 
@@ -66,17 +67,16 @@ def _piece(
         found.append(_apply(member, here[0], here[1], there, scale))
         new = {name: value for name, value in there.items() if name not in names}
         state.update(new)
-        if device is None:
+        if device is None or flag is None:
             return ()
         made = _tensors(new)
         state.update({name: torch.empty_like(new[name], device="cpu") for name in made})
         states.in_locked_memory(state, made, device.device)
-        found.append(device.flag())
-        copies = [(found[1], found[0]), (stored, here[0]), *((state[name], there[name]) for name in (*names, *made))]
+        copies = [(flag, found[0]), (stored, here[0]), *((state[name], there[name]) for name in (*names, *made))]
         return [(target, source) for target, source in copies if target is not source]
 
     def done() -> None:
-        not_finite.note(member.step, found[0] if device is None else bool(found[1]))
+        not_finite.note(member.step, found[0] if flag is None else bool(flag))
         weights.performed(kernel.checksum(stored) if weights.form is Master.SPLIT else None)
         member.updated = True
         if states.disk is not None and weights.state_device.type == "cpu":

@@ -131,7 +131,7 @@ class Manager(Protocol):
     def lend_device_memory(self, nbytes: int) -> torch.Tensor:
         """Device memory for updates, a flat uint8 tensor, off the budget of weights for as long as it is referred to.
 
-        Not to be called during a pass. Raises BudgetError.
+        It has no bytes any more once the model was let go of. Not to be called during a pass. Raises BudgetError.
         """
 
 
