@@ -37,6 +37,7 @@ Runtime::Runtime()
 }
 
 void Runtime::configure(const Settings& settings) {
+  install_fault_handler(device_arena_, pinned_guard);
   if (settings.allocator != settings_.allocator)
     for (int device = 0; device < kDeviceCount; device++) memory.empty_cache(device);
   scheduler.configure([&] { settings_ = settings; });

@@ -125,7 +125,8 @@ def test_a_model_on_meta_is_planned_and_stays_there() -> None:
     assert planned.model.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     described = headrace.plan(LLAMA_70B, hardware="h100")
-    assert planned.step_seconds == described.step_seconds
+    # What a layer saves is seen in a dry run here, and by numbers alone there: they differ in the eighth digit.
+    assert planned.step_seconds == pytest.approx(described.step_seconds, rel=1e-6)
 
 
 def test_float32_weights_have_no_master() -> None:

@@ -25,7 +25,7 @@ def planned(share: float) -> RunPlan:
         hardware=headrace.Hardware.named("h100").changed(flops=1.12e14, host=134e9 / 8),
         sequence_length=4096,
         micro_batches=2,
-        method="activations=kept",
+        method="update=host,activations=kept",
         optimizer_fraction=share,
         disk=False,
     )

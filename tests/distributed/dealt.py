@@ -977,18 +977,18 @@ def a_rank_fails() -> None:
         optimizer.step()
     assert same(model, before)
     gradients(model)
-    opens, perform = optimizer._updates.open, optimizer._updates._apply
+    reserve, perform = optimizer._reserve_device_memory, optimizer._updates._apply
 
-    def refuse(parameters: Any) -> None:
+    def refuse() -> None:
         raise BudgetError("no room for updates")
 
     if rank == 1:
-        optimizer._updates.open = refuse  # type: ignore[method-assign]
+        optimizer._reserve_device_memory = refuse  # type: ignore[method-assign]
     expected = (BudgetError, "no room") if rank else (StateError, r"rank 1 could not take the step.*no room")
     with pytest.raises(expected[0], match=expected[1]):
         optimizer.step()
     assert same(model, before)
-    optimizer._updates.open = opens  # type: ignore[method-assign]
+    optimizer._reserve_device_memory = reserve  # type: ignore[method-assign]
 
     def fail(members: Any, scale: float) -> None:
         raise OSError("the drive is gone")
