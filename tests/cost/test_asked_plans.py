@@ -161,8 +161,8 @@ def test_slower_drives_take_longer_and_small_blocks_wait() -> None:
     shares = seconds["hdd"].latency_share
     assert 0.02 < shares["fetch"] < 0.2
     assert "of the fetch lane's time, not bytes: larger blocks would help" in seconds["hdd"].to_text()
-    assert 0 < seconds["nvme-gen4"].latency_share["fetch"] < 0.02
-    assert "latency" not in seconds["nvme-gen4"].to_text()
+    assert 0 < seconds["sata"].latency_share["fetch"] < 0.02
+    assert "latency" not in seconds["sata"].to_text()
     assert all(drive["latency_seconds"] and drive["sources"] for drive in DRIVES.values())
 
 
