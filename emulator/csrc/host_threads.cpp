@@ -22,6 +22,10 @@ HostThreads::ThreadPtr& HostThreads::autograd() {
 }
 
 HostThreads::Thread& HostThreads::calling() {
+  if (one_clock_) {
+    if (!shared_) shared_ = new_thread();
+    return *shared_;
+  }
   static thread_local ThreadPtr known;
   if (known && known->epoch == epoch_) return *known;
   known = is_autograd_thread() ? autograd() : new_thread();
@@ -93,6 +97,7 @@ void HostThreads::begin_epoch() {
   all_.clear();
   at_starts_.clear();
   autograd_.reset();
+  shared_.reset();
   threads_.clear();
   handed_over_.clear();
   calling();  // reports call the first one the host

@@ -37,6 +37,7 @@ class HostThreads {
   void ends_backward();
 
   void begin_epoch();
+  void share_one_clock(bool one) { one_clock_ = one; }  // all threads know what any of them has waited for
   void forget_in_fork() { is_forked_ = true; }  // another thread may have held the lock
 
  private:
@@ -50,12 +51,12 @@ class HostThreads {
   ThreadPtr& autograd();
   Thread& calling();
 
-  std::atomic<bool> is_forked_{false};
+  std::atomic<bool> is_forked_{false}, one_clock_{false};
   std::mutex mutex_;
   uint64_t epoch_ = 0;
   int next_number_ = 0;
   VectorClock all_, at_starts_;  // at_starts_: what a thread knew that started another
-  ThreadPtr autograd_;
+  ThreadPtr autograd_, shared_;
   std::unordered_map<unsigned long, ThreadPtr> threads_;
   std::unordered_map<const void*, VectorClock> handed_over_;
 };

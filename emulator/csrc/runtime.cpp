@@ -41,6 +41,7 @@ void Runtime::configure(const Settings& settings) {
   if (settings.allocator != settings_.allocator)
     for (int device = 0; device < kDeviceCount; device++) memory.empty_cache(device);
   scheduler.configure([&] { settings_ = settings; });
+  hosts.share_one_clock(settings.one_host_clock);
 }
 
 void* Runtime::backing(uintptr_t address) const {

@@ -29,6 +29,7 @@ void visit_numbers_and_flags(Settings& settings, Visit&& visit) {
   visit("dry_run", settings.dry_run);
   visit("race_detector", settings.race_detector);
   visit("poison", settings.poison);
+  visit("one_host_clock", settings.one_host_clock);
   visit("guard_pinned", settings.guard_pinned);
   visit("sync_compute", settings.sync_compute);
   visit("alignment_canary", settings.alignment_canary);

@@ -98,7 +98,7 @@ def offloaded(model: nn.Module, device: str = "cpu", **settings: Any) -> Iterato
     if device == "emu":
         from emulator import emu
 
-        emu.reset(allocator="exact", scheduler="random", seed=distributed.get_rank())
+        emu.reset(allocator="exact", scheduler="random", seed=distributed.get_rank(), one_host_clock=True)
     settings = {"device_memory": BUDGET_BYTES, "mesh": cpu_mesh()} | settings
     if settings["mesh"] is not None:
         settings = {"onload": ONLOAD} | settings
@@ -106,7 +106,8 @@ def offloaded(model: nn.Module, device: str = "cpu", **settings: Any) -> Iterato
         yield handle
     if device == "emu":
         torch.accelerator.synchronize()
-        assert emu.take_reports() == []
+        reports = emu.take_reports()
+        assert reports == [], reports
 
 
 def gradients_are_those_of_one_process(settings: dict[str, Any], device: str) -> None:

@@ -91,7 +91,7 @@ def trains_as_without(name: str, device: str, most_loads: float, recomputes: boo
     if device == "emu":
         from emulator import emu
 
-        emu.reset(allocator="exact", scheduler="random", seed=distributed.get_rank())
+        emu.reset(allocator="exact", scheduler="random", seed=distributed.get_rank(), one_host_clock=True)
     count = 2 if name == "Interleaved1F1B" else 1
     mine, plain = (stages_of_this_rank(count, recomputes=recomputes) for _ in range(2))
     handles = [headrace.offload(stage, device=device, device_memory=BUDGET_BYTES) for stage in mine]

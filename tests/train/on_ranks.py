@@ -20,7 +20,9 @@ def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: lis
     if any(changes["device"] == "emu" for changes in settings):
         from emulator import emu
 
-        emu.reset(allocator="exact", scheduler="random", seed=rank)  # each process has one of its own
+        emu.reset(
+            allocator="exact", scheduler="random", seed=rank, one_host_clock=True
+        )  # each process has one of its own
     from headrace.train.config import TrainConfig
     from headrace.train.trainer import train
 
