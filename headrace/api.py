@@ -62,6 +62,7 @@ from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.room import Room
 from headrace.weights.passes.attachment import Attachment
+from headrace.weights.passes.call import Passes
 from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.refusals import refuse_unmanageable
 from headrace.weights.passes.steps import OptimizerSteps
@@ -274,14 +275,7 @@ class Offloaded(Handle):
 
     def _watch_steps(self) -> None:
         self._steps = OptimizerSteps(
-            self._engine,
-            self._executor,
-            self._meter,
-            waits_by_itself=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.overlaps,
-            skipped=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.last_step_skipped,
-            not_finite=lambda by, wait: by.count_not_finite_steps(wait=wait) if isinstance(by, HostOptimizer) else 0,
-            takes_turns=lambda optimizer: isinstance(optimizer, HostOptimizer),
-            common=self._common,
+            self._engine, self._meter, lambda optimizer: optimizer if isinstance(optimizer, HostOptimizer) else None
         )
         self._steps.watch()
 
@@ -321,9 +315,8 @@ class Offloaded(Handle):
             gradients = AveragedGradients(*metered, self._tiers, config.grad_dtype, self._common, self._gathers)
         self._gradients = gradients
         buffers = ModuleBuffers(config.device, self._ledger)
-        self._engine = Engine(
-            config.device, streamed, residents, self._residency, self._executor, gradients, buffers, self._common
-        )
+        movers = self._residency, self._executor, gradients, buffers
+        self._engine = Engine(Passes(config.device, list(streamed), list(residents), *movers, self._common))
         for block in residents:
             self._executor.bring(block)
         self._executor.slices.use_host(placement.experts_bytes)
@@ -523,7 +516,7 @@ class Offloaded(Handle):
 
         Raises DiskError for a write that failed and has not succeeded since.
         """
-        self._engine.updates.wait()
+        self._engine.passes.wait_for_updates()
         self._wait_for_arrivals()
         self._tiers.synchronize()
         if is_accelerator(self._config.device):
@@ -567,16 +560,16 @@ class Offloaded(Handle):
         self._meter.checkpoint_begun(saving)
 
     def _check_between_passes(self, what: str) -> None:
-        self._engine.progress.check_process()
+        self._engine.passes.check_process()
         self._engine.quiesce(updates=False)
-        if self._engine.progress.computes or self._engine.progress.runs_hooks:
+        if self._engine.passes.computes or self._engine.passes.runs_hooks:
             raise StateError(f"{what} was called within a forward or backward of the model; call it after that")
 
     def let_go(self) -> None:
         """Does what `remove()` does in any state, and all of it, even if some of it fails. Raises what failed."""
         if self._attachment is None:
             return
-        steps: list[Callable[[], object]] = [self._engine.updates.wait]
+        steps: list[Callable[[], object]] = [self._engine.passes.wait_for_updates]
         steps += [block.wait_for_reads for block in reversed(self._blocks())]
         if is_accelerator(self._config.device):
             steps.append(partial(torch.accelerator.synchronize, self._config.device))
@@ -628,4 +621,4 @@ class Offloaded(Handle):
             block.forked()
 
     def _blocks(self) -> list[Block]:
-        return self._engine.all_blocks()
+        return self._engine.passes.all_blocks()

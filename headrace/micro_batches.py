@@ -95,7 +95,7 @@ class MicroBatches:
     def _why_not_now(self) -> str | None:
         if not isinstance(self._gradients, Gradients):
             return "ranks average the gradients of each backward"
-        watched = self._gradients.watched(self._engine.all_blocks())
+        watched = self._gradients.watched(self._engine.passes.all_blocks())
         return None if watched is None else f"hooks of parameter {watched!r} see each gradient"
 
 

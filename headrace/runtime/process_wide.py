@@ -3,10 +3,12 @@
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Method", "ProcessWide", "patched"]
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Method", "ProcessWide", "hooked", "patched"]
 
 Method = Callable[..., Any]
 
@@ -48,6 +50,21 @@ class ProcessWide:
                 return
             undo, self._undo = self._undo, None
             undo()
+
+
+def hooked(register: Callable[[], Sequence[RemovableHandle]]) -> ProcessWide:
+    """Global hooks, which `register` puts on."""
+
+    def begin() -> Callable[[], None]:
+        handles = register()
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
+
+    return ProcessWide(begin, anywhere=False)
 
 
 def patched(owner: Callable[[], Any], name: str, around: Callable[[Method], Method]) -> ProcessWide:

@@ -74,7 +74,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) ->
 
 
 def fetched(handle: headrace.Offloaded) -> list[Any]:
-    return [block for block in handle._engine.blocks if block.is_fetched]
+    return [block for block in handle._engine.passes.blocks if block.is_fetched]
 
 
 @pytest.mark.core(name="AdamW", dtype=torch.bfloat16, tier="disk")

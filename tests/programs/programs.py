@@ -146,7 +146,7 @@ def _end(plain: World, ours: World) -> None:
         reports = emu.take_reports()
         if reports:
             raise _FailedError(f"{len(reports)} reports from the emulator: {reports[0]}")
-    streams = has_weights(ours.handle) and len(ours.handle._engine.blocks) > 0
+    streams = has_weights(ours.handle) and len(ours.handle._engine.passes.blocks) > 0
     if streams and ours.passes and ours.handle.stats().onload_bytes == 0:
         raise _FailedError("nothing was brought to the device")
     ours.handle.remove()

@@ -195,7 +195,7 @@ def test_a_pattern_for_a_weight_is_one_for_all_of_it(name: str) -> None:
         plain, model = kind.model(), kind.model()
         with torch.no_grad(), offload(model, device_memory="1MiB", resident=[pattern]) as handle:
             assert torch.equal(model(kind.batch(CPU)), plain(kind.batch(CPU)))
-            resident = next(block for block in handle._engine.residents if block.name == "resident")
+            resident = next(block for block in handle._engine.passes.residents if block.name == "resident")
             assert resident.nbytes >= WIDTH * WIDTH // 2
     with pytest.raises(ValueError, match="matches no module or parameter"):
         offload(kind.model(), resident=["*.base.nothing"])

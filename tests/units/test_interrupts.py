@@ -95,7 +95,7 @@ def test_the_next_step_is_right(
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Call, "__init__"), (Engine, "_claim"), (Engine, "pause_method"), (Engine, "_begin_outermost")]
+    ("owner", "name"), [(Call, "__init__"), (Engine, "_claim"), (Engine, "pause_method"), (Engine, "_begin_pass")]
 )
 def test_another_thread_may_call_the_model_next(
     compute_device: torch.device, owner: Any, name: str, after: bool, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace.weights.movement.executor import Executor
-from headrace.weights.passes.updates import Updates
+from headrace.weights.passes.call import Passes
 from tests.support.compare import assert_same, assert_same_gradients
 from tests.support.held import weight_bytes
 from tests.support.loops import loss_of
@@ -219,7 +219,7 @@ def test_an_interrupt_in_a_backward_within_a_forward_is_told(decoder, tokens, mo
     decoder.__class__ = Inside
     with headrace.offload(decoder, device="cpu", device_memory=AMPLE):
         decoder(tokens)
-        monkeypatch.setattr(Updates, "changed", interrupt)
+        monkeypatch.setattr(Passes, "updates_changed", interrupt)
         with pytest.raises(KeyboardInterrupt):
             decoder(tokens)
         monkeypatch.undo()

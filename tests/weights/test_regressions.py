@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import headrace
-from headrace.weights.passes.call import Progress
+from headrace.weights.passes.call import Passes
 from tests.support.compare import assert_same, assert_same_gradients
 from tests.support.held import weight_bytes
 from tests.support.loops import loss_of, steps
@@ -49,7 +49,7 @@ def test_a_handle_can_be_removed_after_an_interrupt_that_somebody_keeps(decoder:
             sys.setprofile(None)
             raise KeyboardInterrupt
 
-    begun = inspect.unwrap(Progress.hooks_of_homes).__code__
+    begun = inspect.unwrap(Passes.hooks_of_homes).__code__
     handle = headrace.offload(decoder, device="cpu", device_memory=20000)
     loss = loss_of(decoder, tokens)
     sys.setprofile(interrupt)

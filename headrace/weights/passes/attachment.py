@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from headrace.memory.buffers import plain_tensors
 from headrace.runtime.pipelines import pipelines_are_imported, refuse_split_backward
-from headrace.runtime.process_wide import ProcessWide
+from headrace.runtime.process_wide import hooked
 from headrace.weights.model.data_parallel import refuse_wrapping
 from headrace.weights.model.home import Home
 from headrace.weights.model.inventory import Inventory, take_inventory
@@ -21,9 +22,9 @@ from headrace.weights.model.layout import check_can_travel
 from headrace.weights.model.places import Member, Place
 from headrace.weights.model.tables import looks_rows_up
 from headrace.weights.movement.block import Block
-from headrace.weights.passes.adapted_experts import adapts_experts
 from headrace.weights.passes.call import Companion, Site
 from headrace.weights.passes.engine import Engine
+from headrace.weights.passes.expert_dispatch import adapts_experts
 from headrace.weights.passes.managed import bring_attributes_back, lend_parameters, make_managed, make_plain, site_of
 from headrace.weights.passes.refusals import refuse_call, refuse_script
 
@@ -38,20 +39,14 @@ class _Registrations:
 
     def __init__(self) -> None:
         self.count = 0
-        self.hooks = ProcessWide(self._register, anywhere=False)
+        self.hooks = hooked(self._register)
 
-    def _register(self) -> Callable[[], None]:
-        handles = [
+    def _register(self) -> list[RemovableHandle]:
+        return [
             torch_module.register_module_parameter_registration_hook(self._seen),
             torch_module.register_module_module_registration_hook(self._seen_module),
             torch_module.register_module_buffer_registration_hook(self._seen),
         ]
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove
 
     def _seen(self, parent: nn.Module, *_args: Any) -> None:
         self.count += site_of(parent) is not None
@@ -84,7 +79,6 @@ class Attachment:
     ) -> None:
         self._model = weakref.ref(model)
         self._engine = engine
-        self._under_way = engine.progress, engine.lending, engine.device
         self._make_resident = make_resident
         self._block_of: dict[int, Block] = {}  # by the ids of homes
         self._mains = weakref.WeakKeyDictionary(mains)
@@ -116,7 +110,7 @@ class Attachment:
     def _take_in(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             refuse_script(f"module {name!r}, which came after offload(),", module)
-        for block in self._engine.all_blocks():
+        for block in self._engine.passes.all_blocks():
             block.places.adopt_replacements()
         inventory = self._inventory(model)
         if not all(isinstance(member.parameter, nn.Parameter) for member in inventory.members.values()):
@@ -137,7 +131,7 @@ class Attachment:
         """
         gone = [
             param
-            for block in self._engine.all_blocks()
+            for block in self._engine.passes.all_blocks()
             for param in block.params
             if id(param.home) not in inventory.members
         ]
@@ -165,9 +159,9 @@ class Attachment:
         if self._leave_pipelines is not None:
             self._leave_pipelines()
         self._engine.before_call = lambda: None
-        for block in self._engine.all_blocks():
+        for block in self._engine.passes.all_blocks():
             block.release()
-        bring_attributes_back(self._modules, self._engine.device)
+        bring_attributes_back(self._modules, self._engine.passes.device)
         for module in list(self._modules):
             managed = site_of(module) is not None
             make_plain(module)
@@ -184,15 +178,15 @@ class Attachment:
 
     def _link(self, inventory: Inventory) -> None:
         places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}
-        self._block_of = {id(param.home): block for block in self._engine.all_blocks() for param in block.params}
-        for block in self._engine.all_blocks():
+        self._block_of = {id(param.home): block for block in self._engine.passes.all_blocks() for param in block.params}
+        for block in self._engine.passes.all_blocks():
             block.places.move(block.params, places, block.compounds, inventory.places_of_compounds)
         for module, name in inventory.names.items():
             if site_of(module) is None:
                 make_managed(module, self._site(module, name, inventory), self._engine)
         for module in inventory.names:
             _note_compiled(module, "_orig_mod", module._modules.get("_orig_mod"))
-        self._engine.buffers.take_in(inventory.names)
+        self._engine.passes.buffers.take_in(inventory.names)
         self._seen = _registrations.count
 
     def _site(self, module: nn.Module, name: str, inventory: Inventory) -> Site:
@@ -205,7 +199,8 @@ class Attachment:
         all_experts = self._site_of_all(module, name, needed[0], inventory) if len(needed) == 1 else None
         encloses = any(inner in self._mains for inner in module.modules() if inner is not module)
         return Site(
-            *self._under_way,
+            self._engine.passes,
+            self._engine.lending,
             name or type(module).__name__,
             tuple(streamed),
             main=mains is not None and table is None and all_experts is None,
@@ -224,4 +219,4 @@ class Attachment:
         while outer is not None and not around:
             around = tuple(one for one in self._mains.get(outer, ()) if not one.travels_in_parts)
             outer = inventory.parents.get(outer)
-        return Site(*self._under_way, name, (*around, block), main=True, encloses=False)
+        return Site(self._engine.passes, self._engine.lending, name, (*around, block), main=True, encloses=False)

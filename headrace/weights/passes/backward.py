@@ -29,15 +29,10 @@ from headrace.weights.model.home import Leaf
 from headrace.weights.model.managed_param import REMOVED, ManagedParam
 from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block, Presence
-from headrace.weights.movement.executor import Executor
-from headrace.weights.movement.flow import GradientFlow
 from headrace.weights.movement.gradients import refuse_graph, sum_of_rows
-from headrace.weights.movement.residency import Residency
-from headrace.weights.passes.binding import PassBindings, bind, release
-from headrace.weights.passes.call import PassState, Progress, Site
+from headrace.weights.passes.call import Passes, PassState, Site, bind, release
 from headrace.weights.passes.lending import Lending
 from headrace.weights.passes.parameter_access import lending_leaves
-from headrace.weights.passes.updates import Updates
 
 __all__ = ["WATCHED", "Backward"]
 
@@ -50,28 +45,15 @@ class Backward:
     `recover` undoes all that is under way in the model.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        bindings: PassBindings,
-        residency: Residency,
-        executor: Executor,
-        gradients: GradientFlow,
-        lending: Lending,
-        updates: Updates,
-        recover: Callable[[], None],
-    ) -> None:
-        self._progress = progress
-        self._bindings = bindings
-        self._residency = residency
-        self._executor = executor
-        self._gradients = gradients
+    def __init__(self, passes: Passes, lending: Lending, recover: Callable[[], None]) -> None:
+        self.passes = passes
+        self._residency, self._executor, self._gradients = passes.residency, passes.executor, passes.gradients
         self._lending = lending
-        self._updates = updates
         self._recover = recover
         self.site: Site | None = None  # the site that backward is at
         self._bound: tuple[Block, ...] = ()  # for that site; none while the whole model is on the device, to stay
-        self._under_way: _Outermost | None = None
+        self.task: int | None = None  # autograd's number of the outermost backward under way; None: there is none
+        self._end: Callable[[], EndOfBackward | None] = lambda: None  # gives None once autograd has let go of the end
         self._computing_again = contextlib.ExitStack()  # until backward ends, lends leaves to what is recomputed
         # Weights with which a user's autograd Function computes now, and the Function's name.
         self._in_function: dict[ManagedParam, str] = {}
@@ -87,14 +69,9 @@ class Backward:
         self.on_gradient = functools.partial(_take_gradient, weakref.ref(self))
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a backward has begun, and has not been found to be over."""
-        return self._under_way is not None
-
-    @property
     def is_held(self) -> bool:
         """Whether a backward is under way, and autograd still holds it."""
-        return self._under_way is not None and self._under_way.end() is not None
+        return self.task is not None and self._end() is not None
 
     def watch_output(self, site: Site, output: Any) -> None:
         """Watches a site's output: its gradient comes before any unpack of the site, and so announces its backward.
@@ -112,10 +89,8 @@ class Backward:
 
     def reach(self, site: Site) -> None:
         """Backward needs something of the site's forward: the site's blocks come, and the last site's may go."""
-        if site is self.site or not self._progress.in_backward:
+        if site is self.site or not self.passes.in_backward:
             return
-        if self.refused:
-            raise StateError(REMOVED)
         self.begin()
         if not site.blocks:
             return
@@ -157,8 +132,6 @@ class Backward:
 
     def rows_ready(self, param: ManagedParam, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         """Takes a gradient of some rows of a table, or of some experts, each named once. More may follow."""
-        if self.refused:
-            raise StateError(REMOVED)
         self.begin()
         refuse_graph(param, gradient)
         self._of_rows.setdefault((param, backward_task()), []).append((rows, gradient))
@@ -171,29 +144,29 @@ class Backward:
                 rows, gradients = sum_of_rows(parts)
                 (self.batch_sums or self._gradients).take(param, *gradients, rows=rows)
 
-    def begin(self) -> "_Outermost":
+    def begin(self) -> None:
         """Begins the outermost backward, unless it has begun. Nested backwards (of reentrant checkpoints) are a part of
         it, and end before it.
         """
-        if self._under_way is not None:
-            return self._under_way
+        if self.task is not None:
+            return
+        if self.refused:
+            raise StateError(REMOVED)
         self._abandon_gradients()  # left over from a backward whose end was interrupted
         self.site, self._bound = None, ()
         self._in_function.clear()
-        one = _Outermost(backward_task())
-        end = EndOfBackward(functools.partial(self._ended, one))
+        task = backward_task()
+        end = EndOfBackward(functools.partial(self._ended, task))
         end.queue()
-        one.end = weakref.ref(end)
-        self._under_way = one
-        self._progress.becomes(PassState.BACKWARD)
+        self._end, self.task = weakref.ref(end), task
+        self.passes.becomes(PassState.BACKWARD)
         with without_overrides():
             self._executor.begin_backward()
-        self._bindings.begin()
-        self._updates.changed()
+        self.passes.bind_to_the_end()
+        self.passes.updates_changed()
         self._computing_again.enter_context(lending_leaves(self._lending))
-        return one
 
-    def _ended(self, one: "_Outermost", *, completed: bool) -> None:
+    def _ended(self, task: int, *, completed: bool) -> None:
         """A backward has returned or raised: modules get their homes back; gradients are delivered or dropped.
 
         Called by autograd: on the thread that ends the backward or, after an exception, on any thread. On a thread of
@@ -203,13 +176,13 @@ class Backward:
         if not completed and on_headrace_thread():
             return
         with self.settling:
-            if one is not self._under_way:
+            if task != self.task:
                 return
             try:
                 self._finish(completed=completed)
             except BaseException:
-                if self._progress.calls:
-                    self._progress.settle(PassState.FORWARD)
+                if self.passes.calls:
+                    self.passes.settle(PassState.FORWARD)
                 else:
                     self._recover()
                 raise
@@ -218,12 +191,12 @@ class Backward:
         """Unbinds blocks, ends the cycle, and delivers gradients or drops them, in that order."""
         self._computing_again.close()
         self._forget_nested()
-        self._under_way = None
+        self.task = None
         self.ended += 1
         bound, self._bound, self.site = self._bound, (), None
         release(bound)
         self._lending.end_of_visit()
-        self._bindings.end()
+        self.passes.release_at_the_end()
         if completed:
             self._gradients.leave_block()
             self._executor.end_cycle()
@@ -231,12 +204,12 @@ class Backward:
         else:
             self._executor.abandon_cycle()
             self.drop_gradients()
-            self._bindings.reset()  # an interrupt may have struck between a release and its note
-        self._progress.settle(PassState.FORWARD if self._progress.calls else PassState.AT_REST)
+            self.passes.reset_bound()  # an interrupt may have struck between a release and its note
+        self.passes.settle(PassState.FORWARD if self.passes.calls else PassState.AT_REST)
         if completed:
-            with self._progress.hooks_of_homes() as in_hooks:
+            with self.passes.hooks_of_homes() as in_hooks:
                 self._gradients.deliver(in_hooks)
-            self._updates.changed()
+            self.passes.updates_changed()
 
     def _forget_nested(self) -> None:
         for param in self._nested:
@@ -247,15 +220,15 @@ class Backward:
         """Called when the model is put at rest: drops what is left of a backward that `_finish` has not ended."""
         self.site, self._bound = None, ()
         self._forget_nested()
-        if self._under_way is not None:
-            self._under_way = None
+        if self.task is not None:
+            self.task = None
             self._executor.abandon_cycle()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Drops an unfinished backward's gradients, also those that an interrupt left on the leaves."""
         with without_overrides():
-            for block in (*self._bindings.blocks, *self._bindings.residents):
+            for block in self.passes.all_blocks():
                 for param in block.params:
                     param.leaf.grad = None
         self._abandon_gradients()
@@ -263,14 +236,6 @@ class Backward:
     def _abandon_gradients(self) -> None:
         self._of_rows.clear()
         self._gradients.abandon()
-
-
-class _Outermost:
-    """The outermost backward that is under way. `task`: autograd's number of it."""
-
-    def __init__(self, task: int) -> None:
-        self.task = task
-        self.end: Callable[[], EndOfBackward | None] = lambda: None  # gives None when autograd has let go of the end
 
 
 @unseen
@@ -285,7 +250,8 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
     self, param = backward(), leaf.owner()
     if self is None or param is None or param.on_gradient is None:  # the model was let go of
         return
-    outermost = self._under_way or self.begin()  # unannounced: a block that saves nothing is never unpacked
+    if self.task is None:
+        self.begin()  # unannounced: a block that saves nothing is never unpacked
     if param in self._in_function:
         raise StateError(
             f"{self._in_function[param]} calls backward() for parameter {param.name!r}, which it has saved: that"
@@ -303,6 +269,6 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
         if gradient.requires_grad:
             refuse_graph(param, gradient)
         (self.batch_sums or self._gradients).take(param, gradient)
-    if backward_task() != outermost.task and leaf.got_nested_gradient is None:
+    if backward_task() != self.task and leaf.got_nested_gradient is None:
         leaf.got_nested_gradient = param.name
         self._nested.append(param)

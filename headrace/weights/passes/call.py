@@ -1,12 +1,14 @@
 """What is under way in an offloaded model? A pass, in one of a few states, and calls, each of them of a site.
 
-A site is one module, tied to the blocks that it needs.
+A site is one module, tied to the blocks that it needs. While these are bound, modules have leaves in place of homes.
 """
 
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 from threading import get_ident
 from typing import Protocol
@@ -16,10 +18,37 @@ from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enable
 
 from headrace.errors import StateError
 from headrace.runtime.autograd import NO_TASK, backward_task, saving_is_left_to_autograd, without_overrides
+from headrace.weights.model.module_buffers import ModuleBuffers
 from headrace.weights.movement.block import Block
-from headrace.weights.passes.parameter_access import Lender, is_lending
+from headrace.weights.movement.common import CommonHomes
+from headrace.weights.movement.executor import Executor
+from headrace.weights.movement.flow import GradientFlow
+from headrace.weights.movement.residency import Residency
+from headrace.weights.passes.parameter_access import Lender, is_lending, waiting_for_homes
 
-__all__ = ["Call", "Companion", "MethodCall", "PassState", "Progress", "Site"]
+__all__ = ["Call", "Companion", "MethodCall", "PassState", "Passes", "Site", "bind", "release"]
+
+Bindable = Block | ModuleBuffers  # both put something in the place of the user's own tensors
+
+
+def bind(blocks: Iterable[Bindable], *, adopts: bool = True) -> None:
+    """Counts one more user of each block. With the first user, the modules' attributes become the block's leaves.
+
+    With `adopts`, parameters that the user has put in the place of homes become the homes. A backward does not adopt:
+    its gradients are those of the homes that forward had.
+    """
+    for block in blocks:
+        block.users += 1
+        if block.users == 1:
+            block.bind(adopts=adopts)
+
+
+def release(blocks: Iterable[Bindable]) -> None:
+    """The inverse of `bind`."""
+    for block in blocks:
+        if block.users == 1:
+            block.unbind()  # before the count: the next pass makes good an interrupt in between
+        block.users -= 1
 
 
 class PassState(Enum):
@@ -41,20 +70,38 @@ _NEXT = {  # and UNSETTLED, which may follow any state
 }
 
 
-class Progress:
-    """What is under way in one model.
+@dataclass(eq=False)
+class Passes:
+    """The passes of one model: its blocks, what moves them, and what is under way.
 
     A pass that ends in a way that the states do not foresee (an exception, Ctrl-C) is undone: the model is at rest.
     """
 
-    def __init__(self) -> None:
+    device: torch.device
+    blocks: list[Block]  # those that come and go
+    residents: list[Block]
+    residency: Residency
+    executor: Executor
+    gradients: GradientFlow
+    buffers: ModuleBuffers
+    common: CommonHomes | None = None
+
+    def __post_init__(self) -> None:
         self.state = PassState.AT_REST  # only `becomes` changes it
         self.thread = 0  # the one that made the last outermost call, and waits while its backward is under way
         self.calls: list[Call] = []  # visits whose call is under way, outermost first
         self.methods: dict[int, MethodCall] = {}  # the innermost method call of each thread
         self.straight_for = 0  # the thread whose forward has everything bound: within it, calls are no visits
         self._process = os.getpid()
+        self._bound: list[tuple[Bindable, ...]] = []  # what a forward has bound, and what a backward within it has
+        self._updates = contextlib.ExitStack()  # holds, while homes are being updated, what makes others wait
+        self._updating = False
+        weakref.finalize(self, self._updates.close)
         self._over: set[int] = set()  # autograd's numbers of backwards that have nothing left to compute
+
+    def all_blocks(self) -> list[Block]:
+        """The blocks that come and go, and those that stay."""
+        return [*self.blocks, *self.residents]
 
     def becomes(self, new: PassState) -> None:
         """Moves the pass on to another state. Raises StateError where that cannot follow the present one."""
@@ -114,6 +161,64 @@ class Progress:
                 f"process {self._process} offloaded this model, and this one was forked from it: it can read parameters"
                 " and state_dict(), not compute; compute in that process, or load the model here"
             )
+
+    # from the beginning of a pass, or of a backward, to its end -------------------------------------------------------
+    def bind_to_the_end(self, *, forward_on: int = 0) -> None:
+        """Brings and binds residents and buffers. `forward_on`: the thread of a forward; 0: a backward begins.
+
+        A forward for which everything is on the device, and nothing has to come or go, has all blocks bound as well:
+        the calls of layers then bring nothing.
+        """
+        self.executor.bring_back(self.residents)
+        everything = bool(forward_on) and self.executor.everything_is_here
+        blocks = *self.residents, *(self.executor.shares.whole_blocks if everything else ())
+        bound = *blocks, self.buffers
+        bind(bound, adopts=bool(forward_on))
+        self._bound.append(bound)
+        if everything and is_grad_enabled():
+            for block in blocks:
+                block.may_be_saved = True
+        self.straight_for = forward_on if everything else 0
+
+    def release_at_the_end(self) -> None:
+        """Releases what the last `bind_to_the_end` has bound."""
+        self.straight_for = 0
+        if self._bound:
+            release(self._bound[-1])
+            self._bound.pop()
+
+    def reset_bound(self) -> None:
+        """Leaves just that bound which the calls under way, and the forward around them, need; all calls are visits."""
+        calls = [call.blocks for call in self.calls]
+        self.straight_for = 0
+        del self._bound[1 if calls else 0 :]  # but for the forward's, while that is under way
+        users: Counter[Bindable] = Counter(block for blocks in (*calls, *self._bound) for block in blocks)
+        for block in self.all_blocks():
+            block.lent = False
+        everything: list[Bindable] = [*self.all_blocks(), self.buffers]
+        for bound in everything:
+            if bound.users and not users[bound]:
+                bound.unbind()
+            bound.users = users[bound]
+
+    # updates of homes by optimizers -----------------------------------------------------------------------------------
+    def updates_changed(self) -> None:
+        """Updates began or ended. While any is under way, a torch function that takes a home waits for its update."""
+        pending = False
+        for block in self.all_blocks():
+            if block.updates and block.being_updated:
+                pending = True
+        if pending and not self._updating:
+            self._updates.enter_context(waiting_for_homes())
+        elif self._updating and not pending:
+            self._updates.close()
+        self._updating = pending
+
+    def wait_for_updates(self) -> None:
+        """The host waits until no optimizer writes any home."""
+        for block in self.all_blocks():
+            block.wait_for_updates()
+        self.updates_changed()
 
 
 class Call:
@@ -176,17 +281,16 @@ class Companion(Protocol):
 class Site:
     """One managed module.
 
-    `lender` lends the model's leaves. `blocks` must be present while the module computes. `main`: calling this module
-    is what brings `blocks` (a layer's). Otherwise they are those of the layer around it, whose call has brought them
-    already; they are brought here only if the module is called by itself. `encloses`: a `main` site lies below this
-    one, as below the whole model.
+    `lender` lends the leaves of the model of these `passes`. `blocks` must be present while the module computes.
+    `main`: calling this module is what brings `blocks` (a layer's). Otherwise they are those of the layer around it,
+    whose call has brought them already; they are brought here only if the module is called by itself. `encloses`: a
+    `main` site lies below this one, as below the whole model.
     """
 
     def __init__(
         self,
-        progress: "Progress",
+        passes: Passes,
         lender: Lender,
-        device: torch.device,
         name: str,
         blocks: tuple[Block, ...],
         *,
@@ -196,8 +300,7 @@ class Site:
         all_experts: "Site | None" = None,
         adapts: bool = False,
     ) -> None:
-        self._progress, self._lender = progress, lender
-        self.device = device
+        self.passes, self._lender = passes, lender
         self.name = name
         self.blocks = blocks
         self.main = main
@@ -206,7 +309,7 @@ class Site:
         self.encloses = encloses
         self.table = table  # the table in which the module looks rows up; only its rows travel
         self.all_experts = all_experts  # for calls that need all of the module's experts, which travel one by one
-        self.adapts = adapts  # the module adapts weights of experts, see passes/adapted_experts.py
+        self.adapts = adapts  # the module adapts weights of experts, see passes/expert_dispatch.py
         self.companion: Companion | None = None  # at a whole model: what lives as long as the model
         self.compiled_by: weakref.ref[nn.Module] | None = None  # torch.compile's module around it, until the call
 
@@ -214,10 +317,10 @@ class Site:
         """Whether a call of the module does nothing of its own, as most calls: a visit on this thread has brought all
         of the module's blocks, or the pass has all blocks of the model bound.
         """
-        progress = self._progress
-        if progress.straight_for == get_ident():
+        passes = self.passes
+        if passes.straight_for == get_ident():
             return not self.main or (not is_grad_enabled() and self.needs_no_visit())
-        calls = progress.calls
+        calls = passes.calls
         if not calls or not self._may_be_inside or calls[-1].thread != get_ident():
             return False
         for block in self.blocks:  # noqa: SIM110  # a generator would cost more than all the rest
@@ -229,7 +332,7 @@ class Site:
         """Whether a layer's call has nothing to bring, nor to keep from autograd. Asked on the thread of a forward that
         has all blocks bound. With gradients, the call's output is to be watched all the same.
         """
-        if is_autocast_cache_enabled() and is_autocast_enabled(self.device.type):
+        if is_autocast_cache_enabled() and is_autocast_enabled(self.passes.device.type):
             return False  # the cache would keep copies of weights
         if is_grad_enabled() and not saving_is_left_to_autograd():
             return False

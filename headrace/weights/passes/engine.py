@@ -6,12 +6,11 @@ See backward.py for what backward does with these, and docs/design/engine.md.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from headrace.errors import StateError
 from headrace.memory.ledger import Tier
@@ -20,27 +19,18 @@ from headrace.runtime.autograd import in_transform, pop_hooks, saving_is_left_to
 from headrace.runtime.device import is_capturing
 from headrace.runtime.fibers import calling_thread
 from headrace.runtime.tensors import tensors_in
-from headrace.weights.model.module_buffers import ModuleBuffers
 from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block
-from headrace.weights.movement.common import CommonHomes
-from headrace.weights.movement.executor import Executor
-from headrace.weights.movement.flow import GradientFlow
-from headrace.weights.movement.gradients import Gradients
-from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.backward import Backward
-from headrace.weights.passes.binding import PassBindings, bind, release
-from headrace.weights.passes.call import Call, MethodCall, PassState, Progress, Site
+from headrace.weights.passes.call import Call, MethodCall, Passes, PassState, Site, bind, release
 from headrace.weights.passes.expert_dispatch import ExpertDispatch
-from headrace.weights.passes.expert_gradients import ExpertGradients
 from headrace.weights.passes.graph_segments import in_one_backward
 from headrace.weights.passes.handles import SavedTensors, pop_left_over
-from headrace.weights.passes.handover import Handover
+from headrace.weights.passes.handover import handed_out, to_device
 from headrace.weights.passes.lending import Lending, is_idle
 from headrace.weights.passes.lookup import Lookups
 from headrace.weights.passes.parameter_access import is_lending, lending_leaves, stop_lending
-from headrace.weights.passes.row_gradients import RowGradients
-from headrace.weights.passes.updates import Updates
+from headrace.weights.passes.row_gradients import ExpertGradients, RowGradients
 
 __all__ = ["Engine", "Together"]
 
@@ -58,44 +48,20 @@ class Together(Protocol):
 class Engine:
     """Runs the visits of one offloaded model."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        blocks: Sequence[Block],
-        residents: Sequence[Block],
-        residency: Residency,
-        executor: Executor,
-        gradients: GradientFlow,
-        buffers: ModuleBuffers,
-        common: CommonHomes | None = None,
-    ) -> None:
-        self.device = device
-        self.blocks = list(blocks)
-        self.residents = list(residents)
-        self.buffers = buffers
-        self._buffer_bytes = 0  # the bytes of `buffers` that have been taken off the budget for blocks
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+        self._residency, self._executor = passes.residency, passes.executor
+        self._buffer_bytes = 0  # the bytes of modules' buffers that have been taken off the budget for blocks
         self.before_call: Callable[[], None] = lambda: None  # called when a pass begins; set by `Attachment`
-        self._residency = residency
-        self._executor = executor
-        self._gradients = gradients
-        self._common = common
-        self.progress = Progress()
-        self.lending = Lending(self.progress, executor, self._begin_method)
-        self._handover = Handover(device, residency)
-        self._bindings = PassBindings(self.progress, self.blocks, self.residents, buffers, executor)
-        self.updates = Updates(self.all_blocks)
+        self.lending = Lending(passes, self._begin_method)
         self._lent: list[tuple[weakref.ref[torch.Tensor], int]] = []  # device memory of optimizers, and its bytes
         self._claims: dict[str, int] = {}  # under "pass", the thread whose outermost call is under way
-        self.backward = Backward(
-            self.progress, self._bindings, residency, executor, gradients, self.lending, self.updates, self._recover
-        )
-        self.row_gradients = RowGradients(self.backward, device)
-        self.lookups = Lookups(device, executor, self.row_gradients, self.lending)
-        one_by_one = isinstance(gradients, Gradients)  # ranks average whole gradients
-        expert_gradients = ExpertGradients(self.backward, executor, self.row_gradients, one_by_one=one_by_one)
-        self.experts = ExpertDispatch(device, executor, self.lending, expert_gradients, self.call)
+        self.backward = Backward(passes, self.lending, self._recover)
+        self.row_gradients = RowGradients(self.backward)
+        self.lookups = Lookups(self.lending, self.row_gradients)
+        self.experts = ExpertDispatch(self.lending, ExpertGradients(self.backward, self.row_gradients), self.call)
         self.together: Together | None = None  # several micro-batches, whose forwards are under way
-        for block in (*blocks, *residents):
+        for block in passes.all_blocks():
             self._adopt(block)
 
     def _adopt(self, block: Block) -> None:
@@ -107,24 +73,20 @@ class Engine:
                 param.prepare_leaf()
         self.lending.add(block)
 
-    def all_blocks(self) -> list[Block]:
-        """The blocks that come and go, and those that stay."""
-        return [*self.blocks, *self.residents]
-
     def check_resident(self, what: str, nbytes: int) -> None:
         """Raises BudgetError if what was added later, and stays, leaves no room for the largest block."""
-        whole = [block for block in self.blocks if not block.travels_in_parts]
+        whole = [block for block in self.passes.blocks if not block.travels_in_parts]
         largest = max(whole, key=lambda block: block.nbytes, default=None)
         if largest is not None:
             self._residency.check_resident(what, nbytes, largest)
 
     def note_buffers_budgeted(self) -> None:
         """Notes how many bytes modules' buffers take. The budget for blocks has been made without these bytes."""
-        self._buffer_bytes = self.buffers.nbytes
+        self._buffer_bytes = self.passes.buffers.nbytes
 
     def _follow_buffers(self) -> None:
         """Takes the bytes of buffers that came later off the budget for blocks."""
-        grown_bytes = self.buffers.nbytes - self._buffer_bytes
+        grown_bytes = self.passes.buffers.nbytes - self._buffer_bytes
         if grown_bytes:
             self.check_resident("buffers of modules", grown_bytes)
             self._buffer_bytes += grown_bytes
@@ -140,7 +102,7 @@ class Engine:
         self._residency.shrink(nbytes)
         self._executor.replan()
         try:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.passes.device)
         except torch.OutOfMemoryError:
             self._residency.shrink(-nbytes)
             raise
@@ -150,7 +112,7 @@ class Engine:
 
     def add_resident(self, block: Block) -> None:
         """Takes in a block that came with a change of the model: it stays on the device from the next pass on."""
-        self.residents.append(block)
+        self.passes.residents.append(block)
         self._adopt(block)
         self._executor.bring(block)
         self._executor.replan()
@@ -158,31 +120,32 @@ class Engine:
     # calls ------------------------------------------------------------------------------------------------------------
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the call of a managed module. An outermost call begins a pass; a call that needs blocks is a visit."""
-        self.progress.check_process()
+        self.passes.check_process()
         call, outermost = Call(site), False
         try:
-            if not self.progress.in_backward:
+            if not self.passes.in_backward:
                 self._claim()
                 if site.encloses:
                     self.pause_method()
-                outermost = not self.progress.calls and self.together is None
+                outermost = not self.passes.calls and self.together is None
             if not outermost and not self._is_visit(site):
                 return forward(*args, **kwargs)
-            if self.progress.calls and site.may_be_idle and is_idle(site.blocks, args, kwargs):
+            if self.passes.calls and site.may_be_idle and is_idle(site.blocks, args, kwargs):
                 bind(site.blocks)  # the leaves may be away: their shapes are enough
                 try:
                     return forward(*args, **kwargs)
                 finally:
                     release(site.blocks)
             if outermost:
-                args, kwargs = self._begin_outermost(call, args, kwargs)
-            elif not self.progress.calls:  # hooks of backward may call the model, as may micro-batches that take turns
-                args, kwargs = self._handover.inputs(args, kwargs)
+                self._begin_pass(site.name)
+                call.ends.append(self.end_pass)
+            if not self.passes.calls:  # hooks of backward may call the model, too, as may micro-batches that take turns
+                args, kwargs = to_device(self.passes.device, args, kwargs)
             if self.together is not None and site.blocks:
                 args, kwargs = self.together.arrive(call, args, kwargs)
-            outer = outermost or (self.together is not None and not self.progress.calls)
+            outer = outermost or (self.together is not None and not self.passes.calls)
             self._begin_visit(call)
-            output = self._handover.output(forward(*args, **kwargs), outermost=outer)
+            output = handed_out(self._residency.addresses, forward(*args, **kwargs), outermost=outer)
             call.end()
         except BaseException:
             try:
@@ -193,7 +156,7 @@ class Engine:
                 if outermost:  # an interrupt may have hit the bookkeeping itself: nothing may seem to be under way
                     self._recover()
                 # Not in a fiber, where `forward_together` ends the claim, which is that of the thread around the fiber.
-                if not self.progress.calls and self._claims.get("pass") == call.thread:
+                if not self.passes.calls and self._claims.get("pass") == call.thread:
                     self._claims.clear()
             raise
         if torch.is_grad_enabled():
@@ -204,17 +167,18 @@ class Engine:
         self, site: Site, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs a method of a managed module other than `forward`: with inputs on the device, it finds weights there."""
-        this = threading.get_ident()
-        if not self._is_outside(this) or not any(one.device == self.device for one in tensors_in((args, kwargs))):
+        this, passes = threading.get_ident(), self.passes
+        inside = passes.in_call or passes.in_backward or self.together is not None or in_transform()
+        if inside or not any(one.device == passes.device for one in tensors_in((args, kwargs))):
             return method(*args, **kwargs)
-        call, around = MethodCall(site, name), self.progress.methods.get(this)
+        call, around = MethodCall(site, name), passes.methods.get(this)
         try:
-            self.progress.methods[this] = call
+            self.passes.methods[this] = call
             self._enter(call, with_gradients=torch.is_grad_enabled(), in_method=True)
             call.opened()
             output = method(*args, **kwargs)
             if call.used:
-                output = self._handover.output(output, outermost=True)
+                output = handed_out(self._residency.addresses, output, outermost=True)
             call.end()
         except BaseException:
             try:
@@ -225,24 +189,18 @@ class Engine:
                     self._claims.clear()
             raise
         finally:
-            self.progress.methods.pop(this, None)
+            self.passes.methods.pop(this, None)
             if around is not None:
-                self.progress.methods[this] = around
+                self.passes.methods[this] = around
         if call.used and torch.is_grad_enabled():
             self.backward.watch_output(site, output)
         return output
-
-    def _is_outside(self, thread: int) -> bool:
-        """Whether this thread is in no pass now, in no backward, and in no function transform."""
-        if (self.progress.calls and self.progress.calls[-1].thread == thread) or self.together is not None:
-            return False
-        return not self.progress.in_backward and not in_transform()
 
     def _begin_method(self, call: MethodCall) -> None:
         """A method needs a weight or a buffer: it becomes a pass, unless it is one."""
         if call.begun:
             return
-        self.progress.check_process()
+        self.passes.check_process()
         self._claim()
         try:
             self._begin_pass(call.name)
@@ -256,8 +214,8 @@ class Engine:
 
     def pause_method(self) -> bool:
         """Ends the pass of this thread's method, if it is in one. Returns whether a method is under way."""
-        method = self.progress.methods.get(threading.get_ident())
-        if method is not None and self.progress.calls and self.progress.calls[-1] is method:
+        method = self.passes.methods.get(threading.get_ident())
+        if method is not None and self.passes.calls and self.passes.calls[-1] is method:
             method.pause()
         return method is not None
 
@@ -274,7 +232,7 @@ class Engine:
         this = calling_thread()
         owner = self._claims.setdefault("pass", this)  # one operation, which other threads cannot divide
         if owner == this and self.backward.is_held:
-            owner = self.progress.thread
+            owner = self.passes.thread
         if owner != this:
             if self._claims["pass"] == this:
                 self._claims.clear()
@@ -292,13 +250,11 @@ class Engine:
         if not site.blocks:
             # An enclosing module is a visit so that what it borrows goes back when it ends. A reentrant checkpoint
             # recomputes with no hooks on top, so its calls push ours.
-            return site.encloses or (
-                not self.progress.calls and self.progress.in_backward and saving_is_left_to_autograd()
-            )
+            return site.encloses or (not self.passes.calls and self.passes.in_backward and saving_is_left_to_autograd())
         if not site.main and all(block.users for block in site.blocks):  # as in Site.is_inside, but on any thread
             return False
         missing = list(site.blocks)
-        for call in self.progress.calls:
+        for call in self.passes.calls:
             for block in call.blocks:
                 if block in missing:
                     missing.remove(block)
@@ -310,13 +266,13 @@ class Engine:
         for lent, _ in self._lent:
             if (memory := lent()) is not None:
                 memory.untyped_storage().resize_(0)
-        self.buffers.release()
+        self.passes.buffers.release()
         self.backward.refused = True
 
     # updates ----------------------------------------------------------------------------------------------------------
     def wait_until_free(self) -> None:
         """Waits until the host may read and write all homes: no copy reads them, no optimizer writes them."""
-        for block in self.all_blocks():
+        for block in self.passes.all_blocks():
             block.wait_until_free()
 
     def quiesce(self, *, updates: bool = True) -> None:
@@ -324,46 +280,37 @@ class Engine:
 
         With `updates`, waits for what optimizer steps still write, unless the model computes.
         """
-        if updates and not self.progress.computes:
-            self.updates.wait()
-        over = self.backward.is_under_way and not self.progress.in_backward and calling_thread() == self.progress.thread
-        if over and self.progress.is_of_this_process:
+        if updates and not self.passes.computes:
+            self.passes.wait_for_updates()
+        over = self.backward.task is not None and not self.passes.in_backward and calling_thread() == self.passes.thread
+        if over and self.passes.is_of_this_process:
             self._recover()
 
     # passes -----------------------------------------------------------------------------------------------------------
-    def _begin_outermost(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Begins a pass for its outermost call. Returns the call's arguments, on the device."""
-        self._begin_pass(call.site.name)
-        args, kwargs = self._handover.inputs(args, kwargs)
-        call.ends.append(self.end_pass)
-        return args, kwargs
-
     def _begin_pass(self, name: str) -> None:
         """Begins a pass: renews and binds residents. Raises StateError while a CUDA graph is captured."""
-        if is_capturing(self.device):
+        if is_capturing(self.passes.device):
             raise StateError(
                 f"{name!r} cannot be captured in a CUDA graph while its model is offloaded, because a replay would copy"
                 " weights into memory that others have by then; run it without graphs, or handle.remove() first"
             )
-        if self.progress.state not in (PassState.AT_REST, PassState.BETWEEN) or self._residency.changing:
+        if self.passes.state not in (PassState.AT_REST, PassState.BETWEEN) or self._residency.changing:
             self._recover()
-        self.progress.becomes(PassState.FORWARD)
-        self.progress.thread = calling_thread()
+        self.passes.becomes(PassState.FORWARD)
+        self.passes.thread = calling_thread()
         self.before_call()
         self._follow_buffers()
-        if self._common is not None:
-            self._common.begin_pass(with_gradients=torch.is_grad_enabled())
+        if self.passes.common is not None:
+            self.passes.common.begin_pass(with_gradients=torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            self._gradients.prepare([*self.residents, *self.blocks])
+            self.passes.gradients.prepare([*self.passes.residents, *self.passes.blocks])
         with without_overrides():  # what looks at homes here is our own
             self._executor.begin_pass(name)
-            self._bindings.begin(forward_on=self.progress.thread)
+            self.passes.bind_to_the_end(forward_on=self.passes.thread)
 
     def forward_together(self, together: Together, count: int, forward: Callable[[], None]) -> None:
         """Runs a pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
-        self.progress.check_process()
+        self.passes.check_process()
         self._claim()
         lending = lending_leaves(self.lending)
         try:
@@ -381,10 +328,6 @@ class Engine:
             self._claims.clear()
             raise
 
-    def take_turn(self, *, first: bool, last: bool) -> None:
-        """Notes that it is another one's turn among the micro-batches that go through the same block."""
-        self._executor.take_turn(first=first, last=last)
-
     def backward_together(self, batch_sums: BatchSums, backward: Callable[[], None]) -> None:
         """Runs one backward that consists of those that `backward` calls; gradients go to `batch_sums`."""
 
@@ -398,21 +341,16 @@ class Engine:
         finally:
             self.backward.batch_sums = None
 
-    def discard(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Discards gradients of these parameters that wait to be averaged over ranks."""
-        if self._common is not None:
-            self._common.discard(parameters)
-
     def end_pass(self) -> None:
         """Ends a pass, after its copies have read what they read of homes: homes may be written then."""
-        self.progress.becomes(PassState.UNSETTLED)  # and remains so if something interrupts this
+        self.passes.becomes(PassState.UNSETTLED)  # and remains so if something interrupts this
         with without_overrides():
-            self._bindings.end()
+            self.passes.release_at_the_end()
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
-        self.progress.settle(PassState.BETWEEN)
+        self.passes.settle(PassState.BETWEEN)
         if not torch.is_grad_enabled():  # no backward follows
-            self.progress.becomes(PassState.AT_REST)
+            self.passes.becomes(PassState.AT_REST)
         self._claims.clear()
 
     def _recover(self) -> None:
@@ -424,25 +362,25 @@ class Engine:
         blocks are unbound before any loses its buffer, as homes get what the model wrote to leaves; gradients go last.
         """
         with self.backward.settling:
-            self.progress.becomes(PassState.UNSETTLED)
-            self.progress.calls.clear()
+            self.passes.becomes(PassState.UNSETTLED)
+            self.passes.calls.clear()
             self._executor.slices.put_back_weights()
-            pop_left_over(self._residency)
+            pop_left_over(self.backward)
             stop_lending(self.lending)
-            for method in list(self.progress.methods.values()):  # these go on, around what is undone
+            for method in list(self.passes.methods.values()):  # these go on, around what is undone
                 method.break_off()
                 lending_leaves(self.lending).begin()
             self.lending.forget()
-            self._bindings.reset()
-            self._residency.mend(self.all_blocks(), self._executor.slices.held_bytes)
+            self.passes.reset_bound()
+            self._residency.mend(self.passes.all_blocks(), self._executor.slices.held_bytes)
             self.backward.forget()
-            self.progress.settle(PassState.AT_REST)
+            self.passes.settle(PassState.AT_REST)
 
     def _begin_visit(self, call: Call) -> None:
         """Brings the call's blocks; what autograd saves of them becomes handles."""
         self._visit(call)
-        with_gradients = torch.is_grad_enabled() or len(self.progress.calls) == 1  # gradients may be switched on inside
-        if torch.is_grad_enabled() and self.progress.straight_for == call.thread and saving_is_left_to_autograd():
+        with_gradients = torch.is_grad_enabled() or len(self.passes.calls) == 1  # gradients may be switched on inside
+        if torch.is_grad_enabled() and self.passes.straight_for == call.thread and saving_is_left_to_autograd():
             with_gradients = False  # autograd may save weights themselves: they stay
         self._enter(call, with_gradients=with_gradients)
 
@@ -450,11 +388,11 @@ class Engine:
         """A site's call, or its recomputation, makes its blocks present until it ends."""
         site = call.site
         with without_overrides():  # what looks at homes here is our own
-            if self.progress.in_backward:
+            if self.passes.in_backward:
                 self.backward.reach(site)
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)
-            self.progress.calls.append(call)
+            self.passes.calls.append(call)
             bind(site.blocks)
             call.blocks = site.blocks
         call.ends.append(self._leave)
@@ -462,7 +400,7 @@ class Engine:
     def _leave(self) -> None:
         """Ends the innermost visit."""
         with without_overrides():
-            call = self.progress.calls.pop()
+            call = self.passes.calls.pop()
             release(call.blocks)
             for block in call.lent:
                 block.take_back()
@@ -473,11 +411,11 @@ class Engine:
             lending = lending_leaves(self.lending)
             call.ends.append(lending.end)
             lending.begin()
-        if torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled():
+        if torch.is_autocast_enabled(self.passes.device.type) and torch.is_autocast_cache_enabled():
             # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
             torch.set_autocast_cache_enabled(False)
             call.ends.append(partial(torch.set_autocast_cache_enabled, True))
         if with_gradients:
-            saved = SavedTensors(self._residency, self._executor.slices, self.backward, call.site)
+            saved = SavedTensors(self.backward, call.site)
             saved.push(in_method=in_method)
             call.ends.append(pop_hooks)

@@ -1,11 +1,12 @@
 """How does a module compute with some of its experts? Its `forward` is ours: the experts that it uses come, and stand
 in for all.
 
-The host reads which experts are wanted, and so waits once for all that the device computes before the call. See
-docs/design/experts.md.
+The host reads which experts are wanted, and so waits once for all that the device computes before the call. With PEFT's
+`target_parameters`, a module around the experts folds low-rank factors into a whole weight in each call. Here it does
+so for copies of only those experts that the call uses, numbered from zero. See docs/design/experts.md.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -15,17 +16,16 @@ from torch import nn
 from headrace.errors import StateError
 from headrace.runtime.autograd import in_transform, overrides_are_on, without_overrides
 from headrace.weights.model.experts import ExpertAccess, access_of, is_marked, named_index_of, routing_of
+from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.banks import Bank
 from headrace.weights.movement.block import Block, Presence
-from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.slices import Slices
-from headrace.weights.passes.adapted_experts import AdaptedCall, compute_adapted, wrappers_of
 from headrace.weights.passes.call import Site
-from headrace.weights.passes.expert_gradients import ExpertGradients
 from headrace.weights.passes.expert_stand_ins import ExpertsOfCall, WeightOfExperts, standing_in
 from headrace.weights.passes.lending import Lending
+from headrace.weights.passes.row_gradients import ExpertGradients
 
-__all__ = ["ExpertDispatch"]
+__all__ = ["ExpertDispatch", "adapts_experts"]
 
 _NEEDS_ALL = object()  # in the place of a module's output: the call needs all experts
 
@@ -50,28 +50,25 @@ class _Routing(NamedTuple):
     dtype: torch.dtype  # of the numbers of experts, as the router gave them
 
 
+class _AdaptedCall(NamedTuple):
+    """A call of experts that have adapters."""
+
+    wrappers: list[Any]  # outermost first: one for each adapted weight
+    used: torch.Tensor  # the experts' numbers, ascending, on the host
+    where: torch.Tensor  # the positions in `used` of each token's experts, on the host
+
+
 class ExpertDispatch:
     """Runs calls of modules whose experts travel one by one. `call` is the engine's, for a visit to a whole block."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        executor: Executor,
-        lending: Lending,
-        gradients: ExpertGradients,
-        call: Callable[..., Any],
-    ) -> None:
-        self._device = device
-        self._executor = executor
+    def __init__(self, lending: Lending, gradients: ExpertGradients, call: Callable[..., Any]) -> None:
         self._lending = lending
+        self._device, self._executor = lending.passes.device, lending.passes.executor
+        self._slices = self._executor.slices
         self._gradients = gradients
         self._call = call
         # Calls of adapted experts that are under way, by the module of experts and the thread.
-        self._adapted: dict[tuple[nn.Module, int], AdaptedCall] = {}
-
-    @property
-    def _slices(self) -> Slices:
-        return self._executor.slices
+        self._adapted: dict[tuple[nn.Module, int], _AdaptedCall] = {}
 
     def compute(
         self, site: Site, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -155,11 +152,16 @@ class ExpertDispatch:
                 slots = slices.bring(block, bank, used.tolist())
             for slot in slots:
                 slices.arrive(bank, slot)
-            stand_ins = slices.views(block, bank, 0, span)
+            views = slices.views(block, bank, 0, span)
             bank.in_call = block, tuple(slots)
-        for place, param in enumerate(block.params):
-            stand_ins[place] = self._gradients.bank(block, param, used.tolist(), slots, stand_ins[place])
-        numbers = torch.tensor(slots, device="cpu")[routing.where].to(self._device, routing.dtype)
+        places = torch.tensor(slots, device="cpu")
+
+        def trained(param: ManagedParam, view: torch.Tensor) -> torch.Tensor:
+            # The places are saved for backward: a checkpoint may recompute with others, and saves those.
+            return self._gradients.part(block, param, lambda: view, used.tolist(), _rows_at, places)
+
+        stand_ins = list(map(trained, block.params, views))
+        numbers = places[routing.where].to(self._device, routing.dtype)
         with standing_in(slices, call.module, call.names, stand_ins, span):
             return call.own(routing.hidden, numbers, routing.weights)
 
@@ -219,27 +221,27 @@ class ExpertDispatch:
 
     def _adapted_call(
         self, block: Block, wrapper: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AdaptedCall | None:
+    ) -> _AdaptedCall | None:
         if is_marked(module) or "parametrizations" in module._modules:
             return None
-        wrappers = wrappers_of(wrapper)
+        wrappers = _wrappers_of(wrapper)
         routing = routing_of(module, args, kwargs)
         if wrappers is None or routing is None or access_of(module) is None or self._names(block, module) is None:
             return None
         if self._gradients.trains(block) or not self._goes_by_slices(block, routing):
             return None
         used, where = _unique(routing[1])
-        return AdaptedCall(wrappers, used, where) if _are_numbers_of(block, used) else None
+        return _AdaptedCall(wrappers, used, where) if _are_numbers_of(block, used) else None
 
     def _with_adapters(
-        self, call: AdaptedCall, block: Block, module: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: _AdaptedCall, block: Block, module: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         names, routing = self._names(block, module), routing_of(module, args, kwargs)
         if names is None or routing is None:
             raise StateError(f"experts {block.name!r} were replaced within a call of what adapts them")
         hidden, index, weights = routing
         numbers = call.where.to(self._device, index.dtype)
-        return compute_adapted(self._slices, block, module, names, call, lambda: own(hidden, numbers, weights))
+        return _compute_adapted(self._slices, block, module, names, call, lambda: own(hidden, numbers, weights))
 
     # which way --------------------------------------------------------------------------------------------------------
     def _names(self, block: Block, module: nn.Module) -> list[str] | None:
@@ -273,6 +275,76 @@ def _unique(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return used, where
 
 
+def _rows_at(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return gradient.index_select(0, places.to(gradient.device))
+
+
 def _are_numbers_of(block: Block, used: torch.Tensor) -> bool:
     """Whether the block has experts of all these numbers, ascending and at least one."""
     return block.experts is not None and 0 <= int(used[0]) <= int(used[-1]) < block.experts.count
+
+
+# adapters -----------------------------------------------------------------------------------------------------------
+def adapts_experts(module: nn.Module) -> bool:
+    """Whether the module is PEFT's wrapper around a module of which it adapts a weight."""
+    kind = type(module)
+    return kind.__name__ == "ParamWrapper" and kind.__module__ == "peft.tuners.lora.layer"
+
+
+def _wrappers_of(outermost: Any) -> list[Any] | None:
+    """All wrappers around the experts, if each folds one adapter in; None if one does something else."""
+    found, module = [], outermost
+    while adapts_experts(module):
+        active = [name for name in module.active_adapters if name in module.lora_A]
+        if module.disable_adapters or module.merged or len(active) != 1 or module.num_experts < 2:
+            return None
+        found.append(module)
+        module = module.base_layer
+    return found
+
+
+def _compute_adapted(
+    slices: Slices, block: Block, module: Any, names: list[str], call: _AdaptedCall, own: Callable[[], Any]
+) -> Any:
+    """The output of `own` where only the used experts, with adapters folded in, stand in the place of all."""
+    weights = dict(zip(names, _copies(slices, block, call.used.tolist()), strict=True))
+    numbers = call.used.to(next(iter(weights.values())).device)
+    with standing_in(slices, module, names, list(weights.values())):
+        for wrapper in call.wrappers:
+            weights[wrapper.parameter_name] = _folded(wrapper, weights[wrapper.parameter_name], numbers)
+    with standing_in(slices, module, names, list(weights.values()), len(call.used)):
+        weights.clear()
+        return own()
+
+
+def _folded(wrapper: Any, weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    (adapter,) = (name for name in wrapper.active_adapters if name in wrapper.lora_A)
+    left, right, scaling = wrapper.get_delta_factors(adapter)
+    with torch.autocast(device_type=weight.device.type, enabled=False):  # as PEFT has it
+        return weight.baddbmm_(_selected(left, numbers), _selected(right, numbers), alpha=scaling)
+
+
+def _selected(factors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The factors of these experts, laid out as those of all are: some CPUs round a product by its factors' layout."""
+    order = sorted(range(factors.dim()), key=factors.stride, reverse=True)
+    selected = factors.permute(order).index_select(order.index(0), numbers)
+    return selected.permute([order.index(dim) for dim in range(factors.dim())])
+
+
+def _copies(slices: Slices, block: Block, used: list[int]) -> Iterator[torch.Tensor]:
+    """A copy of these experts for each of the block's weights. As many experts come at a time as there are slots."""
+    bank = slices.bank_of(block, len(used))
+    device = bank.buffer.device
+    copies = [
+        torch.empty((len(used), *param.layout.shape[1:]), dtype=param.layout.dtype, device=device)
+        for param in block.params
+    ]
+    with torch.no_grad():
+        for first in range(0, len(used), bank.slots):
+            bank.in_call = None
+            slots = slices.bring(block, bank, used[first : first + bank.slots])
+            for number, slot in enumerate(slots, first):
+                slices.arrive(bank, slot)
+                for place, copy in enumerate(copies):
+                    copy[number].copy_(slices.view(block, bank, slot, place))
+    yield from copies

@@ -8,6 +8,7 @@ weight is done with all of it, borrowed for the call. See docs/design/experts.md
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from headrace.weights.model.uses import StandIn
 from headrace.weights.movement.banks import Bank
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.slices import Slices
-from headrace.weights.passes.expert_gradients import ExpertGradients
 from headrace.weights.passes.parameter_access import borrow
+from headrace.weights.passes.row_gradients import ExpertGradients
 
 __all__ = ["ExpertsOfCall", "WeightOfExperts", "standing_in"]
 
@@ -112,7 +113,9 @@ class ExpertsOfCall:
         """One expert's weight, of the parameter at that place of the block. None if no slot is free for the expert."""
         if not self._comes(number):
             return None
-        return self._gradients.one(self._block, self._block.params[place], number, lambda: self._given(place, number))
+        param = self._block.params[place]
+        given = partial(self._given, place, number)
+        return self._gradients.part(self._block, param, given, [number], lambda gradient: gradient[None])
 
     def _given(self, place: int, number: int) -> torch.Tensor:
         weight = self._view(place, number)
@@ -133,9 +136,14 @@ class ExpertsOfCall:
             gathered = self._gathered = self._copies(place, numbers, wanted)
             if gathered is None:
                 return None
-        found = gathered.weights.pop(place)
+        found, used = gathered.weights.pop(place), gathered.used
+
+        def to_rows(gradient: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+            rows = gradient.new_zeros(len(used), *gradient.shape[where.dim() :])
+            return rows.index_put_((where,), gradient, accumulate=True)
+
         param = self._block.params[place]
-        return self._gradients.several(self._block, param, gathered.used, gathered.where, lambda: found)
+        return self._gradients.part(self._block, param, lambda: found, used, to_rows, gathered.where)
 
     def _copies(self, place: int, numbers: torch.Tensor, wanted: torch.Tensor) -> _Gathered | None:
         places = range(len(self._block.params)) if self._gathers else [place]

@@ -1,5 +1,8 @@
 """What does autograd keep of a weight? A handle: where it lies in its block and which contents it had, but no bytes.
 
+Of experts that came one by one, it keeps which they were, and how they lay in a slot. Those that are gone by backward
+are brought again then, as blocks are.
+
 Active while a block's forward runs. Everything autograd saves that lies in a block's buffer becomes a handle;
 everything else goes on to the hooks that were on top before (checkpointing, activation offload, a user's own), because
 only the innermost hooks are called. Any unpack tells the engine that the backward of this site has begun.
@@ -16,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
-from headrace.errors import WeightChangedError
+from headrace.errors import BudgetError, WeightChangedError
 from headrace.memory.buffers import SAVED, saved_view
 from headrace.runtime.autograd import (
     FunctionNode,
@@ -33,13 +36,11 @@ from headrace.runtime.autograd import (
 )
 from headrace.weights.model.managed_param import ManagedParam, Token
 from headrace.weights.movement.block import Block, Presence
-from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.slices import Slices
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.call import Site
-from headrace.weights.passes.saved_experts import SavedExperts, saved_experts_of
 
-__all__ = ["SavedTensors", "WeightHandle", "is_checkpointed", "pop_left_over"]
+__all__ = ["SavedTensors", "is_checkpointed", "pop_left_over"]
 
 
 class WeightHandle(NamedTuple):
@@ -56,6 +57,43 @@ class WeightHandle(NamedTuple):
     conjugated: bool  # whether the bytes are those of the conjugate
     negated: bool  # whether the bytes are those of the negative
     recompute: "Callable[[Any], Any] | None"  # the unpack hook of a checkpoint around, which computes again first
+
+
+class SavedExperts(NamedTuple):
+    """A view of one expert's weight, or of one weight of all experts in a bank, without the memory."""
+
+    block: Block
+    param: ManagedParam
+    token: Token
+    experts: dict[int, int]  # numbers of experts, by the slot of the bank
+    bank_slots: int  # how many slots the bank had; 0: it does not matter in which one an expert is
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # bytes from the start of the slot, or of the bank
+    recompute: "Callable[[Any], Any] | None"  # the unpack hook of a checkpoint around, which computes again first
+
+    def weight(self, slices: Slices) -> torch.Tensor:
+        """The view, on the device; experts that are gone are brought. An unpack hook calls this in backward.
+
+        Raises BudgetError if it matters in which slots experts are and the bank has not as many slots as in forward.
+        """
+        with without_overrides():
+            bank = slices.bank_of(self.block, len(self.experts))
+            if self.bank_slots and bank.slots != self.bank_slots:
+                raise BudgetError(
+                    f"backward needs experts of {self.block.name!r} in {self.bank_slots} slots, as forward had them,"
+                    f" and there are {bank.slots} since more of the model stays on the device; run backward before"
+                    " adapters are added or anything else changes what stays, or raise device_memory"
+                )
+            in_slots = list(self.experts) if self.bank_slots else None
+            slots = slices.bring(self.block, bank, list(self.experts.values()), slots=in_slots)
+            first = 0 if self.bank_slots else slots[0]
+            for slot in slots:
+                slices.arrive(bank, slot)
+            weight = torch.empty(0, dtype=self.dtype, device=bank.buffer.device)
+            begin = (first * slices.slot_bytes + self.offset) // self.dtype.itemsize
+            return weight.set_(bank.buffer.untyped_storage(), begin, self.size, self.stride)
 
 
 class _Saved(NamedTuple):
@@ -85,10 +123,9 @@ class _Wrapper(NamedTuple):
 class SavedTensors:
     """The saved-tensor hooks of one visit of a site."""
 
-    def __init__(self, residency: Residency, slices: Slices, backward: Backward, site: Site) -> None:
-        self._residency = residency
-        self._addresses = residency.addresses
-        self._slices = slices
+    def __init__(self, backward: Backward, site: Site) -> None:
+        self._addresses = backward.passes.residency.addresses
+        self._slices = backward.passes.executor.slices
         self._backward = backward
         self._site = site
         self.in_method = False  # whether these hooks were pushed before the pass began, and outlast it
@@ -149,7 +186,7 @@ class SavedTensors:
                 self._recompute,
             )
         in_slices = self._slices.travel and has_storage(tensor)
-        return saved_experts_of(self._slices, tensor, self._recompute) if in_slices else None
+        return _saved_experts_of(self._slices, tensor, self._recompute) if in_slices else None
 
     def _pack_wrapper(self, wrapper: Any) -> "_Wrapper | None":
         """A wrapper around tensors of which some lie in a block; None for any other."""
@@ -217,11 +254,48 @@ class SavedTensors:
         return wrapper
 
 
-def pop_left_over(residency: Residency) -> None:
+def _saved_experts_of(
+    slices: Slices, tensor: torch.Tensor, recompute: "Callable[[Any], Any] | None"
+) -> SavedExperts | None:
+    """What to keep of a tensor that lies in a bank; None for any other."""
+    place = slices.place_of(tensor)
+    if place is None:
+        return None
+    bank, begin = place
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    is_bank = (last + 1) * tensor.itemsize > slices.slot_bytes
+    if is_bank and bank.in_call is not None:
+        block, slots = bank.in_call
+        held, offset, at = bank.experts_in(slots), begin, begin
+    else:
+        number, at = divmod(begin, slices.slot_bytes)
+        held, offset = bank.experts_in([number]), at
+        if not held:
+            return None
+        block = slices.block_of(held[number])
+    parts = slices.slice_parts_of(block)
+    index = bisect_right([part.offset for part in parts], at) - 1
+    param = block.params[index]
+    experts = {number: key[1] for number, key in held.items()}
+    return SavedExperts(
+        block,
+        param,
+        param.token,
+        experts,
+        bank.slots * is_bank,
+        tensor.dtype,
+        tensor.size(),
+        tensor.stride(),
+        offset,
+        recompute,
+    )
+
+
+def pop_left_over(backward: Backward) -> None:
     """Takes off the hooks of visits of this model that an interrupt kept from ending."""
     while (hooks := top_hooks(True)) is not None:
         owner: Any = getattr(hooks[0], "__self__", None)
-        if not isinstance(owner, SavedTensors) or owner._residency is not residency or owner.in_method:
+        if not isinstance(owner, SavedTensors) or owner._backward is not backward or owner.in_method:
             return
         pop_hooks()
 

@@ -73,6 +73,7 @@ class LayerMajor:
     def __init__(self, engine: Engine, gradients: Gradients, states: ModuleStates | None) -> None:
         """`states`: what modules noted before; None where micro-batches are known to go together."""
         self._engine = engine
+        self._executor = engine.passes.executor
         self._gradients = gradients
         self._states = states
         # Blocks that reentrant checkpoints compute again: micro-batch, function, and the segment of its node.
@@ -102,13 +103,13 @@ class LayerMajor:
             try:
                 on_use = None if self._states is None else self._states.note_use
                 for number, compute in enumerate(computations):
-                    members.append(_Member(number, compute, engine.device, on_use))
+                    members.append(_Member(number, compute, engine.passes.device, on_use))
                 self._forward(members)
             except BaseException:
                 for member in members:
-                    engine.progress.calls[:] = member.calls
+                    engine.passes.calls[:] = member.calls
                     member.fiber.abandon()
-                    engine.progress.calls.clear()
+                    engine.passes.calls.clear()
                 raise
             losses.extend(member.fiber.result for member in members)
 
@@ -153,11 +154,11 @@ class LayerMajor:
         """Resumes the members one after the other; each goes on to where it stops next."""
         self._turn += 1
         for member in members:
-            self._engine.take_turn(first=member is members[0], last=member is members[-1])
+            self._executor.take_turn(first=member is members[0], last=member is members[-1])
             self._resume(member)
 
     def _resume(self, member: _Member) -> None:
-        calls = self._engine.progress.calls
+        calls = self._engine.passes.calls
         if self._states is not None:
             self._states.look_at_buffers(self._turn)
         calls[:], self._running = member.calls, member
@@ -252,12 +253,12 @@ class LayerMajor:
         """Trained parameters that stay on the device and that several checkpoints may use unseen: those of several
         modules or, with `any_of_them`, all.
         """
-        for block in self._engine.residents:
+        for block in self._engine.passes.residents:
             of_several = block.places.of_several_modules()
             yield from (one for one in block.params if one.home.requires_grad and (any_of_them or one in of_several))
 
     def _check_owners(self, leaves: Iterable[torch.Tensor]) -> None:
-        own = {param for block in self._engine.all_blocks() for param in block.params}
+        own = {param for block in self._engine.passes.all_blocks() for param in block.params}
         for leaf in leaves:
             if isinstance(leaf, Home):
                 raise CannotCutError("the loss uses a weight directly, outside of the model")
@@ -275,7 +276,7 @@ class LayerMajor:
             while self._groups:
                 group = self._groups.pop()
                 for member, segment in group:
-                    self._engine.take_turn(first=member is group[0].member, last=member is group[-1].member)
+                    self._executor.take_turn(first=member is group[0].member, last=member is group[-1].member)
                     batch_sums.number = member.number
                     member.segments.backward(segment)
                 batch_sums.leave_block()

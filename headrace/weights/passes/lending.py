@@ -16,9 +16,7 @@ from headrace.weights.model.home import AliasHome
 from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.model.uses import Use
 from headrace.weights.movement.block import Block
-from headrace.weights.movement.executor import Executor
-from headrace.weights.passes.binding import bind
-from headrace.weights.passes.call import MethodCall, Progress
+from headrace.weights.passes.call import MethodCall, Passes, bind
 
 __all__ = ["Lending", "is_idle"]
 
@@ -26,14 +24,8 @@ __all__ = ["Lending", "is_idle"]
 class Lending:
     """Lends the leaves of one model. `begin_method` makes a method's call a pass, unless it is one."""
 
-    def __init__(
-        self,
-        progress: Progress,
-        executor: Executor,
-        begin_method: Callable[[MethodCall], None],
-    ) -> None:
-        self._progress = progress
-        self._executor = executor
+    def __init__(self, passes: Passes, begin_method: Callable[[MethodCall], None]) -> None:
+        self.passes = passes
         self._begin_method = begin_method
         self._blocks: dict[ManagedParam, Block] = {}
         self._lent_in_backward: list[Block] = []  # lent outside of any call
@@ -49,13 +41,13 @@ class Lending:
         the device: it may update, average or save weights.
         """
         block = self._blocks.get(param)
-        progress = self._progress
+        passes = self.passes
         method = None if block is None else self._method()
-        if block is None or not (method or progress.in_call or progress.in_backward):
+        if block is None or not (method or passes.in_call or passes.in_backward):
             return None
         if use is Use.LOOK:
             return param.leaf
-        if method is not None and (not progress.calls or progress.calls[-1] is method):
+        if method is not None and (not passes.calls or passes.calls[-1] is method):
             if param.leaf.device not in beside:
                 method.pause()
                 return None
@@ -84,14 +76,14 @@ class Lending:
         if block.experts is not None and torch.is_grad_enabled() and param.home.requires_grad:
             block.trains_whole = True  # its experts get gradients one by one in other calls
         if block.users:  # a home may have been written to while the block was bound
-            self._executor.bring_back([block])
+            self.passes.executor.bring_back([block])
             return param.leaf
-        self._executor.visit((block,), Phase.BACKWARD if self._progress.in_backward else Phase.FORWARD, block.name)
+        self.passes.executor.visit((block,), Phase.BACKWARD if self.passes.in_backward else Phase.FORWARD, block.name)
         if block.row_bytes:
-            self._executor.let_travel_whole(block)
+            self.passes.executor.let_travel_whole(block)
         bind((block,))
         block.lent = True
-        calls = self._progress.calls
+        calls = self.passes.calls
         (calls[-1].lent if calls else self._lent_in_backward).append(block)
         return param.leaf
 
@@ -105,7 +97,7 @@ class Lending:
 
     def _method(self) -> MethodCall | None:
         """The method that this thread calls; None if it calls none, or runs a backward."""
-        return None if self._progress.in_backward else self._progress.methods.get(threading.get_ident())
+        return None if self.passes.in_backward else self.passes.methods.get(threading.get_ident())
 
     def end_of_visit(self) -> None:
         """Backward goes on to another block, or ends: blocks that were lent in between go back."""
@@ -120,7 +112,7 @@ class Lending:
     @property
     def computes(self) -> bool:
         """Whether this thread computes with the model's weights now, and nobody's hooks do."""
-        return self._progress.in_call or (self._progress.in_backward and torch.is_grad_enabled())
+        return self.passes.in_call or (self.passes.in_backward and torch.is_grad_enabled())
 
 
 def is_idle(blocks: Sequence[Block], args: Any, kwargs: Any) -> bool:

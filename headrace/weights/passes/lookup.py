@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from headrace.runtime.autograd import in_transform, without_overrides
 from headrace.weights.model.tables import looks_rows_up
 from headrace.weights.movement.block import Block, Presence
-from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.lending import Lending
 from headrace.weights.passes.row_gradients import RowGradients
 
@@ -25,11 +24,10 @@ __all__ = ["Lookups"]
 class Lookups:
     """Lookups in the tables of one model."""
 
-    def __init__(self, device: torch.device, executor: Executor, row_gradients: RowGradients, lending: Lending) -> None:
-        self._device = device
-        self._executor = executor
-        self._row_gradients = row_gradients
+    def __init__(self, lending: Lending, row_gradients: RowGradients) -> None:
         self._lending = lending
+        self._device, self._executor = lending.passes.device, lending.passes.executor
+        self._row_gradients = row_gradients
 
     def look_up(self, block: Block, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a call of an embedding. `own` is its own `forward`, which computes with the whole table."""

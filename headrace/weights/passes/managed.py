@@ -78,16 +78,11 @@ class Parameters(LendingDict):
         self._reveal(name)
         return super().pop(name, *default)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
     def clear(self) -> None:
         for name in list(self):
             del self[name]
 
+    get = MutableMapping.get  # type: ignore[assignment]  # by __getitem__
     update = MutableMapping.update  # by __setitem__
 
     def __ior__(self, others: Any) -> "Parameters":  # type: ignore[override,misc]
@@ -126,9 +121,7 @@ class Managed:
     @property
     def methods(self) -> dict[str, Method]:
         """What takes the place of methods of the instance."""
-        forward = {} if self.site.table is None else {"forward": self._look_up}
-        forward |= {} if self.site.all_experts is None else {"forward": self._compute_experts}
-        forward |= {"forward": self._adapt} if self.site.adapts else {}
+        forward = {"forward": self._compute_with_parts} if self._takes_parts else {}
         return {
             **self._others,
             **forward,
@@ -149,7 +142,7 @@ class Managed:
         if site.is_inside():
             return forward(*args, **kwargs)
         engine = self._engine
-        if engine.progress.straight_for == get_ident() and site.needs_no_visit():
+        if engine.passes.straight_for == get_ident() and site.needs_no_visit():
             output = forward(*args, **kwargs)
             engine.backward.watch_output(site, output)
             return output
@@ -160,30 +153,26 @@ class Managed:
             return own(*args, **kwargs)
         return self._engine.call_method(self.site, name, own, args, kwargs)
 
-    def _look_up(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
-        table = self.site.table
+    def _compute_with_parts(self, module: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """The `forward` of a module that computes with rows of its weight, or experts, or adapts experts."""
+        engine, table, whole = self._engine, self.site.table, self.site.all_experts
+        if self.site.adapts:
+            base: Any = module.get_base_layer()
+            adapted = site_of(base)
+            if adapted is None or adapted.all_experts is None:
+                return own(*args, **kwargs)
+            return engine.experts.adapt(adapted.all_experts.blocks[-1], module, base, own, args, kwargs)
+        if whole is not None:
+            engine.note_use(*whole.blocks)
+            return engine.experts.compute(whole, module, own, args, kwargs)
         if table is None:
             return own(*args, **kwargs)
-        self._engine.note_use(table)
-        return self._engine.lookups.look_up(table, module, own, *args, **kwargs)
-
-    def _compute_experts(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
-        whole = self.site.all_experts
-        if whole is None:
-            return own(*args, **kwargs)
-        self._engine.note_use(*whole.blocks)
-        return self._engine.experts.compute(whole, module, own, args, kwargs)
-
-    def _adapt(self, module: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
-        base: Any = module.get_base_layer()
-        site = site_of(base)
-        if site is None or site.all_experts is None:
-            return own(*args, **kwargs)
-        return self._engine.experts.adapt(site.all_experts.blocks[-1], module, base, own, args, kwargs)
+        engine.note_use(table)
+        return engine.lookups.look_up(table, module, own, *args, **kwargs)
 
     def stops_compiler(self, module: nn.Module) -> bool:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
-        return self.site.encloses or self._takes_parts or not self._engine.progress.computes
+        return self.site.encloses or self._takes_parts or not self._engine.passes.computes
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
         """Blocks are compiled in the place of a module around them."""
@@ -233,7 +222,7 @@ class Managed:
         }
         plain_buffers = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
         leaves = {name: attributes[name] for name in parameters if isinstance(attributes.get(name), Leaf)}
-        made = _attributes_on_host(module, self.site.device, {})
+        made = _attributes_on_host(module, self.site.passes.device, {})
         kept = {name: attributes[name] for name in made}
         try:
             for name in leaves:
@@ -254,7 +243,7 @@ class Managed:
         `.to(dtype)` of the whole model is carried out, and the model is offloaded anew.
         """
         owner = self.site.companion
-        if owner is not None and recurse and any(_changes_dtype(home, fn) for home in module.parameters()):
+        if owner is not None and recurse and any(_dtype_by(fn, home) != home.dtype for home in module.parameters()):
             owner.convert(module, lambda: module._apply(_where_it_is(fn)))
             return module
         if recurse:
@@ -286,7 +275,8 @@ class Managed:
                         _home_or_own(parameter).grad = None
         else:
             own(set_to_none=False)
-        self._engine.discard(module.parameters())
+        if (common := self._engine.passes.common) is not None:
+            common.discard(module.parameters())
 
     def _save_to_state_dict(
         self, module: nn.Module, own: Any, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -379,7 +369,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 def make_managed(module: nn.Module, site: Site, engine: Engine) -> None:
     """Makes the module a managed one."""
     take_part(module, Managed(module, site, engine))
-    _give_device(module, site.device)
+    _give_device(module, site.passes.device)
 
 
 def make_plain(module: nn.Module) -> None:
@@ -443,18 +433,18 @@ def _owner_of_device(kind: Any) -> Any:
     return None
 
 
-def _changes_dtype(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    return fn(torch.empty(0, dtype=tensor.dtype)).dtype != tensor.dtype
+def _dtype_by(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.dtype:
+    """The dtype that `fn` gives a tensor."""
+    return fn(torch.empty(0, dtype=tensor.dtype)).dtype
 
 
 def _where_it_is(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     """What `fn` makes of a tensor, on the tensor's device: `.to(device, dtype)` changes the dtype alone."""
-    return lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+    return lambda tensor: tensor.to(_dtype_by(fn, tensor))
 
 
 def _check_same_dtype(name: str, tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    if _changes_dtype(tensor, fn):
-        dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
+    if (dtype := _dtype_by(fn, tensor)) != tensor.dtype:
         raise StateError(
             f"a part of an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; convert the whole"
             " model, or call remove() on the handle, convert the part (or the pipeline), and offload again (or pass"

@@ -50,7 +50,6 @@ class Lender(Protocol):
         """A module is asked for a buffer outside of any pass. Whether a pass has begun by that."""
 
 
-Wait = Callable[[Any], None]
 _Answer = TypeVar("_Answer")
 
 # Torch functions that change no tensor and look at no value before they compute: for an empty input, shapes suffice.
@@ -71,7 +70,7 @@ class _Lending(NamedTuple):
 
 
 _lenders: list[_Lending] = []
-_waits: list[Wait] = []
+_waits: list[object] = []  # one entry for each model of which homes are being updated
 # Held while these lists and the class `Home` change; reentrant, as the garbage collector may strike meanwhile.
 _changing = threading.RLock()
 
@@ -131,9 +130,9 @@ def homes_as_they_are() -> Registration:
     return Registration(_lenders, _Lending(None, threading.get_ident()))
 
 
-def waiting_for_homes(wait: Wait) -> Registration:
-    """While this lasts, torch functions call `wait(owner)` before they read a home, or hand out its gradient."""
-    return Registration(_waits, wait)
+def waiting_for_homes() -> Registration:
+    """While this lasts, torch functions wait for a home's update before they read it, or hand out its gradient."""
+    return Registration(_waits, object())
 
 
 def borrow(home: Home | WatchedBuffer) -> torch.Tensor:
@@ -288,8 +287,7 @@ def _use_of(func: Any, args: Any, kwargs: Any) -> Use:
 
 
 def _waited_for(home: Home) -> Home:
-    for wait in list(_waits):
-        wait(owner_of(home))
+    owner_of(home).wait_for_updates()
     return home
 
 

@@ -1,29 +1,39 @@
 """How does a weight get a gradient if only some rows of it came? Each use of rows has one; their sum goes to the home.
 
-Rows are those of a table (lookup.py), or single experts (expert_dispatch.py).
+Rows are those of a table (lookup.py), or experts that come one by one (expert_dispatch.py). See docs/design/experts.md.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from headrace.errors import StateError
 from headrace.runtime.autograd import without_overrides
+from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.managed_param import REMOVED, ManagedParam
+from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.backward import Backward
 
-__all__ = ["RowGradients", "TakenRows"]
+__all__ = ["ExpertGradients", "RowGradients", "TakenRows"]
+
+
+_MARK = "headrace_whole"
+
+
+class _Use:
+    """Stands for a call that trains all of a block, and lives as long as the call's graph does."""
 
 
 class RowGradients:
     """Takes the gradients of rows of one model's weights."""
 
-    def __init__(self, backward: Backward, device: torch.device) -> None:
+    def __init__(self, backward: Backward) -> None:
         self._backward = backward
-        self._device = device
-        self._of: dict[ManagedParam, _OfWeight] = {}
+        self._signs: dict[ManagedParam, torch.Tensor] = {}  # see `_sign_of`
 
     def computed(
         self,
@@ -43,59 +53,50 @@ class RowGradients:
         if not (torch.is_grad_enabled() and param.home.requires_grad):
             return values()
         param.prepare_leaf()
-        of = self._of.get(param)
-        if of is None:
-            of = self._of[param] = _OfWeight(self._backward, param, self._device, alone)
+        if param not in self._signs:
+            self._signs[param] = self._sign_of(param)
         apply: Any = TakenRows.apply
-        on_host = torch.as_tensor(rows, device="cpu")
-        found: torch.Tensor = apply(param.leaf, of.sign, values, of, on_host, to_rows, *saved)
+        take = partial(self._take, param, alone, torch.as_tensor(rows, device="cpu"))
+        found: torch.Tensor = apply(param.leaf, self._signs[param], values, take, to_rows, *saved)
         return found
 
     def is_sign(self, leaf: torch.Tensor) -> bool:
-        """Whether a leaf of a graph is the `sign` of some weight, and no parameter."""
-        return any(of.sign is leaf for of in self._of.values())
+        """Whether a leaf of a graph is the sign of some weight, and no parameter."""
+        return any(sign is leaf for sign in self._signs.values())
 
+    def _sign_of(self, param: ManagedParam) -> torch.Tensor:
+        """A leaf of one element, which tells when autograd has all gradients of rows of the weight: each use of rows
+        gives it a gradient as well, and its hook is called when none is missing.
+        """
+        sign = torch.zeros((), device=self._backward.passes.device, requires_grad=True)
+        backward, weight = weakref.ref(self._backward), weakref.ref(param)  # no cycle: autograd's hooks would keep it
 
-class _OfWeight:
-    """The gradients of rows of one weight. `sign` tells when autograd has all of them: it is a leaf of one element,
-    for which each use of rows has a gradient as well, and its hook is called when none is missing.
-    """
+        def complete(sign: torch.Tensor) -> None:
+            sign.grad = None
+            present, of = backward(), weight()
+            if present is not None and of is not None:
+                present.rows_complete(of)
 
-    def __init__(
-        self, backward: Backward, param: ManagedParam, device: torch.device, alone: Callable[[], bool]
-    ) -> None:
-        self._backward = backward
-        self._param = param
-        self._alone = alone
-        self.sign = torch.zeros((), device=device, requires_grad=True)
-        own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
-        register: Any = self.sign.register_post_accumulate_grad_hook
-        register(lambda _: _complete(own()))
+        register: Any = sign.register_post_accumulate_grad_hook
+        register(complete)
+        return sign
 
-    def take(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _take(
+        self, param: ManagedParam, alone: Callable[[], bool], rows: torch.Tensor, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
         """Takes a gradient of rows, in backward. Returns what autograd itself is to add up for the weight: None, unless
         uses of the whole weight have gradients, too.
         """
-        if self._param.on_gradient is None:
+        if param.on_gradient is None:
             raise StateError(REMOVED)
         with without_overrides():
-            if not self._param.home.requires_grad:  # frozen since: autograd asks the same of its leaves
+            if not param.home.requires_grad:  # frozen since: autograd asks the same of its leaves
                 return None
-        if self._alone():
-            self._backward.rows_ready(self._param, rows, gradient)
+        if alone():
+            self._backward.rows_ready(param, rows, gradient)
             return None
-        whole = torch.zeros(self._param.layout.shape, dtype=gradient.dtype, device=gradient.device)
+        whole = torch.zeros(param.layout.shape, dtype=gradient.dtype, device=gradient.device)
         return whole.index_copy(0, rows.to(gradient.device), gradient)
-
-    def complete(self) -> None:
-        """All uses of rows have given their gradients in one backward. Called by autograd, by the hook of `sign`."""
-        self.sign.grad = None
-        self._backward.rows_complete(self._param)
-
-
-def _complete(gradients: _OfWeight | None) -> None:
-    if gradients is not None:
-        gradients.complete()
 
 
 class TakenRows(torch.autograd.Function):
@@ -107,16 +108,96 @@ class TakenRows(torch.autograd.Function):
         _leaf: torch.Tensor,
         _sign: torch.Tensor,
         values: Callable[[], torch.Tensor],
-        gradients: _OfWeight,
-        rows: torch.Tensor,
+        take: Callable[[torch.Tensor], torch.Tensor | None],
         to_rows: Callable[..., torch.Tensor],
         *saved: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(*saved)
-        ctx.gradients, ctx.rows, ctx.to_rows = gradients, rows, to_rows
+        ctx.take, ctx.to_rows = take, to_rows
         return values()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        whole = ctx.gradients.take(ctx.rows, ctx.to_rows(gradient, *ctx.saved_tensors))
+        whole = ctx.take(ctx.to_rows(gradient, *ctx.saved_tensors))
         return whole, torch.zeros((), device=gradient.device), *(None for _ in ctx.needs_input_grad[2:])
+
+
+class ExpertGradients:
+    """Gradients of the experts of one model. Each that a call uses gives one, which goes to the host alone.
+
+    A plain run's gradient is that of all experts, with zeros for those that no token went to.
+    """
+
+    def __init__(self, backward: Backward, row_gradients: RowGradients) -> None:
+        self._backward = backward
+        self._executor = backward.passes.executor
+        self._row_gradients = row_gradients
+        # Whether gradients may leave the device expert by expert. Ranks average whole ones.
+        self._one_by_one = isinstance(backward.passes.gradients, Gradients)
+        self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
+        # Blocks of which a call used more than single experts, and how many backwards had ended then.
+        self._known_whole: dict[Block, int] = {}
+
+    def trains(self, block: Block) -> bool:
+        """Whether a call of the block's module now is part of a pass in which a weight of the block gets a gradient."""
+        with without_overrides():
+            follows = torch.is_grad_enabled() or self._executor.gradients_follow
+            return follows and any(param.home.requires_grad for param in block.params)
+
+    def note_whole(self, block: Block) -> None:
+        """Notes that a call used more of the block than single experts."""
+        self._known_whole.setdefault(block, self._backward.ended if torch.is_grad_enabled() else -1)
+
+    def is_known_whole(self, block: Block) -> bool:
+        """Whether calls are known to use more of the block than single experts.
+
+        What a call has noted counts once the next backward has ended: a checkpoint that recomputes the call in that
+        backward must do as the call did.
+        """
+        since = self._known_whole.get(block)
+        return since is not None and since < self._backward.ended
+
+    def comes_whole(self, block: Block, used: int) -> bool:
+        """Whether a call that trains the block and uses so many of its experts is better done with all of them.
+
+        The answer depends on nothing that changes between forward and a checkpoint's recomputation, which must do as
+        forward did.
+        """
+        if block.trains_whole:
+            self.note_whole(block)
+        if not self._one_by_one or self.is_known_whole(block):
+            return True
+        count = 0 if block.experts is None else block.experts.count
+        if 2 * used > count and self._executor.slices.has_room_for_all_of(block):
+            return True
+        with without_overrides():
+            self._executor.evict(block)  # a plan may have brought it
+        return block.presence is not Presence.ABSENT
+
+    def came_whole(self, block: Block, output: Any) -> None:
+        """Notes that a call of the block's module has computed `output` with all experts."""
+        if block.experts is not None and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                node: Any = tensor.grad_fn
+                if node is not None:
+                    use = node.metadata[_MARK] = _Use()
+                    self._whole.setdefault(block, weakref.WeakSet()).add(use)
+
+    def part(
+        self,
+        block: Block,
+        param: ManagedParam,
+        values: Callable[[], torch.Tensor],
+        experts: Sequence[int],
+        to_rows: Callable[..., torch.Tensor],
+        *saved: torch.Tensor,
+    ) -> torch.Tensor:
+        """What `values` gives, made of these experts' weights. Their gradients go to the host as rows, see
+        `RowGradients.computed`.
+        """
+
+        def alone() -> bool:
+            return not block.trains_whole and not self._whole.get(block)
+
+        with without_overrides():
+            return self._row_gradients.computed(param, values, experts, alone, to_rows, *saved)

@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -11,13 +11,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from headrace.errors import StateError
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.capture import before_write
-from headrace.runtime.process_wide import ProcessWide
+from headrace.runtime.process_wide import hooked
 from headrace.runtime.tensors import parameters_of
 from headrace.weights.meter import Meter
 from headrace.weights.model.home import Home
 from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.common import CommonHomes
-from headrace.weights.movement.executor import Executor
 from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.parameter_access import homes_as_they_are
 
@@ -26,37 +25,32 @@ __all__ = ["OptimizerSteps"]
 Optimizer = torch.optim.Optimizer
 
 
+class _OwnOptimizer(Protocol):
+    """An optimizer of headrace's own. Ranks that have homes in common each perform a part of its step."""
+
+    last_step_skipped: bool  # whether it left everything as it was because gradients were not finite
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it waits for each block when it comes to it."""
+
+    def count_not_finite_steps(self, *, wait: bool) -> int:
+        """How many of its steps took gradients that were not finite; `wait`: also of steps under way."""
+
+
 class OptimizerSteps:
     """The steps that concern one offloaded model, from `watch()` to `unwatch()`.
 
-    The callables are asked about one optimizer. `waits_by_itself`: whether it waits for each block when it comes to it.
-    `skipped`: whether it has just left everything as it was because gradients were not finite. `not_finite`: how many
-    of its steps took such gradients; with True, it waits for steps under way, too. `takes_turns`: whether ranks that
-    have homes in `common` each perform a part of its step.
+    `own` gives an optimizer if it is one of headrace's own, and None for any other.
     """
 
     _watching: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
 
-    def __init__(
-        self,
-        engine: Engine,
-        executor: Executor,
-        meter: Meter,
-        *,
-        waits_by_itself: Callable[[Optimizer], bool],
-        skipped: Callable[[Optimizer], bool],
-        not_finite: Callable[[Optimizer, bool], int],
-        takes_turns: Callable[[Optimizer], bool],
-        common: CommonHomes | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, meter: Meter, own: Callable[[Optimizer], _OwnOptimizer | None]) -> None:
         self._engine = engine
-        self._executor = executor
+        self._passes = engine.passes
         self._meter = meter
-        self._waits_by_itself = waits_by_itself
-        self._skipped = skipped
-        self._not_finite = not_finite
-        self._takes_turns = takes_turns
-        self._common = common
+        self._own = own
         self._leave_hooks: Callable[[], None] = lambda: None
         self._within_step = contextlib.ExitStack()
         # Each optimizer's count at the last reset, or before its first step here.
@@ -74,12 +68,16 @@ class OptimizerSteps:
 
     def not_finite_steps(self, *, wait: bool) -> int:
         """How many steps since `reset` took gradients that were not finite. `wait`: waits for updates under way."""
-        return sum(self._not_finite(optimizer, wait) - before for optimizer, before in list(self._seen.items()))
+        return sum(self._not_finite(one, wait=wait) - before for one, before in list(self._seen.items()))
 
     def reset(self) -> None:
         """Begins the count of not_finite_steps() anew."""
         for optimizer in list(self._seen):
-            self._seen[optimizer] = self._not_finite(optimizer, True)
+            self._seen[optimizer] = self._not_finite(optimizer, wait=True)
+
+    def _not_finite(self, optimizer: Optimizer, *, wait: bool) -> int:
+        own = self._own(optimizer)
+        return 0 if own is None else own.count_not_finite_steps(wait=wait)
 
     @classmethod
     def before_any(cls, optimizer: Optimizer, *_: Any) -> None:
@@ -95,61 +93,58 @@ class OptimizerSteps:
 
     def _before(self, optimizer: Optimizer) -> None:
         """Waits until no copy reads homes that will be written. Those in a checkpoint move to where writes are kept."""
-        params = self._params_of(optimizer)
+        params, common, own = self._params_of(optimizer), self._passes.common, self._own(optimizer)
         if params and optimizer not in self._seen:
-            self._seen[optimizer] = self._not_finite(optimizer, True)
+            self._seen[optimizer] = self._not_finite(optimizer, wait=True)
         with without_overrides():  # a look at a gradient would wait for updates that use it
             written = {id(param) for param in params if param.home.grad is not None}
-        for block in self._engine.all_blocks():
-            if any(id(param) in written for param in block.params):
-                if self._common is None:
-                    block.make_writable()
-                block.keep_leaf_writes()
+        blocks = [one for one in self._passes.all_blocks() if any(id(param) in written for param in one.params)]
+        for block in blocks:
+            if common is None:
+                block.make_writable()
+            block.keep_leaf_writes()
         self._within_step.close()  # of a step that raised
         in_method = bool(params) and self._engine.pause_method()
-        if in_method or (params and self._engine.progress.computes):  # the step computes on the host, as any other
+        if in_method or (params and self._passes.computes):  # the step computes on the host, as any other
             self._within_step.enter_context(homes_as_they_are())
-        if params and not self._waits_by_itself(optimizer):
+        if params and not (own is not None and own.overlaps):
             self._engine.wait_until_free()
-        if params and self._common is not None:
-            self._meet_other_ranks(optimizer, self._common)
-            for block in self._engine.all_blocks():
-                if any(id(param) in written for param in block.params):
-                    block.make_writable()  # with the contents that all ranks have agreed on
-        if not self._takes_turns(optimizer):  # the step may be broken off, and nothing is called after it then
+        if params and common is not None:
+            self._meet_other_ranks(optimizer, common)
+            for block in blocks:
+                block.make_writable()  # with the contents that all ranks have agreed on
+        if own is None:  # the step may be broken off, and nothing is called after it then
             for param in params:
                 param.changed_untraced()
 
     def _after(self, optimizer: Optimizer) -> None:
         """Notes that homes were written: fused optimizers leave no trace of it."""
         self._within_step.close()
-        params = self._params_of(optimizer)
-        unwritten = [] if self._common is None else self._common.unwritten()
+        params, common, own = self._params_of(optimizer), self._passes.common, self._own(optimizer)
+        unwritten = [] if common is None else common.unwritten()
         # Optimizers of ours leave traces, and so what they wrote past memory is known to be in the files.
-        in_files = (
-            [] if not self._takes_turns(optimizer) else [one for one in self._engine.all_blocks() if one.in_files]
-        )
+        in_files = [one for one in self._passes.all_blocks() if own is not None and one.in_files]
         for param in params:
             param.changed_untraced()
         for block in in_files:
             block.note_flushed()
-        if params and self._common is not None:
-            self._common.still_unwritten(unwritten)  # before anything is fetched
+        if params and common is not None:
+            common.still_unwritten(unwritten)  # before anything is fetched
         if params:
             self._meter.steps += 1
-            self._meter.skipped_steps += self._skipped(optimizer)
-            self._engine.updates.changed()
-            self._executor.homes_changed()
+            self._meter.skipped_steps += own is not None and own.last_step_skipped
+            self._passes.updates_changed()
+            self._passes.executor.homes_changed()
 
     def _meet_other_ranks(self, optimizer: Optimizer, common: CommonHomes) -> None:
         """Waits until no rank reads homes, or saves those to be updated, and all ranks see the same contents."""
-        if not self._takes_turns(optimizer):
+        if self._own(optimizer) is None:
             name = type(optimizer).__name__
             raise StateError(
                 f"{name} would step on every rank, on weights of which the node has one copy; use an optimizer of"
                 f" headrace.optim, such as headrace.optim.{name}, whose work and state the ranks share"
             )
-        for block in self._engine.all_blocks():
+        for block in self._passes.all_blocks():
             block.wait_for_reads()
         before_write(
             param.home for param in self._params_of(optimizer)
@@ -158,18 +153,12 @@ class OptimizerSteps:
 
     def _params_of(self, optimizer: Optimizer) -> list[ManagedParam]:
         held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}
-        return [param for block in self._engine.all_blocks() for param in block.params if id(param.home) in held]
+        return [param for block in self._passes.all_blocks() for param in block.params if id(param.home) in held]
 
 
-def _register() -> Callable[[], None]:
-    before = register_optimizer_step_pre_hook(OptimizerSteps.before_any)
-    after = register_optimizer_step_post_hook(OptimizerSteps.after_any)
-
-    def remove() -> None:
-        before.remove()
-        after.remove()
-
-    return remove
-
-
-_hooks = ProcessWide(_register, anywhere=False)
+_hooks = hooked(
+    lambda: (
+        register_optimizer_step_pre_hook(OptimizerSteps.before_any),
+        register_optimizer_step_post_hook(OptimizerSteps.after_any),
+    )
+)
