@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["containers_in", "map_tensors", "parameters_of", "tensors_in"]
+__all__ = ["containers_in", "is_integer", "map_tensors", "parameters_of", "tensors_in"]
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -45,6 +45,11 @@ def containers_in(value: Any) -> Iterator[Any]:
         yield value
         for item in vars(value).values():
             yield from containers_in(item)
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are whole numbers; those of bool are not."""
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from headrace.memory.arena import aligned
+from headrace.runtime.tensors import is_integer
 from headrace.weights.model.inventory import Inventory
 from headrace.weights.model.layout import travel_dtype
 from headrace.weights.model.managed_param import Layout
@@ -160,9 +161,7 @@ def named_index_of(module: nn.Module, own: Callable[..., Any], args: tuple[Any, 
         found = inspect.signature(own).bind(*args, **kwargs).arguments.get(module.__dict__[_ARGUMENT])
     except TypeError:  # the call itself will raise it
         return None
-    if not isinstance(found, torch.Tensor) or found.is_floating_point() or found.is_complex():
-        return None
-    return None if found.dtype is torch.bool else found
+    return found if isinstance(found, torch.Tensor) and is_integer(found) else None
 
 
 def picks_experts(module: nn.Module) -> bool:

@@ -231,7 +231,6 @@ class WatchedBuffer(PlainCopies):
         return self
 
     def plain(self) -> torch.Tensor:
-        """As `PlainCopies.plain`."""
         return data_of.__get__(self)  # type: ignore[no-any-return]
 
 
@@ -275,7 +274,6 @@ class Leaf(PlainCopies, nn.Parameter):
             data_of.__set__(self, value)
 
     def plain(self) -> nn.Parameter:
-        """As `PlainCopies.plain`."""
         return nn.Parameter(raw_data(self), self.requires_grad)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from headrace.errors import LayoutError
 from headrace.memory.arena import aligned
+from headrace.runtime.tensors import is_integer
 from headrace.weights.model.compound import Compound, compound_of, is_compound
 from headrace.weights.model.home import AliasParam, WatchedBuffer, owner_of
 from headrace.weights.model.layout import by_storage, check_can_travel, lay_out, overlap, travel_dtype
@@ -168,20 +169,19 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
     overlapping = overlapping_buffers(model.modules()) if check else set()
     for module_name, module in model.named_modules():
         inventory.names[module] = module_name
+        prefix = f"{module_name}." if module_name else ""
         for child in module.children():
             inventory.parents.setdefault(child, module)
         for name, parameter in module._parameters.items():
             if parameter is None or is_left_to_user(parameter):
                 continue
-            full_name = f"{module_name}.{name}" if module_name else name
             place = Place(module._parameters, name, module=weakref.ref(module))
             add = inventory.add_compound if is_compound(parameter) else inventory.add
-            add(full_name, parameter, module, place, check=check)
+            add(prefix + name, parameter, module, place, check=check)
         packed = _packed(module, overlapping) if check else ()
         for name, buffer in module._buffers.items():
             if buffer is not None and (name in packed or isinstance(buffer, WatchedBuffer)):
-                full_name = f"{module_name}.{name}" if module_name else name
-                inventory.add_buffer(full_name, buffer, module, Place(module._buffers, name), check=check)
+                inventory.add_buffer(prefix + name, buffer, module, Place(module._buffers, name), check=check)
         if isinstance(module, nn.RNNBase):
             _add_flat_weights(inventory, module)
     for module in inventory.names:
@@ -206,11 +206,7 @@ def _packed(module: nn.Module, overlapping: Collection[int]) -> Collection[str]:
         and not buffer.is_inference()
         and id(buffer) not in overlapping
     }
-    return large.keys() if any(_is_integer(buffer) for buffer in large.values()) else ()
-
-
-def _is_integer(buffer: torch.Tensor) -> bool:
-    return not buffer.dtype.is_floating_point and not buffer.dtype.is_complex and buffer.dtype != torch.bool
+    return large.keys() if any(is_integer(buffer) for buffer in large.values()) else ()
 
 
 def _add_flat_weights(inventory: Inventory, module: nn.RNNBase) -> None:

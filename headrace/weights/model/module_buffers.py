@@ -50,12 +50,9 @@ class HostBuffer(PlainCopies):
     def stale(self) -> None:
         """Makes this a StaleBuffer, as the device's copy may have other contents from now on."""
         here, there = data_of.__get__(self), self.on_device
-        self._become(StaleBuffer)
+        self.__class__ = StaleBuffer
         if there is not None and (here.shape, here.dtype) != (there.shape, there.dtype):
             self.make_good()  # a stale one answers questions about these itself
-
-    def _become(self, kind: type) -> None:
-        self.__class__ = kind
 
     def make_good(self) -> None:
         """Copies the device's copy to the host if that is newer."""
@@ -65,7 +62,7 @@ class HostBuffer(PlainCopies):
                     data_of.__set__(self, torch.empty_like(self.on_device, device="cpu"))
                 self.copy_(self.on_device)
                 self.seen, self.touched = self._version, False
-            self._become(HostBuffer)  # last: until then it is still stale
+            self.__class__ = HostBuffer  # type: ignore[assignment]  # last: until then it is still stale
 
     def renewed(self, device: torch.device) -> torch.Tensor:
         """The device's copy, updated with what the user wrote to this buffer."""

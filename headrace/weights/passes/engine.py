@@ -80,6 +80,12 @@ class Engine:
         if largest is not None:
             self._residency.check_resident(what, nbytes, largest)
 
+    def _take_off_budget(self, what: str, nbytes: int) -> None:
+        """Takes bytes that stay off the budget for blocks. Raises BudgetError as `check_resident` does."""
+        self.check_resident(what, nbytes)
+        self._residency.shrink(nbytes)
+        self._executor.replan()
+
     def note_buffers_budgeted(self) -> None:
         """Notes how many bytes modules' buffers take. The budget for blocks has been made without these bytes."""
         self._buffer_bytes = self.passes.buffers.nbytes
@@ -88,19 +94,15 @@ class Engine:
         """Takes the bytes of buffers that came later off the budget for blocks."""
         grown_bytes = self.passes.buffers.nbytes - self._buffer_bytes
         if grown_bytes:
-            self.check_resident("buffers of modules", grown_bytes)
+            self._take_off_budget("buffers of modules", grown_bytes)
             self._buffer_bytes += grown_bytes
-            self._residency.shrink(grown_bytes)
-            self._executor.replan()
 
     def lend_device_memory(self, nbytes: int) -> torch.Tensor:
         """Called by optimizers: see `runtime.pending.Manager`."""
         freed_bytes = sum(size for memory, size in self._lent if memory() is None)
         self._lent = [(memory, size) for memory, size in self._lent if memory() is not None]
         self._residency.shrink(-freed_bytes)
-        self.check_resident('an optimizer\'s updates on the device (update="device")', nbytes)
-        self._residency.shrink(nbytes)
-        self._executor.replan()
+        self._take_off_budget('an optimizer\'s updates on the device (update="device")', nbytes)
         try:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.passes.device)
         except torch.OutOfMemoryError:

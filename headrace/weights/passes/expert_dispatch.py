@@ -35,10 +35,16 @@ class _Call(NamedTuple):
 
     block: Block
     module: nn.Module
-    names: list[str]  # the module's names for the block's parameters, in order
-    own: Callable[..., Any]  # the module's own forward
+    own: Callable[..., Any]  # the module's own forward, or that of what adapts the module's weights
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @property
+    def names(self) -> list[str]:
+        """The module's names for the block's parameters, in order; none if the module has not all of them."""
+        names = {id(held): name for name, held in dict.items(self.module._parameters)}
+        found = [names.get(id(param.home)) for param in self.block.params if self.block.experts is not None]
+        return [] if None in found else [name for name in found if name is not None]
 
 
 class _Routing(NamedTuple):
@@ -75,15 +81,15 @@ class ExpertDispatch:
     ) -> Any:
         """Runs a call of `module`. `own` is its own `forward`; `site` is for a call that needs all experts."""
         block = site.blocks[-1]
+        call = _Call(block, module, own, args, kwargs)
         adapted = self._adapted.get((module, get_ident()))
         if adapted is not None:
-            return self._with_adapters(adapted, block, module, own, args, kwargs)
-        names = self._names(block, module)
+            return self._with_adapters(adapted, call)
+        can_part = bool(call.names)
         found: Any = _NEEDS_ALL
-        if names is not None and not self._gradients.is_known_whole(block):
-            call = _Call(block, module, names, own, args, kwargs)
+        if can_part and not self._gradients.is_known_whole(block):
             found = self._of_own_module(call) if is_marked(module) else self._of_transformers(call)
-        elif names is not None and not is_marked(module) and not self._gradients.trains(block):
+        elif can_part and not is_marked(module) and not self._gradients.trains(block):
             with without_overrides():
                 self._executor.let_travel_whole(block)
         if found is _NEEDS_ALL:
@@ -195,63 +201,50 @@ class ExpertDispatch:
         return found.view(*routing.where.shape, -1).sum(dim=1).to(routing.hidden.dtype)
 
     # adapters ---------------------------------------------------------------------------------------------------------
-    def adapt(
-        self,
-        block: Block,
-        wrapper: Any,
-        module: Any,
-        own: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Runs a call of `wrapper`, which adapts a weight of `module`, a module of experts. `own` is the wrapper's own
-        `forward`, which needs all experts.
+    def adapt(self, wrapper: Any, site: Site, module: nn.Module, own: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a call of `wrapper`, which adapts a weight of `module`, a module of experts whose `all_experts` is
+        `site`. `own` is the wrapper's own `forward`, which needs all experts.
         """
         here = module, get_ident()
         if here in self._adapted:
             return wrapper.base_layer(*args, **kwargs)
-        call = self._adapted_call(block, wrapper, module, args, kwargs)
-        if call is None:
+        adapted = self._adapted_call(wrapper, _Call(site.blocks[-1], module, own, args, kwargs))
+        if adapted is None:
             return own(*args, **kwargs)
-        self._adapted[here] = call
+        self._adapted[here] = adapted
         try:
             return wrapper.base_layer(*args, **kwargs)
         finally:
             del self._adapted[here]
 
-    def _adapted_call(
-        self, block: Block, wrapper: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _AdaptedCall | None:
+    def _adapted_call(self, wrapper: Any, call: _Call) -> _AdaptedCall | None:
+        block, module = call.block, call.module
         if is_marked(module) or "parametrizations" in module._modules:
             return None
-        wrappers = _wrappers_of(wrapper)
-        routing = routing_of(module, args, kwargs)
-        if wrappers is None or routing is None or access_of(module) is None or self._names(block, module) is None:
+        wrappers, routing = _wrappers_of(wrapper), routing_of(module, call.args, call.kwargs)
+        if wrappers is None or routing is None or access_of(module) is None or not call.names:
             return None
         if self._gradients.trains(block) or not self._goes_by_slices(block, routing):
             return None
         used, where = _unique(routing[1])
         return _AdaptedCall(wrappers, used, where) if _are_numbers_of(block, used) else None
 
-    def _with_adapters(
-        self, call: _AdaptedCall, block: Block, module: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        names, routing = self._names(block, module), routing_of(module, args, kwargs)
-        if names is None or routing is None:
-            raise StateError(f"experts {block.name!r} were replaced within a call of what adapts them")
-        hidden, index, weights = routing
-        numbers = call.where.to(self._device, index.dtype)
-        return _compute_adapted(self._slices, block, module, names, call, lambda: own(hidden, numbers, weights))
+    def _with_adapters(self, adapted: _AdaptedCall, call: _Call) -> Any:
+        """The output of the module where only the used experts, with adapters folded in, stand in the place of all."""
+        slices, names, routing = self._slices, call.names, routing_of(call.module, call.args, call.kwargs)
+        if not names or routing is None:
+            raise StateError(f"experts {call.block.name!r} were replaced within a call of what adapts them")
+        hidden, index, of_routing = routing
+        weights = dict(zip(names, _copies(slices, call.block, adapted.used.tolist()), strict=True))
+        numbers = adapted.used.to(self._device)
+        with standing_in(slices, call.module, names, list(weights.values())):
+            for wrapper in adapted.wrappers:
+                weights[wrapper.parameter_name] = _folded(wrapper, weights[wrapper.parameter_name], numbers)
+        with standing_in(slices, call.module, names, list(weights.values()), len(adapted.used)):
+            weights.clear()
+            return call.own(hidden, adapted.where.to(self._device, index.dtype), of_routing)
 
     # which way --------------------------------------------------------------------------------------------------------
-    def _names(self, block: Block, module: nn.Module) -> list[str] | None:
-        """The module's names for the block's parameters, in order; None if the module has not all of them."""
-        if block.experts is None:
-            return None
-        names = {id(held): name for name, held in dict.items(module._parameters)}
-        found = [names.get(id(param.home)) for param in block.params]
-        return None if None in found else [name for name in found if name is not None]
-
     def _goes_by_slices(self, block: Block, routing: Iterable[torch.Tensor]) -> bool:
         """Whether a call may be computed with single experts, as far as is known before these are counted."""
         return (
@@ -301,20 +294,6 @@ def _wrappers_of(outermost: Any) -> list[Any] | None:
         found.append(module)
         module = module.base_layer
     return found
-
-
-def _compute_adapted(
-    slices: Slices, block: Block, module: Any, names: list[str], call: _AdaptedCall, own: Callable[[], Any]
-) -> Any:
-    """The output of `own` where only the used experts, with adapters folded in, stand in the place of all."""
-    weights = dict(zip(names, _copies(slices, block, call.used.tolist()), strict=True))
-    numbers = call.used.to(next(iter(weights.values())).device)
-    with standing_in(slices, module, names, list(weights.values())):
-        for wrapper in call.wrappers:
-            weights[wrapper.parameter_name] = _folded(wrapper, weights[wrapper.parameter_name], numbers)
-    with standing_in(slices, module, names, list(weights.values()), len(call.used)):
-        weights.clear()
-        return own()
 
 
 def _folded(wrapper: Any, weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

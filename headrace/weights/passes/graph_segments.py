@@ -227,7 +227,7 @@ class GraphSegments:
         if not tensor.requires_grad or isinstance(tensor, Home | Leaf):
             return tensor
         node = tensor.grad_fn
-        made_in = _USERS_LEAVES if node is None else self._segment_of(node)
+        made_in = _USERS_LEAVES if node is None else bisect_right(self._begins, sequence_number(node)) - 1
         if made_in == self.number:
             return tensor
         key = (tensor, 0) if node is None else (node, tensor.output_nr)
@@ -243,8 +243,12 @@ class GraphSegments:
                 earlier.later = boundary
             self._used_in[self.number].append(boundary)
             cut: Any = _Cut.apply
-            with torch.enable_grad(), self._aside():
-                stand_in = cut(self._carrier, tensor.detach(), boundary)
+            self.in_visit += 1  # nothing is replaced: what is computed is our own
+            try:
+                with torch.enable_grad():
+                    stand_in = cut(self._carrier, tensor.detach(), boundary)
+            finally:
+                self.in_visit -= 1
             stand_in.__dict__.update(tensor.__dict__)
             setattr(stand_in, WATCHED, sequence_number(stand_in.grad_fn))
             boundary.edge = get_gradient_edge(stand_in)
@@ -252,18 +256,6 @@ class GraphSegments:
             self._given_out.append(weakref.ref(stand_in))
             self._here[key] = stand_in, tensor, tensor._version
         return self._here[key][0]
-
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Inside, nothing is replaced: what is computed is our own."""
-        self.in_visit += 1
-        try:
-            yield
-        finally:
-            self.in_visit -= 1
-
-    def _segment_of(self, node: Any) -> int:
-        return bisect_right(self._begins, sequence_number(node)) - 1
 
     def _check(self) -> None:
         """The present segment is over. Raises CannotCutError if something was done to tensors that it took."""

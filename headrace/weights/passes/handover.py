@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from headrace.runtime.autograd import has_storage
-from headrace.runtime.tensors import map_tensors, tensors_in
+from headrace.runtime.tensors import is_integer, map_tensors, tensors_in
 from headrace.weights.model.home import Home, Leaf
 from headrace.weights.movement.addresses import Addresses
 
@@ -23,7 +23,7 @@ def to_device(
     placed = device.type != "cpu" and any(tensor.device == device for tensor in tensors_in((args, kwargs)))
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
-        stays = tensor.device == device or (placed and tensor.dim() < 2 and _counts(tensor))
+        stays = tensor.device == device or (placed and tensor.dim() < 2 and is_integer(tensor))
         return tensor if stays or isinstance(tensor, Home) else tensor.to(device)
 
     return map_tensors(args, moved), map_tensors(kwargs, moved)
@@ -52,7 +52,3 @@ def handed_out(addresses: Addresses, output: Any, *, outermost: bool) -> Any:
             return tensor.clone()
 
     return map_tensors(output, copied)
-
-
-def _counts(tensor: torch.Tensor) -> bool:
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool

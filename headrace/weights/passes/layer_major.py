@@ -125,14 +125,11 @@ class LayerMajor:
             batch_sums = BatchSums(self._gradients, len(members), *apart)
             engine.backward_together(batch_sums, partial(self._backward, batch_sums, in_backward))
         finally:
-            self._close(members)
+            self._groups.clear()
+            for member in members:
+                member.segments.close()
         members[0].fiber.keep_random_states()
         return losses
-
-    def _close(self, members: Sequence[_Member]) -> None:
-        self._groups.clear()
-        for member in members:
-            member.segments.close()
 
     # forward ----------------------------------------------------------------------------------------------------------
     def _forward(self, members: Sequence[_Member]) -> None:

@@ -116,7 +116,7 @@ class Managed:
         self._engine = engine
         self._looks_at_homes = isinstance(module, nn.TransformerEncoder)
         self._others: dict[str, Method] = {name: partial(self._call, name) for name in computing_methods(type(module))}
-        self.leaves_out = _never if self._looks_at_homes else site.is_inside
+        self.leaves_out = (lambda: False) if self._looks_at_homes else site.is_inside
 
     @property
     def methods(self) -> dict[str, Method]:
@@ -161,7 +161,7 @@ class Managed:
             adapted = site_of(base)
             if adapted is None or adapted.all_experts is None:
                 return own(*args, **kwargs)
-            return engine.experts.adapt(adapted.all_experts.blocks[-1], module, base, own, args, kwargs)
+            return engine.experts.adapt(module, adapted.all_experts, base, own, args, kwargs)
         if whole is not None:
             engine.note_use(*whole.blocks)
             return engine.experts.compute(whole, module, own, args, kwargs)
@@ -343,10 +343,6 @@ def _on_host(parameter: nn.Parameter) -> nn.Parameter:
     return copied
 
 
-def _never() -> bool:
-    return False
-
-
 def _looking_at_homes(forward: Callable[..., Any]) -> Callable[..., Any]:
     """For nn.TransformerEncoder, which looks at its first layer's weights to choose how to compute, and uses none."""
 
@@ -369,7 +365,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 def make_managed(module: nn.Module, site: Site, engine: Engine) -> None:
     """Makes the module a managed one."""
     take_part(module, Managed(module, site, engine))
-    _give_device(module, site.passes.device)
+    _tell_device(module, site.passes.device)
 
 
 def make_plain(module: nn.Module) -> None:
@@ -377,7 +373,7 @@ def make_plain(module: nn.Module) -> None:
     managed = participant_of(module, Managed)
     if managed is not None:
         withdraw(module, managed)
-        _take_device(module)
+        _tell_device(module, None)
     if isinstance(module._parameters, Parameters):
         module.__dict__["_parameters"] = dict(module._parameters.items())
     if isinstance(module._buffers, LendingDict):
@@ -407,22 +403,17 @@ class _Device(property):
         return device if device is not None else self.own.__get__(module)
 
 
-def _give_device(module: nn.Module, device: torch.device) -> None:
-    """Makes the module's `device` this one, if its class has such a property."""
+def _tell_device(module: nn.Module, device: torch.device | None) -> None:
+    """Makes the module's `device` this one, if its class has such a property; with None, what the class says."""
     owner = _owner_of_device(type(module))
-    if owner is not None:
-        if not isinstance(owner.__dict__["device"], _Device):
-            owner.device = _Device(owner.__dict__["device"])
-        owner.__dict__["device"].devices[module] = device
-
-
-def _take_device(module: nn.Module) -> None:
-    """The inverse of `_give_device`."""
-    owner = _owner_of_device(type(module))
-    if owner is not None and isinstance(owner.__dict__["device"], _Device):
-        owner.__dict__["device"].devices.pop(module, None)
-        if not owner.__dict__["device"].devices:
-            owner.device = owner.__dict__["device"].own
+    if owner is None:
+        return
+    held = owner.__dict__["device"]
+    told = held if isinstance(held, _Device) else _Device(held)
+    told.devices.pop(module, None)
+    if device is not None:
+        told.devices[module] = device
+    owner.device = told if told.devices else told.own
 
 
 def _owner_of_device(kind: Any) -> Any:

@@ -207,7 +207,9 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
     with without_overrides():
         use = _use_of(func, args, kwargs)
         if _waits and (use in (Use.COMPUTE, Use.WRITE) or func == grad_of.__get__):
-            tree_map_only(Home, _waited_for, (args, kwargs))
+            for home in tree_flatten((args, kwargs))[0]:
+                if isinstance(home, Home):
+                    owner_of(home).wait_for_updates()
         if use in (Use.ASK, Use.HOLD) or _last_lender() is None:
             return func(*args, **kwargs)
         written = args[0] if args and use_of(func) is Use.WRITE else None
@@ -257,7 +259,6 @@ def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: 
     if getattr(func, "__name__", "") == "__hash__":
         with without_overrides():
             return func(*args, **kwargs)
-    away = {id(leaf): leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, AwayCompound)}
     beside = _devices_beside(args, kwargs)
 
     def lent(leaf: Any) -> Any:
@@ -268,8 +269,7 @@ def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: 
         found = _first(lambda lender: lender.lend_to_function(owner, Use.COMPUTE, beside))
         return compound.stand_in(leaf) if found is None else leaf
 
-    stand_ins = {key: lent(leaf) for key, leaf in away.items()}
-    args, kwargs = tree_map_only(AwayCompound, lambda leaf: stand_ins[id(leaf)], (args, kwargs))
+    args, kwargs = tree_map_only(AwayCompound, lent, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -284,11 +284,6 @@ def _use_of(func: Any, args: Any, kwargs: Any) -> Use:
     others = tree_flatten((args[1:], kwargs))[0]
     alone = bool(args) and isinstance(args[0], Home) and not any(isinstance(one, torch.Tensor) for one in others)
     return Use.WRITE if alone else Use.COMPUTE
-
-
-def _waited_for(home: Home) -> Home:
-    owner_of(home).wait_for_updates()
-    return home
 
 
 def _devices_beside(args: Any, kwargs: Any) -> set[torch.device]:
