@@ -80,7 +80,7 @@ class _All:
 
 
 class DiskState:
-    """The state of one optimizer on disk, in a directory of its own inside of `directory`.
+    """The state of one optimizer on disk, in a file without a name in `directory`.
 
     Raises what `DiskStore` raises.
     """
@@ -89,7 +89,7 @@ class DiskState:
         self._directory = directory
         self._failed = False  # whether a `stream` failed: then the contents cannot be relied on
         self._ledger = Ledger()
-        self._store = DiskStore(directory, self._ledger, own="optimizer")
+        self._store = DiskStore(directory, self._ledger, alone=False)
         self._ring = self._ring_for(torch.device("cpu"))
         self._extents: dict[Any, dict[tuple[str, torch.dtype], Extent]] = {}  # for good: no disk space is given back
         self._written: dict[Any, dict[str, torch.dtype]] = {}  # the tensors whose extents hold something

@@ -21,7 +21,7 @@ import torch
 from headrace.config import format_bytes
 from headrace.errors import DiskError, StateError
 from headrace.memory.disk.checksums import Checksums
-from headrace.memory.disk.directory import StoreDirectory, own_directory
+from headrace.memory.disk.directory import StoreDirectory
 from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, pieces
 from headrace.memory.disk.file import HAS_DIRECT, DirectFile
 from headrace.memory.disk.log import DiskLog
@@ -41,9 +41,9 @@ _THREADS = 4  # threads that move bytes; measured, see docs/design/disk.md
 class DiskStore:
     """Extents of a spill file in `directory`, read and written in the background. Safe to call from any thread.
 
-    No other store uses the directory until `close`; if it is missing, it is made, for its owner only. With `own`, which
-    says what rests there, the store uses a directory inside of `directory`, which is removed with it. The file has no
-    name, and is gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
+    If the directory is missing, it is made, for its owner only. With `alone`, no other such store uses it until
+    `close`. The file has no name, and is gone with the process. Extents are packed in the order of their allocation,
+    and booked in `ledger`.
 
     With `node`, its ranks share one file, which the first one makes. All of them make this store and its extents in the
     same order, and each books its part. They have to agree on who writes what: mappings show writes to all ranks at
@@ -60,16 +60,15 @@ class DiskStore:
         self,
         directory: str | os.PathLike[str],
         ledger: Ledger,
-        *,
         log: DiskLog | None = None,
+        *,
         threads: int = _THREADS,
         node: Node | None = None,
         device: torch.device | None = None,
-        own: str | None = None,
+        alone: bool = True,
     ) -> None:
         self._node = node
-        self._is_own = own is not None
-        self._path = (Path(directory) if own is None else own_directory(directory, own)).expanduser().resolve()
+        self._path, self._alone = Path(directory).expanduser().resolve(), alone
         self._directory: StoreDirectory | None = None  # None on a node's other ranks
         self._ledger = ledger
         self._log = log or DiskLog()
@@ -248,7 +247,7 @@ class DiskStore:
 
     def _create_file(self) -> int:
         def create() -> int:
-            self._directory = StoreDirectory(self._path, own=self._is_own)
+            self._directory = StoreDirectory(self._path, alone=self._alone)
             return self._directory.create_file()
 
         if self._node is None:
