@@ -74,7 +74,7 @@ class SharedExtent:
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """As `SharedArena.tensor`."""
-        return self._store.mapping(self.extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
+        return self._store.mapping(self.extent, offset, nbytes, dtype)
 
     def own_view(self) -> Mapping:
         """As `SharedArena.own_view`."""

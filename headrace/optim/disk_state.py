@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +76,18 @@ class _All:
     def query(self) -> bool:
         """Whether all requests have ended."""
         return all(request.query() for request in self._requests)
+
+
+@dataclass(frozen=True, eq=False)
+class _StateTensor(TensorAtRest):
+    """One tensor of state."""
+
+    origin: Origin
+    of: "DiskState"  # whose store stays open as long as somebody may read
+
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        if not read_bytes(self.origin, begin, memory):
+            raise StateError("an optimizer's state on disk was read after it was closed")
 
 
 class DiskState:
@@ -202,13 +213,8 @@ class DiskState:
             extent = self._extents[key][name, dtype]
             like = torch.empty(eight_bit.nbytes(elements, dtype) // dtype.itemsize, dtype=dtype, device="meta")
             origin = self._store.origin(extent, eight_bit.nbytes(self._chunks[key], dtype))
-            found[name] = TensorAtRest(like, partial(self._read_bytes, origin))
+            found[name] = _StateTensor(like, origin, self)
         return found
-
-    def _read_bytes(self, origin: Origin, begin: int, memory: torch.Tensor) -> None:
-        """Reads from disk. It is a method so that the store stays open as long as somebody may read."""
-        if not read_bytes(origin, begin, memory):
-            raise StateError("an optimizer's state on disk was read after it was closed")
 
     def fill(self, key: Any, elements: int, tensors: Mapping[str, TensorAtRest]) -> None:
         """As `keep`, with tensors that are elsewhere on disk: only some of their elements are in memory at a time."""
@@ -227,7 +233,7 @@ class DiskState:
         lent = {}
         for name, dtype in self._written.get(key, {}).items():
             extent = self._extents[key][name, dtype]
-            lent[name] = self._store.mapping(extent, 0, eight_bit.nbytes(elements, dtype)).view(dtype)
+            lent[name] = self._store.mapping(extent, 0, eight_bit.nbytes(elements, dtype), dtype)
         return lent
 
     def take_back(self, key: Any) -> None:

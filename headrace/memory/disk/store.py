@@ -154,8 +154,10 @@ class DiskStore:
         """
         return self._submit(Access.WRITE, extent, source, None, offset, after)
 
-    def mapping(self, extent: Extent, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        """Bytes of the extent as memory: uint8, (nbytes,), a new storage at every call. Writes reach the file.
+    def mapping(
+        self, extent: Extent, offset: int = 0, nbytes: int | None = None, dtype: torch.dtype = torch.uint8
+    ) -> torch.Tensor:
+        """Bytes of the extent as memory: (elements,), a new storage at every call. Writes reach the file.
 
         It may be touched from when the Request of `to_mapping` is done until `to_direct` is called. It outlives the
         store. `read` verifies its bytes between `to_direct` and `to_mapping` only.
@@ -168,7 +170,7 @@ class DiskStore:
                 )
                 self._mappings[extent].show(self.origin(extent))
                 self._checksums.forget(extent)
-            return self._mappings[extent].tensor(offset, extent.nbytes - offset if nbytes is None else nbytes)
+            return self._mappings[extent].tensor(offset, extent.nbytes - offset if nbytes is None else nbytes, dtype)
 
     def own_mapping(self, extent: Extent) -> Mapping:
         """The extent as private memory: what this process writes there stays its own."""

@@ -320,7 +320,7 @@ class DiskGradients:
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """As `GradientMemory.tensor`."""
-        return self._store.mapping(self._extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
+        return self._store.mapping(self._extent, offset, nbytes, dtype)
 
     def offset_of(self, target: torch.Tensor) -> int:
         """Where memory from `tensor` begins in the extent, in bytes."""
