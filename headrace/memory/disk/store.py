@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -38,7 +37,7 @@ __all__ = ["DiskStore"]
 _THREADS = 4  # threads that move bytes; measured, see docs/design/disk.md
 
 
-class DiskStore:
+class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
     """Extents of a spill file in `directory`, read and written in the background. Safe to call from any thread.
 
     If the directory is missing, it is made, for its owner only. With `alone`, no other such store uses it until
@@ -165,10 +164,8 @@ class DiskStore:
         with self._lock:
             self._refuse_closed(extent.name)
             if extent not in self._mappings:
-                self._mappings[extent] = Mapping(
-                    self._file.descriptor, extent.offset, extent.capacity_bytes, shared=True
-                )
-                self._mappings[extent].show(self.origin(extent))
+                place = self._file.descriptor, extent.offset, extent.capacity_bytes
+                self._mappings[extent] = Mapping(*place, shared=True, origin=self.origin(extent))
                 self._checksums.forget(extent)
             return self._mappings[extent].tensor(offset, extent.nbytes - offset if nbytes is None else nbytes, dtype)
 
@@ -239,12 +236,7 @@ class DiskStore:
         if self._directory is not None:
             self._directory.close()
 
-    def __enter__(self) -> "DiskStore":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _create_file(self) -> int:

@@ -303,13 +303,6 @@ class HandedOut:
             self._blocks.append(weakref.ref(block))
 
 
-class GradientMemory(Protocol):
-    """Memory from which gradients are carved. It lives as long as any of them."""
-
-    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Bytes `offset` to `offset + nbytes` as a one-dimensional tensor with a storage of its own."""
-
-
 class DiskGradients:
     """Gradient memory in an extent of a disk store."""
 
@@ -319,7 +312,7 @@ class DiskGradients:
         self._address = store.mapping(self._extent).data_ptr()
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `GradientMemory.tensor`."""
+        """As `Arena.tensor`."""
         return self._store.mapping(self._extent, offset, nbytes, dtype)
 
     def offset_of(self, target: torch.Tensor) -> int:
@@ -335,3 +328,6 @@ class DiskGradients:
         """Called after `written_bytes` were written through the mapping: its pages leave this process's memory."""
         self._spilled(written_bytes)
         self._store.forget(self._extent)
+
+
+GradientMemory = Arena | DiskGradients  # from which gradients are carved; it lives as long as any of them
