@@ -328,7 +328,7 @@ class Offloaded(Handle):
         self._attachment.keep_alive(self)
         self.activations: ActivationOffloading | None = None  # the handle on the model's activations
         if config.activations is not None:
-            store = self._tiers.private_store("activations") if config.activations.tier == "disk" else None
+            store = self._tiers.private_store if config.activations.tier == "disk" else None
             resources = self._lanes, self._ledger, store, self._meter.lane_use
             self.activations = ActivationOffloading(model, config.activations, *resources)
         self._micro_batches = MicroBatches(self._engine, gradients, self._attachment, self.activations)

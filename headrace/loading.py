@@ -141,7 +141,7 @@ def _fill(rest: DiskRest, image: _Image) -> None:
         for place, tensor in image:
             begin, stop = max(first, place), min(end, place + tensor.nbytes)
             if begin < stop:
-                tensor.at_rest().read(begin - place, memory[begin - first : stop - first])
+                tensor.read(begin - place, memory[begin - first : stop - first])
 
     rest.flush([])  # what was written through memory before does not come behind it
     rest.fill(lambda first, end: partial(lay_out, first, end))
@@ -375,7 +375,7 @@ class _State:
                     continue
                 if _is_as_in_file(value):  # all of ours are
                     there = self._saved.place(f"state.{number}.{name}", value)
-                    on_disk[number][name] = there.at_rest()
+                    on_disk[number][name] = there
                     there.file.read_otherwise.update(there.whole_grains)
             rest = entries
             if on_disk[number]:
@@ -409,7 +409,7 @@ def _is_as_in_file(tensor: torch.Tensor) -> bool:
 
 def _convert(optimizer: HostOptimizer, parameter: torch.Tensor, saved: TensorInFile, state: dict[str, Any]) -> None:
     """A parameter whose dtype was another one gets its exact value, and the master that goes with it."""
-    exact = take_exact(saved.at_rest().load(), state)
+    exact = take_exact(saved.load(), state)
     if parameter.dtype in (torch.bfloat16, torch.float16):
         adopt_exact(optimizer, parameter, exact, state)
     else:

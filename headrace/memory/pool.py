@@ -71,7 +71,9 @@ class HostPool:
         while index is not None:
             begin = ranges.take(self._free[index], wanted)
             if begin is not None:
-                return self._handed_out(index, begin, nbytes)
+                self.held_bytes += wanted
+                self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+                return Slab(self._arenas[index].tensor(begin, nbytes), index, begin)
             self._no_more.put(index, -max((end - begin for begin, end in self._free[index]), default=0))
             index = self._no_more.first(index + 1, -wanted)
         return None
@@ -130,8 +132,3 @@ class HostPool:
         self._no_more.put(len(self._free) - 1, -self._arenas[-1].nbytes)
         self.arena_bytes += self._arenas[-1].nbytes
         self.grown += 1
-
-    def _handed_out(self, arena: int, offset: int, nbytes: int) -> Slab:
-        self.held_bytes += aligned(nbytes)
-        self._peak_bytes = max(self._peak_bytes, self.held_bytes)
-        return Slab(self._arenas[arena].tensor(offset, nbytes), arena, offset)

@@ -7,7 +7,6 @@ copies of the written pages, until these are published or dropped. See docs/desi
 
 import os
 import weakref
-from dataclasses import dataclass
 
 import torch
 
@@ -74,7 +73,7 @@ class SharedExtent:
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """As `SharedArena.tensor`."""
-        return self._store.mapping(self.extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
+        return self._store.mapping(self.extent, offset, nbytes, dtype)
 
     def own_view(self) -> Mapping:
         """As `SharedArena.own_view`."""
@@ -89,11 +88,12 @@ Common = SharedArena | SharedExtent  # bytes of which a node has one copy
 
 
 class _Descriptor:
-    """A descriptor of shared memory. It is closed with its last user, or by `close_descriptors`."""
+    """A descriptor of shared memory, `nbytes` at first. It is closed with its last user, or by `close_descriptors`."""
 
-    def __init__(self, node: Node, number: int) -> None:
-        self.number = number
-        self.close = weakref.finalize(self, os.close, number)
+    def __init__(self, node: Node, nbytes: int) -> None:
+        self.number = node.share(nbytes)
+        self.used_bytes = nbytes
+        self.close = weakref.finalize(self, os.close, self.number)
         _descriptors.setdefault(node, weakref.WeakSet()).add(self)
 
 
@@ -104,15 +104,8 @@ def close_descriptors(node: Node) -> None:
         descriptor.close()
 
 
-@dataclass
-class _Slab:
-    """Memory of one descriptor, for many small arenas."""
-
-    descriptor: _Descriptor
-    used_bytes: int
-
-
-_slabs: "weakref.WeakKeyDictionary[Node, _Slab]" = weakref.WeakKeyDictionary()  # the slabs that have room
+# Descriptors that have room: memory of each is for many small arenas.
+_slabs: "weakref.WeakKeyDictionary[Node, _Descriptor]" = weakref.WeakKeyDictionary()
 _descriptors: "weakref.WeakKeyDictionary[Node, weakref.WeakSet[_Descriptor]]" = weakref.WeakKeyDictionary()
 
 
@@ -120,11 +113,10 @@ def _place(node: Node, nbytes: int) -> tuple[_Descriptor, int]:
     """Where a new arena lies: in the same place on all ranks, as they make the same arenas in the same order."""
     slab = _slabs.get(node)
     if nbytes > _SMALL_BYTES:
-        return _Descriptor(node, node.share(nbytes)), 0
+        return _Descriptor(node, nbytes), 0
     if slab is None or slab.used_bytes + nbytes > _SLAB_BYTES:
-        _slabs[node] = slab = _Slab(_Descriptor(node, node.share(nbytes)), 0)
-    else:
-        node.grow(slab.descriptor.number, slab.used_bytes, nbytes)
-    offset = slab.used_bytes
+        _slabs[node] = slab = _Descriptor(node, nbytes)
+        return slab, 0
+    node.grow(slab.number, slab.used_bytes, nbytes)
     slab.used_bytes += nbytes
-    return slab.descriptor, offset
+    return slab, slab.used_bytes - nbytes

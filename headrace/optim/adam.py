@@ -29,7 +29,7 @@ class AdamW(HostOptimizer, torch.optim.AdamW):
       element. In the state these are "exp_avg_8bit" and so on, of shape (runs, 132) and dtype torch.uint8. Tensors of
       fewer than 4096 elements and tensors that are not contiguous keep float32. A state dict can be loaded into
       optimizers of headrace with any `state_dtype`; one with float32 moments can also be loaded into `torch.optim`.
-    - `tier`: where the state rests: "host", or "disk", in a directory of its own inside `disk`; the files disappear
+    - `tier`: where the state rests: "host", or "disk", in a file without a name in `disk`; the files disappear
       with the process, so save checkpoints. Host memory then holds only a ring buffer of 192 MiB. `state_dict()`
       returns tensors that are read from disk when they are accessed. With a `device_fraction`, the rest of the state is
       on disk.

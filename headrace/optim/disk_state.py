@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,8 +78,20 @@ class _All:
         return all(request.query() for request in self._requests)
 
 
+@dataclass(frozen=True, eq=False)
+class _StateTensor(TensorAtRest):
+    """One tensor of state."""
+
+    origin: Origin
+    of: "DiskState"  # whose store stays open as long as somebody may read
+
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        if not read_bytes(self.origin, begin, memory):
+            raise StateError("an optimizer's state on disk was read after it was closed")
+
+
 class DiskState:
-    """The state of one optimizer on disk, in a directory of its own inside of `directory`.
+    """The state of one optimizer on disk, in a file without a name in `directory`.
 
     Raises what `DiskStore` raises.
     """
@@ -89,7 +100,7 @@ class DiskState:
         self._directory = directory
         self._failed = False  # whether a `stream` failed: then the contents cannot be relied on
         self._ledger = Ledger()
-        self._store = DiskStore(directory, self._ledger, own="optimizer")
+        self._store = DiskStore(directory, self._ledger, alone=False)
         self._ring = self._ring_for(torch.device("cpu"))
         self._extents: dict[Any, dict[tuple[str, torch.dtype], Extent]] = {}  # for good: no disk space is given back
         self._written: dict[Any, dict[str, torch.dtype]] = {}  # the tensors whose extents hold something
@@ -202,13 +213,8 @@ class DiskState:
             extent = self._extents[key][name, dtype]
             like = torch.empty(eight_bit.nbytes(elements, dtype) // dtype.itemsize, dtype=dtype, device="meta")
             origin = self._store.origin(extent, eight_bit.nbytes(self._chunks[key], dtype))
-            found[name] = TensorAtRest(like, partial(self._read_bytes, origin))
+            found[name] = _StateTensor(like, origin, self)
         return found
-
-    def _read_bytes(self, origin: Origin, begin: int, memory: torch.Tensor) -> None:
-        """Reads from disk. It is a method so that the store stays open as long as somebody may read."""
-        if not read_bytes(origin, begin, memory):
-            raise StateError("an optimizer's state on disk was read after it was closed")
 
     def fill(self, key: Any, elements: int, tensors: Mapping[str, TensorAtRest]) -> None:
         """As `keep`, with tensors that are elsewhere on disk: only some of their elements are in memory at a time."""
@@ -227,7 +233,7 @@ class DiskState:
         lent = {}
         for name, dtype in self._written.get(key, {}).items():
             extent = self._extents[key][name, dtype]
-            lent[name] = self._store.mapping(extent, 0, eight_bit.nbytes(elements, dtype)).view(dtype)
+            lent[name] = self._store.mapping(extent, 0, eight_bit.nbytes(elements, dtype), dtype)
         return lent
 
     def take_back(self, key: Any) -> None:

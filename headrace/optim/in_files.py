@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.errors import StateError
-from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Origin, Request, disk_pages, origin_of
-from headrace.memory.pages import map_pages
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Origin, Request, disk_pages, new_pages, origin_of
 from headrace.optim.devices import Member
 from headrace.optim.overlap import by_unit
 from headrace.optim.weights import MasterWeight, flat
@@ -164,7 +163,7 @@ class Grains:
     def _memory(self, nbytes: int) -> torch.Tensor:
         fitting = next((one for one in self._free if one.nbytes >= nbytes), None)
         if fitting is None:
-            return torch.frombuffer(map_pages(disk_pages(nbytes), touched=False), dtype=torch.uint8)
+            return new_pages(disk_pages(nbytes))
         self._free[:] = [one for one in self._free if one is not fitting]
         return fitting
 

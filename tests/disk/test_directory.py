@@ -54,6 +54,17 @@ def test_two_stores_of_a_process_cannot_share_it(tmp_path: Path, ledger: Ledger)
     DiskStore(tmp_path / "link", ledger).close()
 
 
+def test_stores_that_need_not_be_alone_share_it(tmp_path: Path, ledger: Ledger) -> None:
+    with DiskStore(tmp_path, ledger) as one, DiskStore(tmp_path, ledger, alone=False) as other:
+        other.allocate("layers.0", 1 << 20, "weights")
+        assert [file.name for file in tmp_path.iterdir()] == [".headrace-lock"]
+        other.close()
+        with pytest.raises(StateError, match="another disk store of this process"):
+            DiskStore(tmp_path, ledger)
+        one.allocate("layers.0", 1 << 20, "weights")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_processes_cannot_share_it(nursery: Nursery, tmp_path: Path, ledger: Ledger) -> None:
     process = holder(nursery, tmp_path, "signal.pause(); print('woken', flush=True)")
     with pytest.raises(StateError, match=f"process {process.pid} uses {tmp_path} as its disk tier; wait for its end"):

@@ -111,7 +111,7 @@ def activations_rest_there(directory: str, device: str, onload: str) -> None:
         if world == 2:
             assert_same_weights(model, single)
         assert handle.activations is not None
-        stats, own = handle.activations.stats(), handle._tiers.private_store("activations")
+        stats, own = handle.activations.stats(), handle._tiers.private_store
         assert own is not None
         assert own is not handle._tiers.store
         assert stats.spill_bytes > 4 * LAYERS * 2 * 5 * WIDTH * 4  # an input of each layer, at least

@@ -17,10 +17,10 @@ def weights(count: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture(params=["baseline", "AVX2", "AVX512"])
 def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each level of vector instructions that this CPU has."""
-    from headrace.memory.packed import kernel
+    from headrace.memory.packed import format as packed_format
 
     number = ["baseline", "AVX2", "AVX512"].index(request.param)
-    if number > kernel.level():
+    if number > packed_format.level():
         pytest.skip(f"this CPU has no {request.param}")
-    monkeypatch.setattr(kernel, "level", lambda: number)
+    monkeypatch.setattr(packed_format, "level", lambda: number)
     return str(request.param)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.memory.packed import Packed, available, pack, pack_in_place, unpack, unpack_in_place
+from headrace.memory.packed import Packed, available, pack, pack_into, unpack, unpack_in_place
 
 from .conftest import weights
 from .reference import pack as reference_pack
@@ -92,7 +92,7 @@ def test_what_does_not_pay_is_left_alone(count: int) -> None:
     before = words.clone()
     assert pack(words) is None
     assert torch.equal(words, before)
-    assert pack_in_place(words.view(torch.uint8)) == 0
+    assert pack_into(words, words.view(torch.uint8)) == 0
 
 
 def test_where_packing_stops_to_pay() -> None:
@@ -120,7 +120,7 @@ def test_a_few_words_are_left_alone_or_come_back(count: int) -> None:
 def test_in_place(count: int) -> None:
     words = weights(count)
     memory = words.clone().view(torch.uint8)
-    nbytes = pack_in_place(memory)
+    nbytes = pack_into(memory, memory)
     whole = pack(words)
     assert whole is not None
     assert torch.equal(memory[:nbytes], whole)

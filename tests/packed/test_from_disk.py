@@ -230,8 +230,8 @@ def test_what_does_not_pay_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
     from headrace.weights.rest import packing
 
     tried = []
-    pack = packing.pack_in_place
-    monkeypatch.setattr(packing, "pack_in_place", lambda chunk: tried.append(len(chunk)) or pack(chunk))
+    pack = packing.pack_into
+    monkeypatch.setattr(packing, "pack_into", lambda chunk, into: tried.append(len(chunk)) or pack(chunk, into))
     model = frozen()
     for layer in model:
         layer.weight.data = torch.randint(0, 2**14, (WIDTH, WIDTH), dtype=torch.int16).view(torch.bfloat16)

@@ -16,7 +16,7 @@ __all__ = ["DiskBlocks", "DiskSettings", "Rest"]
 
 @dataclass(frozen=True)
 class DiskSettings:
-    """How tensors on disk are stored: in a new directory inside `directory`, which `threads` threads read and write.
+    """How tensors on disk are stored: in a file without a name in `directory`, which `threads` threads read and write.
 
     They pass through `slots` blocks of `block_bytes` of host memory. `packs`: bfloat16 tensors are packed on disk.
     """
@@ -73,9 +73,7 @@ class DiskBlocks:
             block_bytes = min(block_bytes, pages * DISK_ALIGNMENT_BYTES)
             slots = max(1, min(slots, share // block_bytes))
         self._ring, self._lanes = StagingRing(block_bytes, slots, memory_device, ledger), lanes
-        self._store = DiskStore(
-            settings.directory, ledger, threads=settings.threads, own="headrace-tensors", device=lanes.device
-        )
+        self._store = DiskStore(settings.directory, ledger, threads=settings.threads, alone=False, device=lanes.device)
         self._fetching = OneThread("headrace-fetch", lanes.device)
         self._packs = settings.packs and available()
         self.fetch_bytes = 0

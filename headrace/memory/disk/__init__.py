@@ -1,6 +1,5 @@
 """Where do the bytes of the disk tier lie, and how do they come and go? See docs/design/disk.md."""
 
-from headrace.memory.disk.at_rest import TensorAtRest
 from headrace.memory.disk.bounce import neighbours_follow, read_bytes, write_bytes
 from headrace.memory.disk.checkpoint import LEAST_READING_BYTES, Checkpoint, Part
 from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent, disk_pages
@@ -9,7 +8,7 @@ from headrace.memory.disk.log import DiskLog
 from headrace.memory.disk.mapping import Mapping, Origin, copy_on_disk, origin_of, release_pages
 from headrace.memory.disk.newborn import TensorsOnDisk
 from headrace.memory.disk.requests import Access, Ended, Request
-from headrace.memory.disk.saved_file import SavedFile, TensorInFile
+from headrace.memory.disk.saved_file import SavedFile, TensorAtRest, TensorInFile, new_pages
 from headrace.memory.disk.staging import Slot, StagingRing
 from headrace.memory.disk.store import DiskStore
 
@@ -36,6 +35,7 @@ __all__ = [
     "copy_on_disk",
     "disk_pages",
     "neighbours_follow",
+    "new_pages",
     "origin_of",
     "read_bytes",
     "release_pages",

@@ -82,8 +82,8 @@ class Checkpoint:
         record, mapped = self._mapped(name)
         if mapped is None:
             file = record.file
-            mapped = self._mappings[record.path] = mapping.Mapping(file.descriptor, 0, file.nbytes, shared=False)
-            mapped.show(_Bytes(self, file))
+            mapped = mapping.Mapping(file.descriptor, 0, file.nbytes, shared=False, origin=_Bytes(self, file))
+            self._mappings[record.path] = mapped
         memory = mapped.tensor(record.offset, record.nbytes)
         self._addresses[memory.data_ptr()] = name
         return memory.view(record.dtype).view(record.shape)

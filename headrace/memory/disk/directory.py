@@ -1,14 +1,12 @@
-"""Who uses the directory of a disk store, and what is in it? One store at a time uses it; its files have no names.
+"""Who uses the directory of a disk store, and what is in it? One store at a time, or any number; files without names.
 
 A spill file loses its name as soon as it is open, or never gets one (O_TMPFILE). The kernel frees its bytes when the
 process ends, however it ends. So there is nothing to clean up at exit, and no signal to catch.
 """
 
 import errno
-import itertools
 import os
 import secrets
-import shutil
 import stat
 import threading
 import weakref
@@ -25,46 +23,31 @@ from headrace.runtime.system import (
     NOT_A_LINK,
     after_fork,
     free_bytes,
-    host_name,
     libc,
     lock_file,
     read_some,
     write_at,
 )
 
-__all__ = ["StoreDirectory", "own_directory"]
+__all__ = ["StoreDirectory"]
 
 _LOCK_NAME = ".headrace-lock"
 _FILE_PREFIX = ".headrace-file-"  # of files that have a name only for a moment
 _IN_RAM = ("tmpfs", "ramfs")
 _lock = threading.RLock()  # a finalizer may run while this thread holds it
 _held: set[tuple[int, int]] = set()  # device and inode of the directories in use: file locks are per process
-_numbers = itertools.count()
-
-
-def own_directory(parent: str | os.PathLike[str], kind: str) -> Path:
-    """The path of a directory inside of `parent` that nobody else uses.
-
-    Removes directories of `kind` that killed processes of this host have left there: these hold only a lock file.
-    """
-    parent = Path(parent).expanduser()
-    for path in parent.glob(f"{kind}-*-*@{host_name()}"):
-        owner = path.name.removeprefix(f"{kind}-").split("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(path, ignore_errors=True)
-    return parent / f"{kind}-{os.getpid()}-{next(_numbers)}@{host_name()}"
 
 
 class StoreDirectory:
     """A directory that this store alone uses until `close`. If it is missing, it is made, for its owner only.
 
-    With `own`, the directory is removed at `close`, or when the process exits.
+    Without `alone`, it is not held: any number of stores use it at the same time, and one that uses it alone.
 
     Raises ValueError if `path` is no directory, StateError if another store or process uses it, DiskError if no file
     can be made in it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, own: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, alone: bool = True) -> None:
         if libc() is None:
             raise DiskError(errno.ENOSYS, NO_FILE_MEMORY)
         self.path = Path(path).expanduser().resolve()
@@ -75,6 +58,10 @@ class StoreDirectory:
             raise ValueError(f"disk={str(self.path)!r} is a file; give a directory") from error
         except OSError as error:
             raise self._unusable(error) from error
+        if not alone:
+            self._descriptor = os.open(self.path, os.O_RDONLY | CLOSED_IN_CHILDREN)
+            self._closer = weakref.finalize(self, os.close, self._descriptor)
+            return
         with _lock:
             if self._identity in _held:
                 raise StateError(
@@ -84,9 +71,9 @@ class StoreDirectory:
             self._descriptor = self._acquire()
             _held.add(self._identity)
         self._closer = weakref.finalize(
-            self, _release, self._descriptor, self.path / _LOCK_NAME, self._identity, os.getpid(), own
+            self, _release, self._descriptor, self.path / _LOCK_NAME, self._identity, os.getpid()
         )
-        for stale in self.path.glob(f"{_FILE_PREFIX}*"):  # left by processes that died, as the lock is ours
+        for stale in self.path.glob(f"{_FILE_PREFIX}*"):  # left by processes that died
             if not stale.is_dir():
                 stale.unlink(missing_ok=True)
 
@@ -121,7 +108,7 @@ class StoreDirectory:
         path = self.path / f"{_FILE_PREFIX}{secrets.token_hex(8)}"
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | NOT_A_LINK | os.O_RDWR | CLOSED_IN_CHILDREN, 0o600)
-            path.unlink()
+            path.unlink(missing_ok=True)  # another store may have removed it
         except OSError as error:
             raise self._unusable(error) from error
         return descriptor
@@ -183,8 +170,8 @@ def _identity(path: Path | int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _release(descriptor: int, path: Path, identity: tuple[int, int], owner: int, own: bool) -> None:
-    """Removes the lock file (with `own`, the directory, too), if it is still ours, and then releases the lock.
+def _release(descriptor: int, path: Path, identity: tuple[int, int], owner: int) -> None:
+    """Removes the lock file, if it is still ours, and then releases the lock.
 
     A forked child only closes its descriptor.
     """
@@ -192,8 +179,6 @@ def _release(descriptor: int, path: Path, identity: tuple[int, int], owner: int,
         try:
             if os.getpid() == owner and _identity(path) == _identity(descriptor):
                 path.unlink()
-                if own:
-                    path.parent.rmdir()
         except OSError:  # the directory is gone or read-only by now; the lock is released all the same
             pass
         os.close(descriptor)

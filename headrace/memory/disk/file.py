@@ -45,7 +45,8 @@ class DirectFile:
 
     def read(self, address: int, nbytes: int, offset: int, what: str) -> None:
         """Fills memory at `address` with `nbytes` from `offset`. Raises DiskError, also if the file ends before."""
-        self._transfer(read_at, "read", address, nbytes, offset, what)
+        for route in self._routes(address, nbytes, offset):
+            self._move(read_at, "read", *route, what)
 
     def read_scattered(self, memory: Sequence[tuple[int, int]], offset: int, what: str) -> None:
         """As `read`, into several (address, bytes) one after the other: in one request if all are whole pages."""
@@ -59,23 +60,12 @@ class DirectFile:
 
     def write(self, address: int, nbytes: int, offset: int, what: str) -> None:
         """Writes `nbytes` of memory at `address` to `offset`. Raises DiskError."""
-        self._transfer(write_at, "written", address, nbytes, offset, what)
+        for route in self._routes(address, nbytes, offset):
+            self._move(write_at, "written", *route, what)
 
     def close(self) -> None:
         """Closes the descriptors. A file without a name is gone then, once no mapping is left."""
         self._closer()
-
-    def _transfer(
-        self,
-        call: Callable[[int, list[Any], int], int],
-        done: str,
-        address: int,
-        nbytes: int,
-        offset: int,
-        what: str,
-    ) -> None:
-        for begin, end, descriptor in self._routes(address, nbytes, offset):
-            self._move(call, done, descriptor, [(address + begin, end - begin)], offset + begin, what)
 
     def _move(
         self,
@@ -107,15 +97,18 @@ class DirectFile:
             offset += moved
             memory = _behind(memory, moved)
 
-    def _routes(self, address: int, nbytes: int, offset: int) -> list[tuple[int, int, int]]:
-        """(begin, end, descriptor) of each part of a transfer: whole aligned pages go directly, the rest buffered."""
-        direct = self._direct_descriptor
-        if direct is None or (address - offset) % DISK_ALIGNMENT_BYTES:
-            return [(0, nbytes, self.descriptor)] if nbytes else []
-        first = min(-offset % DISK_ALIGNMENT_BYTES, nbytes)
-        last = max(first, nbytes - (offset + nbytes) % DISK_ALIGNMENT_BYTES)
-        routes = [(0, first, self.descriptor), (first, last, direct), (last, nbytes, self.descriptor)]
-        return [route for route in routes if route[0] < route[1]]
+    def _routes(self, address: int, nbytes: int, offset: int) -> list[tuple[int, list[tuple[int, int]], int]]:
+        """(descriptor, memory, offset) of each part of a transfer: whole aligned pages go directly, others buffered."""
+        first = last = 0
+        if self._direct_descriptor is not None and (address - offset) % DISK_ALIGNMENT_BYTES == 0:
+            first = min(-offset % DISK_ALIGNMENT_BYTES, nbytes)
+            last = max(first, nbytes - (offset + nbytes) % DISK_ALIGNMENT_BYTES)
+        routes = [(self.descriptor, 0, first), (self._direct_descriptor, first, last), (self.descriptor, last, nbytes)]
+        return [
+            (descriptor, [(address + begin, end - begin)], offset + begin)
+            for descriptor, begin, end in routes
+            if descriptor is not None and begin < end
+        ]
 
 
 def _open_direct(descriptor: int, writable: bool) -> int | None:

@@ -139,21 +139,20 @@ class Mapping:
     """`nbytes` at `offset` (a multiple of the page size) of an open file as memory.
 
     Shared: writes reach the file. Private: writes stay with this process, page by page, and the file is only read. The
-    memory lives as long as any tensor made by `tensor` does, even after the file is closed.
+    memory lives as long as any tensor made by `tensor` does, even after the file is closed. `origin_of` returns
+    `origin` for it.
     """
 
-    def __init__(self, descriptor: int, offset: int, nbytes: int, *, shared: bool) -> None:
+    def __init__(
+        self, descriptor: int, offset: int, nbytes: int, *, shared: bool, origin: Origin | None = None
+    ) -> None:
         self._nbytes = max(nbytes, 1)
         self._offset = offset
         self.address = self._map(descriptor, shared=shared)
         self.memory = (ctypes.c_char * self._nbytes).from_address(self.address)  # lives as long as it is mapped
-        self._mapped = _Mapped(self._nbytes, shared)
+        self._mapped = _Mapped(self._nbytes, shared, origin)
         _table.add(self.address, self._mapped)
         weakref.finalize(self.memory, _unmap, self.address, self._nbytes).atexit = False
-
-    def show(self, origin: Origin) -> None:
-        """From now on, `origin_of` returns `origin` for memory of this mapping."""
-        self._mapped.origin = origin
 
     def before_unmap(self, call: Callable[[], Any] | None) -> None:
         """Has `call` called before the memory is unmapped."""

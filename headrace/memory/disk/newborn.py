@@ -30,7 +30,7 @@ class TensorsOnDisk(TorchFunctionMode):
 
     def __init__(self, path: str | os.PathLike[str], made_one: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self._directory = StoreDirectory(path)
+        self._directory = StoreDirectory(path, alone=False)
         self._made_one = made_one
 
     def __exit__(self, *args: Any) -> None:

@@ -26,12 +26,13 @@ import torch
 
 from headrace.errors import StateError
 from headrace.memory.disk.extent import Extent
+from headrace.memory.ranges import Range
 from headrace.runtime.lanes import Event
 from headrace.runtime.threads import Gate, mark_headrace_thread
 
 __all__ = ["Access", "Ended", "Kind", "Request", "Requests"]
 
-_Job = Callable[[], None]
+_Job = Callable[[], object]
 
 
 class Access(Enum):
@@ -49,9 +50,6 @@ class Kind(Enum):
     TURN = "turn"  # nothing: it only waits for the requests before it
 
 
-Span = tuple[int, int]  # first byte, one past the last
-
-
 class Request:
     """One read or write on its way. It is an Event, and has its exception and the moments of its begin and end."""
 
@@ -61,7 +59,7 @@ class Request:
         access: Access,
         jobs: Sequence[_Job],
         kind: Kind,
-        span: Span,
+        span: Range,
     ) -> None:
         self.extent = extent  # None: it concerns all extents
         self.access = access
@@ -149,7 +147,7 @@ class Requests:
 
     def forgive(self, extent: Extent) -> None:
         """Forgets failed writes of the extent: nobody needs the bytes any more."""
-        self._turns.post(lambda: self._turns.forgive(extent))
+        self._turns.post(lambda: self._turns.failed.pop(extent, None))
 
     def synchronize(self) -> None:
         """Blocks until all requests have ended; raises the first error of a write that no later write has replaced."""
@@ -168,7 +166,7 @@ class _Turns:
         self._work: SimpleQueue[_Job | None] = SimpleQueue()
         self._waits: dict[Access, SimpleQueue[_Job | None]] = {access: SimpleQueue() for access in Access}
         self._unfinished: dict[Extent | None, list[Request]] = defaultdict(list)
-        self._failed: dict[Extent, list[Request]] = {}  # failed writes whose bytes no later write has replaced
+        self.failed: dict[Extent, list[Request]] = {}  # failed writes whose bytes no later write has replaced
         self._stopped = False
         queues = [self._work] * threads + list(self._waits.values())
         self._workers = [_start(_work_off, queue, device) for queue in queues]
@@ -205,10 +203,6 @@ class _Turns:
             self._advance(request)
         else:
             self._waits[request.access].put(partial(self._wait, request, after))
-
-    def forgive(self, extent: Extent) -> None:
-        """As `Requests.forgive`, on the thread of turns."""
-        self._failed.pop(extent, None)
 
     def _run(self, queues: list["SimpleQueue[_Job | None]"]) -> None:
         stopping = False
@@ -249,9 +243,9 @@ class _Turns:
             if request.waits_for:
                 continue
             if request.extent is None:
-                request.error = next((old.error for failed in self._failed.values() for old in failed), None)
+                request.error = next((old.error for failed in self.failed.values() for old in failed), None)
             else:
-                failed = self._failed.get(request.extent, ())
+                failed = self.failed.get(request.extent, ())
                 spoilt = [old.error for old in failed if _meet(request.span, old.span) and not _mends(request, old)]
                 request.error = request.error or next(iter(spoilt), None)
             request.begin()
@@ -284,16 +278,16 @@ class _Turns:
             del self._unfinished[request.extent]
         if request.access is Access.WRITE and request.extent is not None:
             landed = request.error is None
-            still = [old for old in self._failed.pop(request.extent, ()) if not (landed and _mends(request, old))]
+            still = [old for old in self.failed.pop(request.extent, ()) if not (landed and _mends(request, old))]
             if request.error is not None and request.kind is not Kind.TURN:
                 still.append(request)
             if still:
-                self._failed[request.extent] = still
+                self.failed[request.extent] = still
         followers, request.followers = request.followers, []
         return followers
 
 
-def _meet(one: Span, other: Span) -> bool:
+def _meet(one: Range, other: Range) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 

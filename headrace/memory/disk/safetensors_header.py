@@ -65,7 +65,7 @@ def _tensor(file: SavedFile, data: int, name: str, entry: Mapping[str, Any]) -> 
         raise ValueError(f"{name!r} is of {dtype}, and PyTorch has {', '.join(DTYPES)}")
     if dtype == "F4" and shape:
         shape = [*shape[:-1], shape[-1] // 2]
-    tensor = TensorInFile(name, file, data + begin, torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
+    tensor = TensorInFile(torch.empty(shape, dtype=DTYPES[dtype], device="meta"), name, file, data + begin)
     if tensor.nbytes != end - begin:
         raise ValueError(f"{name!r} of two values a byte has rows of an odd number of values")
     return tensor

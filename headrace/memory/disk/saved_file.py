@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,6 @@ from queue import SimpleQueue
 import torch
 
 from headrace.errors import CheckpointError, DiskError
-from headrace.memory.disk.at_rest import TensorAtRest
 from headrace.memory.disk.checksums import checksum
 from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, disk_pages, pieces
 from headrace.memory.disk.file import DirectFile
@@ -27,7 +27,16 @@ from headrace.memory.pages import map_pages
 from headrace.runtime.progress import progress
 from headrace.runtime.system import CLOSED_IN_CHILDREN, read_some
 
-__all__ = ["GRAIN_BYTES", "Place", "SavedFile", "TensorInFile", "new_pages", "read_all", "reading_memory"]
+__all__ = [
+    "GRAIN_BYTES",
+    "Place",
+    "SavedFile",
+    "TensorAtRest",
+    "TensorInFile",
+    "new_pages",
+    "read_all",
+    "reading_memory",
+]
 
 GRAIN_BYTES = 4 << 20  # in a checkpoint's file, the bytes that have a checksum together
 _READERS = 8
@@ -120,13 +129,34 @@ class SavedFile:
 
 
 @dataclass(frozen=True, eq=False)
-class TensorInFile:
-    """A tensor like `like` (on meta), whose bytes are in the file from `offset` on, in the order of memory."""
+class TensorAtRest(ABC):
+    """A tensor like `like` (on meta), whose bytes are on disk, in the order of memory: as the strides of `like` say."""
+
+    like: torch.Tensor
+
+    @abstractmethod
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        """Fills uint8 `memory` with its bytes from `begin` on."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.like.numel() * self.like.itemsize
+
+    def load(self) -> torch.Tensor:
+        """Reads the whole tensor into memory."""
+        flat = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+        if self.nbytes:
+            self.read(0, flat)
+        return flat.view(self.like.dtype).as_strided(self.like.shape, self.like.stride())
+
+
+@dataclass(frozen=True, eq=False)
+class TensorInFile(TensorAtRest):
+    """A tensor whose bytes are in the file from `offset` on."""
 
     name: str
     file: SavedFile
     offset: int
-    like: torch.Tensor
 
     @property
     def path(self) -> str:
@@ -141,10 +171,6 @@ class TensorInFile:
         return tuple(self.like.shape)
 
     @property
-    def nbytes(self) -> int:
-        return self.like.numel() * self.like.itemsize
-
-    @property
     def end(self) -> int:
         """The offset in the file just past its last byte."""
         return self.offset + self.nbytes
@@ -154,11 +180,8 @@ class TensorInFile:
         """The grains of the file, by their first byte, that have bytes of this tensor only."""
         return range(-(-self.offset // GRAIN_BYTES) * GRAIN_BYTES, self.end - GRAIN_BYTES + 1, GRAIN_BYTES)
 
-    def at_rest(self) -> TensorAtRest:
-        """This tensor for users that know nothing of files."""
-        return TensorAtRest(
-            self.like, lambda begin, memory: self.file.read(self.offset + begin, memory, repr(self.name))
-        )
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        self.file.read(self.offset + begin, memory, repr(self.name))
 
 
 # A tensor of a file, and `put(begin, memory)`, which takes its bytes from `begin` on. Several threads call it at once,

@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 from headrace.config import format_bytes
 from headrace.errors import DiskError, StateError
 from headrace.memory.disk.checksums import Checksums
-from headrace.memory.disk.directory import StoreDirectory, own_directory
+from headrace.memory.disk.directory import StoreDirectory
 from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, pieces
 from headrace.memory.disk.file import HAS_DIRECT, DirectFile
 from headrace.memory.disk.log import DiskLog
@@ -38,12 +37,12 @@ __all__ = ["DiskStore"]
 _THREADS = 4  # threads that move bytes; measured, see docs/design/disk.md
 
 
-class DiskStore:
+class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
     """Extents of a spill file in `directory`, read and written in the background. Safe to call from any thread.
 
-    No other store uses the directory until `close`; if it is missing, it is made, for its owner only. With `own`, which
-    says what rests there, the store uses a directory inside of `directory`, which is removed with it. The file has no
-    name, and is gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
+    If the directory is missing, it is made, for its owner only. With `alone`, no other such store uses it until
+    `close`. The file has no name, and is gone with the process. Extents are packed in the order of their allocation,
+    and booked in `ledger`.
 
     With `node`, its ranks share one file, which the first one makes. All of them make this store and its extents in the
     same order, and each books its part. They have to agree on who writes what: mappings show writes to all ranks at
@@ -60,16 +59,15 @@ class DiskStore:
         self,
         directory: str | os.PathLike[str],
         ledger: Ledger,
-        *,
         log: DiskLog | None = None,
+        *,
         threads: int = _THREADS,
         node: Node | None = None,
         device: torch.device | None = None,
-        own: str | None = None,
+        alone: bool = True,
     ) -> None:
         self._node = node
-        self._is_own = own is not None
-        self._path = (Path(directory) if own is None else own_directory(directory, own)).expanduser().resolve()
+        self._path, self._alone = Path(directory).expanduser().resolve(), alone
         self._directory: StoreDirectory | None = None  # None on a node's other ranks
         self._ledger = ledger
         self._log = log or DiskLog()
@@ -155,8 +153,10 @@ class DiskStore:
         """
         return self._submit(Access.WRITE, extent, source, None, offset, after)
 
-    def mapping(self, extent: Extent, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        """Bytes of the extent as memory: uint8, (nbytes,), a new storage at every call. Writes reach the file.
+    def mapping(
+        self, extent: Extent, offset: int = 0, nbytes: int | None = None, dtype: torch.dtype = torch.uint8
+    ) -> torch.Tensor:
+        """Bytes of the extent as memory: (elements,), a new storage at every call. Writes reach the file.
 
         It may be touched from when the Request of `to_mapping` is done until `to_direct` is called. It outlives the
         store. `read` verifies its bytes between `to_direct` and `to_mapping` only.
@@ -164,12 +164,10 @@ class DiskStore:
         with self._lock:
             self._refuse_closed(extent.name)
             if extent not in self._mappings:
-                self._mappings[extent] = Mapping(
-                    self._file.descriptor, extent.offset, extent.capacity_bytes, shared=True
-                )
-                self._mappings[extent].show(self.origin(extent))
+                place = self._file.descriptor, extent.offset, extent.capacity_bytes
+                self._mappings[extent] = Mapping(*place, shared=True, origin=self.origin(extent))
                 self._checksums.forget(extent)
-            return self._mappings[extent].tensor(offset, extent.nbytes - offset if nbytes is None else nbytes)
+            return self._mappings[extent].tensor(offset, extent.nbytes - offset if nbytes is None else nbytes, dtype)
 
     def own_mapping(self, extent: Extent) -> Mapping:
         """The extent as private memory: what this process writes there stays its own."""
@@ -238,17 +236,12 @@ class DiskStore:
         if self._directory is not None:
             self._directory.close()
 
-    def __enter__(self) -> "DiskStore":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _create_file(self) -> int:
         def create() -> int:
-            self._directory = StoreDirectory(self._path, own=self._is_own)
+            self._directory = StoreDirectory(self._path, alone=self._alone)
             return self._directory.create_file()
 
         if self._node is None:

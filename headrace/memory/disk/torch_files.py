@@ -31,7 +31,7 @@ class TorchFile:
         """Where one of the tensors is in the file. The tensor is dense: each of its bytes belongs to one element."""
         first = tensor.data_ptr() - self._address + self._first_byte if tensor.numel() else 0
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return TensorInFile(name, self.file, first, like)
+        return TensorInFile(like, name, self.file, first)
 
     def places(self) -> dict[str, TensorInFile]:
         """All tensors of a state_dict, by name. Raises CheckpointError if there are none, or one is not contiguous."""

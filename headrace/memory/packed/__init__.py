@@ -2,26 +2,23 @@
 
 from headrace.memory.packed.device import unpack_on_device, unpacks_by_kernel
 from headrace.memory.packed.format import (
-    GROUP_BYTES,
     GROUP_WORDS,
     Packed,
+    available,
+    level,
     pack,
-    pack_in_place,
     pack_into,
     unpack,
     unpack_in_place,
+    unpacking_speed,
 )
-from headrace.memory.packed.kernel import available, level
-from headrace.memory.packed.speed import unpacking_speed
 
 __all__ = [
-    "GROUP_BYTES",
     "GROUP_WORDS",
     "Packed",
     "available",
     "level",
     "pack",
-    "pack_in_place",
     "pack_into",
     "unpack",
     "unpack_in_place",

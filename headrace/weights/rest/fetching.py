@@ -80,12 +80,6 @@ class Fetch:
         """Bytes whose reads were submitted before it was asked for."""
         return sum(piece.nbytes for piece in self.pieces[: self.ahead])
 
-    def read_ahead(self, pieces: int) -> None:
-        """Submits the reads of `pieces` more pieces, if nobody has asked for the fetch yet."""
-        if self.is_guess and pieces:
-            self.ahead = min(self.ahead + pieces, len(self.pieces))
-            self.by.submit_read(self, self.ahead)
-
     def ask(self, target: Target | None) -> bool:
         """Asks for the block at `target`, or withdraws the fetch (None). Returns False if either was done before."""
         mine = [target]
@@ -312,8 +306,9 @@ class Fetching:
             if room <= 0:
                 return False
             self._ahead[block] = fetch = block.fetch(self)
-        if fetch.ahead < len(fetch.pieces):
-            fetch.read_ahead(room)
+        if room and fetch.ahead < len(fetch.pieces):
+            fetch.ahead = min(fetch.ahead + room, len(fetch.pieces))
+            self.submit_read(fetch, fetch.ahead)
         return fetch.ahead == len(fetch.pieces)
 
     def onload(self, block: Fetchable, target: Target) -> Fetch:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Request, disk_pages, release_pages
-from headrace.memory.pages import map_pages
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Request, disk_pages, new_pages, release_pages
 from headrace.weights.model.managed_param import Layout
 from headrace.weights.rest.reads import DiskRead, Range
 
@@ -65,7 +64,7 @@ def from_files(
     def begin(first: int, end: int) -> Callable[[torch.Tensor], None]:
         cut = [(max(first, place), min(end, place + nbytes)) for place, nbytes in regions]
         ranges = [Range(begin, stop - begin, begin - first) for begin, stop in cut if begin < stop]
-        chunks = [(piece, free.pop() if free else _pages(most_bytes)) for piece in pieces(most_bytes, ranges)]
+        chunks = [(piece, free.pop() if free else new_pages(most_bytes)) for piece in pieces(most_bytes, ranges)]
         reads = [(piece, chunk, piece.read(chunk)) for piece, chunk in chunks]
 
         def lay_out(image: torch.Tensor) -> None:
@@ -91,7 +90,7 @@ def fill(nbytes: int, grain_bytes: int, source: Source, write: Callable[[torch.T
             image, request = writing.popleft()
             request.synchronize()
         else:
-            image = _pages(disk_pages(grain_bytes))
+            image = new_pages(disk_pages(grain_bytes))
         lay_out(image)
         writing.append((image, write(image[: disk_pages(end - first)], first)))
 
@@ -104,7 +103,3 @@ def fill(nbytes: int, grain_bytes: int, source: Source, write: Callable[[torch.T
         write_one()
     for _, request in writing:
         request.synchronize()
-
-
-def _pages(nbytes: int) -> torch.Tensor:
-    return torch.frombuffer(map_pages(nbytes, touched=False), dtype=torch.uint8)

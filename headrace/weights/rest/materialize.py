@@ -3,7 +3,6 @@
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ class Materialized:
         self._names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}  # by the id of the parameter
         self._undo = contextlib.ExitStack()
         self.undo = self._undo.close  # restores the model in place
+        self.when_undone = self._undo.callback  # calls a function after what is put in place from now on was undone
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
         """The checkpoint's name of a parameter, or None if the parameter does not lie there unchanged."""
@@ -44,13 +44,6 @@ class Materialized:
         """Replaces an entry, until `undo`."""
         self._undo.callback(container.__setitem__, key, container[key])
         container[key] = tensor
-
-    @contextlib.contextmanager
-    def followed_by(self, step: Callable[[], None]) -> Iterator[None]:
-        """Runs `step` at the end of the `with` block, and again after what the block put in place was undone."""
-        self._undo.callback(step)
-        yield
-        step()
 
 
 def materialize(model: nn.Module, checkpoint: Checkpoint | Path, ledger: Ledger) -> Materialized:
@@ -78,10 +71,9 @@ def _parameters(model: nn.Module, made: Materialized) -> None:
         if is_compound(parameter):  # its parts may lie there
             any_mapped = True
             continue
-        mapped = None if parameter.device.type == "meta" else made.checkpoint.name_of(parameter.detach())
         if parameter.device.type == "meta":
             names[parameter].append(name)
-        elif mapped is not None:
+        elif (mapped := made.checkpoint.name_of(parameter.detach())) is not None:
             any_mapped = True
             if not made.checkpoint.written(mapped):  # else its memory differs from the file
                 made.found(parameter, mapped)
@@ -97,11 +89,13 @@ def _parameters(model: nn.Module, made: Materialized) -> None:
         new[parameter].__dict__.update(parameter.__dict__)
         made.found(new[parameter], name)
     for module in model.modules():
-        follow = module._init_flat_weights if isinstance(module, nn.RNNBase) else _nothing
-        with made.followed_by(follow):
-            for key, held in list(module._parameters.items()):
-                if held is not None and held in new:
-                    made.put(module._parameters, key, new[held])
+        if isinstance(module, nn.RNNBase):  # keeps a list of its parameters
+            made.when_undone(module._init_flat_weights)
+        for key, held in list(module._parameters.items()):
+            if held is not None and held in new:
+                made.put(module._parameters, key, new[held])
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
 
 
 def _buffers(model: nn.Module, made: Materialized) -> None:
@@ -115,8 +109,8 @@ def _buffers(model: nn.Module, made: Materialized) -> None:
                     f"buffer {name!r} is on the meta device, and no checkpoint has it, because it is not persistent;"
                     " build the model with its parameters on meta only, or use headrace.from_pretrained"
                 )
-            record = made.checkpoint.records[_record(made.checkpoint, [name], buffer.shape)]
-            made.put(module._buffers, key, made.checkpoint.tensor(record.name).clone())
+            own = _record(made.checkpoint, [name], buffer.shape)
+            made.put(module._buffers, key, made.checkpoint.tensor(own).clone())
 
 
 def _record(checkpoint: Checkpoint, names: list[str], shape: torch.Size) -> str:
@@ -136,7 +130,3 @@ def _record(checkpoint: Checkpoint, names: list[str], shape: torch.Size) -> str:
         f"the checkpoint has no tensor for parameter {names[0]!r}; it has {len(checkpoint.records)} such as {some}."
         " Names must be the model's own, as its state_dict() gives them"
     )
-
-
-def _nothing() -> None:
-    """The step for a module that keeps no list of its parameters."""

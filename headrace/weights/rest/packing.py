@@ -12,7 +12,7 @@ import torch
 
 from headrace.errors import DiskError
 from headrace.memory.disk import DiskStore, Ended, Extent, Request, disk_pages
-from headrace.memory.packed import pack_in_place
+from headrace.memory.packed import pack_into
 from headrace.planning.cost.packing import LEFT_FREE_BYTES
 from headrace.runtime.lanes import Event
 from headrace.weights.model.managed_param import ManagedParam
@@ -92,7 +92,7 @@ class PackedCopy:
         if of is not self._of:
             return None
         part = self._parts.get(index)
-        packed_bytes = 0 if nbytes % 2 else disk_pages(pack_in_place(chunk[:nbytes]))
+        packed_bytes = disk_pages(pack_into(chunk[:nbytes], chunk[:nbytes]))
         too_large = part is not None and packed_bytes > part.extent.capacity_bytes
         if not packed_bytes or packed_bytes >= nbytes or too_large:
             self._stay_plain.add(index)

@@ -53,7 +53,7 @@ class Tiers:
         self.packs = packed and node is None and available()  # see PackedCopy
         self._device, self._ledger = device, ledger
         self._meter, self._placement, self._materialized, self._disk = meter, placement, materialized, disk
-        self._stores: dict[Path, DiskStore] = {}
+        self._stores: dict[Node | None, DiskStore] = {}  # by the node whose ranks share it
         self.read_in_place = HandedOut()
         # Moves blocks to disk until host memory has room for so many bytes of what comes after the model; returns
         # whether it has. `offload()` sets it to `Room.make`, which can move blocks; until then there is room.
@@ -64,18 +64,18 @@ class Tiers:
     @property
     def store(self) -> DiskStore | None:
         """The disk tier, opened on first use; None when there is no directory for it."""
-        return None if self._disk is None else self._opened(self._disk, self._node)
+        return self._opened(self._node)
 
-    def private_store(self, name: str) -> DiskStore | None:
-        """As `store`, but for what this rank alone has: with several ranks, in a directory of its own below `disk`."""
-        if self._node is None or self._disk is None:
-            return self.store
-        return self._opened(self._disk / f"{name}-{self._node.ranks[self._node.rank]}", None)
+    @property
+    def private_store(self) -> DiskStore | None:
+        """As `store`, but for what this rank alone has."""
+        return self._opened(None)
 
-    def _opened(self, path: Path, node: Node | None) -> DiskStore:
-        if path not in self._stores:
-            self._stores[path] = DiskStore(path, self._ledger, log=self._meter.disk_log, node=node, device=self._device)
-        return self._stores[path]
+    def _opened(self, node: Node | None) -> DiskStore | None:
+        if node not in self._stores and self._disk is not None:
+            given = self._disk, self._ledger, self._meter.disk_log
+            self._stores[node] = DiskStore(*given, node=node, device=self._device, alone=node is self._node)
+        return self._stores.get(node)
 
     @property
     def most_staged_bytes(self) -> int | None:
@@ -303,13 +303,6 @@ class HandedOut:
             self._blocks.append(weakref.ref(block))
 
 
-class GradientMemory(Protocol):
-    """Memory from which gradients are carved. It lives as long as any of them."""
-
-    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Bytes `offset` to `offset + nbytes` as a one-dimensional tensor with a storage of its own."""
-
-
 class DiskGradients:
     """Gradient memory in an extent of a disk store."""
 
@@ -319,8 +312,8 @@ class DiskGradients:
         self._address = store.mapping(self._extent).data_ptr()
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `GradientMemory.tensor`."""
-        return self._store.mapping(self._extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
+        """As `Arena.tensor`."""
+        return self._store.mapping(self._extent, offset, nbytes, dtype)
 
     def offset_of(self, target: torch.Tensor) -> int:
         """Where memory from `tensor` begins in the extent, in bytes."""
@@ -335,3 +328,6 @@ class DiskGradients:
         """Called after `written_bytes` were written through the mapping: its pages leave this process's memory."""
         self._spilled(written_bytes)
         self._store.forget(self._extent)
+
+
+GradientMemory = Arena | DiskGradients  # from which gradients are carved; it lives as long as any of them
