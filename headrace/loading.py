@@ -23,9 +23,9 @@ from headrace.checkpoint.manifest import EXTRA, MANIFEST
 from headrace.checkpoint.model import EXTRA_STATE, check_model, plain_name, tensors_of, unwrapped
 from headrace.checkpoint.optimizers import Optimizers, check_sound, is_loaded_otherwise, plain_optimizers
 from headrace.checkpoint.random_state import restore_random_state
-from headrace.checkpoint.running import wait_for_running
 from headrace.checkpoint.sources import SMALL_BYTES
 from headrace.checkpoint.torn import is_written
+from headrace.checkpoint.writing import last_saving
 from headrace.errors import CheckpointError
 from headrace.live import ModelHandle, handles_of
 from headrace.memory.disk import SavedFile, TensorAtRest, TensorInFile, origin_of
@@ -70,7 +70,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     optimizers = plain_optimizers(optimizer)
     handles = handles_of(model)
     blocks = [block for handle in handles for block in handle.settled_blocks("headrace.load")]
-    wait_for_running()  # which reads what is about to be written
+    for saving in tuple(last_saving):  # which reads what is about to be written
+        saving.ended()
     for one in optimizers:
         if isinstance(one, HostOptimizer):
             one.synchronize()

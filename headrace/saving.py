@@ -3,7 +3,7 @@
 import io
 import os
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -13,21 +13,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from headrace.checkpoint.directory import NewDirectory, check_keep, remove_older, write_whole
+from headrace.checkpoint.directory import NewDirectory, check_keep
 from headrace.checkpoint.files import Layout, literal, torch_file, weight_files
-from headrace.checkpoint.manifest import EXTRA, MANIFEST, FileRecord, Manifest
+from headrace.checkpoint.manifest import EXTRA, MANIFEST, Manifest
 from headrace.checkpoint.model import SavedModel, check_model, saved_model
 from headrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
 from headrace.checkpoint.random_state import random_state
-from headrace.checkpoint.running import Saving, settle_running
 from headrace.checkpoint.torn import check_whole
-from headrace.checkpoint.writing import LEAST_BYTES, Writing
+from headrace.checkpoint.writing import LEAST_BYTES, Saving, last_saving
 from headrace.config import Size, format_bytes, parse_bytes
 from headrace.errors import CheckpointError
 from headrace.live import handles_of
 from headrace.optim.optimizer import HostOptimizer
-from headrace.runtime.progress import progress
-from headrace.weights.movement.block import Block
+from headrace.runtime.capture import before_write
 
 __all__ = ["Saving", "save"]
 
@@ -80,17 +78,26 @@ def save(
     check_whole(model)
     handles = handles_of(model)
     blocks = [block for handle in handles for block in handle.settled_blocks("headrace.save")]
-    settle_running()
-    writing, tensors = _writing(path, model, blocks, optimizers, extra, files or {}, keep, memory_bytes)
-    with progress("headrace: saving", writing.nbytes if wait else 0) as bar:
-        writing.advance = bar.update
-        saving = Saving(path, writing)
-        for handle in handles:
-            handle.note_checkpoint(saving)
-        if wait:
-            saving.wait()
-    if not wait:
-        writing.hurry([tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)])
+    for saving in tuple(last_saving):
+        saving.settle()
+    directory = NewDirectory(path)
+    try:
+        for block in blocks:
+            block.flush()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        saved = saved_model(model, directory.path)
+        layouts, manifest = _laid_out(directory.path, saved, optimizers, extra, files or {})
+        saving = Saving(directory, layouts, manifest, memory_bytes, keep=keep, shows=wait)
+    except BaseException:
+        directory.discard()
+        raise
+    for handle in handles:
+        handle.note_checkpoint(saving)
+    if wait:
+        saving.wait()
+    else:
+        before_write([tensor for tensor in saved.tensors.values() if not isinstance(tensor, nn.Parameter)])
     return saving
 
 
@@ -109,38 +116,6 @@ def _checked(
             " least, so give that, or leave it out"
         )
     return path, memory_bytes
-
-
-def _writing(
-    path: Path,
-    model: nn.Module,
-    blocks: Sequence[Block],
-    optimizers: Sequence[Optimizer],
-    extra: Any,
-    files: Mapping[str, bytes],
-    keep: int | None,
-    memory_bytes: int,
-) -> tuple[Writing, Collection[torch.Tensor]]:
-    """The checkpoint, laid out, with every file in it opened; and the tensors of the model that are in it."""
-    directory = NewDirectory(path)
-    try:
-        for block in blocks:
-            block.flush()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        saved = saved_model(model, directory.path)
-        layouts, manifest = _laid_out(directory.path, saved, optimizers, extra, files)
-
-        def finish(records: Mapping[str, FileRecord]) -> None:
-            write_whole(directory.path / MANIFEST, manifest(files=records).to_json())
-            directory.publish()
-            if keep is not None:
-                remove_older(directory.target, keep)
-
-        return Writing(directory.path, layouts, memory_bytes, finish, directory.discard), saved.tensors.values()
-    except BaseException:
-        directory.discard()
-        raise
 
 
 def _laid_out(
