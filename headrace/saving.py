@@ -26,6 +26,7 @@ from headrace.errors import CheckpointError
 from headrace.live import handles_of
 from headrace.optim.optimizer import HostOptimizer
 from headrace.runtime.capture import before_write
+from headrace.runtime.tensors import map_tree
 
 __all__ = ["Saving", "save"]
 
@@ -156,7 +157,19 @@ def _state(optimizer: Optimizer) -> Mapping[Any, Mapping[str, Any]]:
 
 def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
     """What `load` gives back and restores, as `torch.save` writes it. Raises CheckpointError for objects."""
-    tree = {"extra": _plain(extra), "module_state": _plain(module_state), "random": random_state()}
+    strange: list[str] = []
+
+    def plain(value: Any, path: str) -> Any:
+        """What has a state_dict() is saved as that."""
+        if isinstance(value, torch.Tensor):
+            return value.detach().to("cpu")
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            return map_tree(value.state_dict(), plain, path)
+        if not isinstance(value, str | int | float | bytes | complex | None):
+            strange.append(f"{path} is a {type(value).__name__}")
+        return value
+
+    tree = map_tree({"extra": extra, "module_state": module_state}, plain) | {"random": random_state()}
     buffer = io.BytesIO()
     try:
         torch.save(tree, buffer)
@@ -164,30 +177,7 @@ def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
         torch.load(buffer, weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"extra holds what cannot be read back safely: {_not_plain(tree) or str(error).splitlines()[0]}; give plain"
+            f"extra holds what cannot be read back safely: {[*strange, str(error).splitlines()[0]][0]}; give plain"
             " values, tensors, lists, dicts, and what has a state_dict()"
         ) from error
     return buffer.getvalue()
-
-
-def _not_plain(value: Any, where: str = "") -> str:
-    """The first thing in a tree that is no plain value."""
-    if isinstance(value, Mapping):
-        return next((found for key, entry in value.items() if (found := _not_plain(entry, f"{where}[{key!r}]"))), "")
-    if isinstance(value, list | tuple):
-        return next((found for i, entry in enumerate(value) if (found := _not_plain(entry, f"{where}[{i}]"))), "")
-    plain = isinstance(value, torch.Tensor | str | int | float | bytes | complex | None)
-    return "" if plain else f"{where.removeprefix('[' + repr('extra') + ']') or 'it'} is a {type(value).__name__}"
-
-
-def _plain(value: Any) -> Any:
-    """What has a state_dict() is saved as that."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu")
-    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-        return _plain(value.state_dict())
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_plain(entry) for entry in value)
-    return value

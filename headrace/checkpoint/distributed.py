@@ -1,32 +1,54 @@
 """How is a checkpoint of torch.distributed.checkpoint loaded? By its own reader, in place, however many ranks wrote it.
 
-Saving needs no code here: `dcp.save(get_state_dict(model, optimizer))` works with an offloaded model as with any other.
+PyTorch's own reader unpickles `.metadata`, and its planner unpickles values that are not tensors: both would call
+whatever a file names. Here, these pickles name data alone. Saving needs no code: `dcp.save(get_state_dict(model,
+optimizer))` works with an offloaded model as with any other.
 """
 
+import importlib
+import io
 import math
 import pickle
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
-from headrace.checkpoint.distributed_files import DataPlanner, DataReader
-from headrace.checkpoint.model import EXTRA_STATE
+from headrace.checkpoint.manifest import EXTRA_STATE
 from headrace.errors import CheckpointError
 from headrace.runtime.tensors import parameters_of
 
 __all__ = ["load_distributed"]
 
-_OPTIMIZERS = re.compile(
-    r"(.*\.)?state\.(.+)\.([^.]+)"
-)  # the optimizer's prefix, a parameter's number or name, an entry
+# The optimizer's prefix, a parameter's number or name, an entry.
+_OPTIMIZERS = re.compile(r"(.*\.)?state\.(.+)\.([^.]+)")
+_METADATA = "torch.distributed.checkpoint.metadata"
+_NAMED = {
+    _METADATA: {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "collections": {"OrderedDict"},
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+}
 
 
 def load_distributed(
@@ -39,7 +61,7 @@ def load_distributed(
 
     Raises CheckpointError if they do not fit.
     """
-    found = DataReader(path).read_metadata().state_dict_metadata
+    found = _DataReader(path).read_metadata().state_dict_metadata
     besides = next((key for key in found if EXTRA_STATE in key), None)
     if besides is not None:
         raise CheckpointError(
@@ -131,6 +153,51 @@ def _place(path: Path, key: str, stored: TensorStorageMetadata | BytesStorageMet
 def _load(path: Path, wanted: dict[str, Any]) -> None:
     try:
         with torch.no_grad():
-            load(wanted, storage_reader=DataReader(path), planner=DataPlanner(), no_dist=True)
+            load(wanted, storage_reader=_DataReader(path), planner=_DataPlanner(), no_dist=True)
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, CheckpointException) as error:
         raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that knows only what describes tensors: sizes, dtypes, places in files."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"):
+            return PurePosixPath  # the path of the directory in which it was saved, which nobody reads
+        found = getattr(importlib.import_module(module), name, None) if module in ("torch", *_NAMED) else None
+        if name in _NAMED.get(module, ()) or (module == "torch" and isinstance(found, torch.dtype)):
+            return found
+        raise CheckpointError(f"it names {module}.{name}, which is no description of tensors; it is not read")
+
+
+class _DataReader(FileSystemReader):
+    """PyTorch's own reader of the directory `path`, with a metadata file that can only describe."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._file = path / ".metadata"
+
+    def read_metadata(self, *args: Any, **settings: Any) -> Metadata:
+        """Reads the metadata. Raises CheckpointError if it is not only a description, or leads out of the directory."""
+        try:
+            metadata = _Unpickler(io.BytesIO(self._file.read_bytes())).load()
+        except Exception as error:  # unpicklers raise errors of many kinds
+            raise CheckpointError(f"{self._file} cannot be read safely: {str(error).splitlines()[0]}") from error
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CheckpointError(f"{self._file} is no description of a checkpoint")
+        for place in metadata.storage_data.values():
+            if PurePosixPath(place.relative_path).name != place.relative_path:
+                raise CheckpointError(
+                    f"{self._file} names {place.relative_path!r}, which leads out of the checkpoint; it is not read"
+                )
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _DataPlanner(DefaultLoadPlanner):
+    """PyTorch's own planner, which takes only plain values beside tensors. Raises UnpicklingError for anything else."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

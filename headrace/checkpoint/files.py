@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from headrace.memory.disk import TensorAtRest
 from headrace.memory.disk.safetensors_header import DTYPES
 from headrace.memory.disk.saved_file import SavedFile
 from headrace.memory.disk.torch_files import open_torch_file, storage_ranges
+from headrace.runtime.tensors import map_tree
 
 __all__ = ["Layout", "Owned", "literal", "torch_file", "weight_files"]
 
@@ -113,9 +115,9 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
     sources: list[Source | TensorSource] = []
 
     def stand_in(value: Any, path: str, owner: Any = None) -> Any:
-        """The same tree, with new memory in the place of tensors: it is never touched, so it takes no pages."""
+        """New memory in the place of a tensor: it is never touched, so it takes no pages."""
         if isinstance(value, Owned):
-            return stand_in(value.tree, path, value.owner)
+            return map_tree(value.tree, partial(stand_in, owner=value.owner), path)
         if isinstance(value, TensorAtRest):
             sources.append(Source(path, value.nbytes, value.read, owner))
             return torch.empty_strided(value.like.shape, value.like.stride(), dtype=value.like.dtype, device="cpu")
@@ -126,14 +128,6 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             sources.append(TensorSource(path, value, owner))
             return torch.empty(value.shape, dtype=value.dtype, device="cpu")
-        if isinstance(value, dict):
-            return type(value)(
-                (key, stand_in(entry, f"{path}.{key}" if path else str(key), owner)) for key, entry in value.items()
-            )
-        if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            return type(value)(
-                stand_in(entry, f"{path}.{index}" if path else str(index), owner) for index, entry in enumerate(value)
-            )
         return value
 
     skeleton = scratch / name
@@ -143,7 +137,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
         fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
         try:
             with skip_data():
-                torch.save(stand_in(tree, ""), skeleton)  # leaves holes for the bytes of tensors
+                torch.save(map_tree(tree, stand_in), skeleton)  # leaves holes for the bytes of tensors
         finally:
             settings.fill_uninitialized_memory = fills
 
