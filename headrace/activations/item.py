@@ -26,12 +26,11 @@ class Presence(Enum):
 
 
 class HandleRef(weakref.ref[Any]):
-    """A weak reference to a handle on an item, with what is known of the handle; queued when the handle ends."""
+    """A weak reference to a handle on an item, with that item; queued when the handle ends."""
 
-    __slots__ = ("item", "round")
+    __slots__ = ("item",)
 
     item: "weakref.ref[Item]"
-    round: int  # the backward that used the handle last
 
 
 class Item:

@@ -169,7 +169,7 @@ class Stash:
         Python function that ran then could be ended by Ctrl-C in silence."""
         weak_item = weakref.ref(item)
         ref = HandleRef(handle, self._lost.append)
-        ref.item, ref.round = weak_item, -1
+        ref.item = weak_item
         item.handles.add(ref)
         return ref
 
