@@ -69,9 +69,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     blocks = [block for handle in handles for block in handle.settled_blocks("headrace.load")]
     for saving in tuple(last_saving):  # which reads what is about to be written
         saving.ended()
-    for one in optimizers:
-        if isinstance(one, HostOptimizer):
-            one.synchronize()
+    for each in optimizers:
+        if isinstance(each, HostOptimizer):
+            each.synchronize()
     restore_interrupted(directory.parent)
     state = _places_of(model)
     if (directory / ".metadata").is_file():
@@ -168,9 +168,9 @@ def _read_weights(
                 torch.accelerator.synchronize(device)
             for _, rest, image in images:
                 _fill(rest, image)
-                for _, tensor in image:
-                    tensor.file.read_otherwise.update(tensor.whole_grains)
-                    tensor.file.let_go()
+                for _, saved in image:
+                    saved.file.read_otherwise.update(saved.whole_grains)
+                    saved.file.let_go()
             read_all(files.items(), reading_memory())
         finally:
             for device in devices:
