@@ -10,6 +10,7 @@ import io
 import math
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
@@ -71,11 +72,22 @@ def load_distributed(
     weights = _weights(path, state, found)
     if len(optimizers) > 1:
         raise CheckpointError(f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call")
-    states = [_OptimizerState(path, state, optimizer, found) for optimizer in optimizers]
+    places = _places_in(optimizers[0], path, state, found) if optimizers else {}
+    wanted = {**weights, **{key: _memory_for(path, key, found[key]) for key in places}}
     with is_written:
-        _load(path, weights)
-        for one in states:
-            one.load()
+        try:
+            with torch.no_grad():
+                load(wanted, storage_reader=_DataReader(path), planner=_DataPlanner(), no_dist=True)
+        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, CheckpointException) as error:
+            raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}") from error
+        for optimizer in optimizers:
+            loaded: dict[str, Any] = {
+                "state": defaultdict(dict),
+                "param_groups": optimizer.state_dict()["param_groups"],
+            }
+            for key, (part, number, name) in places.items():
+                loaded[part][number][name] = wanted[key]
+            optimizer.load_state_dict({**loaded, "state": dict(loaded["state"])})
 
 
 def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -96,49 +108,32 @@ def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, 
     )
 
 
-class _OptimizerState:
-    """An optimizer's state in the checkpoint. Raises CheckpointError if there is none."""
-
-    def __init__(
-        self, path: Path, state: Mapping[str, torch.Tensor], optimizer: Optimizer, found: Mapping[str, Any]
-    ) -> None:
-        self._path = path
-        self._optimizer = optimizer
-        self._wanted: dict[str, Any] = {}
-        self._entries: dict[str, tuple[int, str]] = {}  # by key: the parameter's number, and the entry
-        self._settings: dict[str, tuple[int, str]] = {}  # by key: the group's number, and the setting
-        numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
-        by_name = {name: numbers[tensor] for name, tensor in state.items() if tensor in numbers}
-        by_name |= {str(number): number for number in numbers.values()}
-        prefix = ""
-        for key, stored in found.items():
-            match = _OPTIMIZERS.fullmatch(key)
-            if match is not None and match[2] in by_name:
-                prefix, self._entries[key] = match[1] or "", (by_name[match[2]], match[3])
-                self._wanted[key] = _place(path, key, stored)
-        for number, group in enumerate(optimizer.param_groups):
-            # A group's settings are under its number, or (flatten_optimizer_state_dict) under each of its parameters.
-            first = [name for name, tensor in state.items() if any(tensor is one for one in group["params"][:1])]
-            for name in group:
-                keys = [f"{prefix}param_groups.{part}.{name}" for part in (str(number), *first)]
-                for key in [key for key in keys if name != "params" and key in found][:1]:
-                    self._settings[key], self._wanted[key] = (number, name), _place(path, key, found[key])
-        if not self._entries:
-            raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")
-
-    def load(self) -> None:
-        """Loads the state into the optimizer."""
-        _load(self._path, self._wanted)
-        loaded: dict[int, dict[str, Any]] = {}
-        for key, (parameter, name) in self._entries.items():
-            loaded.setdefault(parameter, {})[name] = self._wanted[key]
-        groups = self._optimizer.state_dict()["param_groups"]
-        for key, (number, name) in self._settings.items():
-            groups[number][name] = self._wanted[key]
-        self._optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+def _places_in(
+    optimizer: Optimizer, path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, Any]
+) -> dict[str, tuple[str, int, str]]:
+    """Where what has a key in the checkpoint belongs in the optimizer's state_dict: a part of it, a number, a name."""
+    places: dict[str, tuple[str, int, str]] = {}
+    numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
+    by_name = {name: numbers[tensor] for name, tensor in state.items() if tensor in numbers}
+    by_name |= {str(number): number for number in numbers.values()}
+    prefix = ""
+    for key in found:
+        match = _OPTIMIZERS.fullmatch(key)
+        if match is not None and match[2] in by_name:
+            prefix, places[key] = match[1] or "", ("state", by_name[match[2]], match[3])
+    if not places:
+        raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")
+    for number, group in enumerate(optimizer.param_groups):
+        # A group's settings are under its number, or (flatten_optimizer_state_dict) under each of its parameters.
+        first = [name for name, tensor in state.items() if any(tensor is one for one in group["params"][:1])]
+        for name in group:
+            keys = [f"{prefix}param_groups.{part}.{name}" for part in (str(number), *first)]
+            for key in [key for key in keys if name != "params" and key in found][:1]:
+                places[key] = "param_groups", number, name
+    return places
 
 
-def _place(path: Path, key: str, stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+def _memory_for(path: Path, key: str, stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
     if not isinstance(stored, TensorStorageMetadata):
         return None
     nbytes = math.prod(stored.size) * stored.properties.dtype.itemsize
@@ -148,14 +143,6 @@ def _place(path: Path, key: str, stored: TensorStorageMetadata | BytesStorageMet
             f"{key!r} is of {nbytes} bytes, it says, and all files of {path} have {held}; {path} is unsound"
         )
     return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-
-
-def _load(path: Path, wanted: dict[str, Any]) -> None:
-    try:
-        with torch.no_grad():
-            load(wanted, storage_reader=_DataReader(path), planner=_DataPlanner(), no_dist=True)
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, CheckpointException) as error:
-        raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}") from error
 
 
 class _Unpickler(pickle.Unpickler):
