@@ -74,7 +74,18 @@ def save(
     checkpoint that was there is still there.
     """
     check_model(model)
-    path, memory_bytes = _checked(path, keep, host_memory, _HOST_BYTES if wait else _HOST_BYTES_BESIDE)
+    path = Path(path).expanduser().absolute()
+    path = path.resolve() if path.is_symlink() else path
+    if keep is not None:
+        check_keep(path, keep)
+    if host_memory is None:
+        host_memory = _HOST_BYTES if wait else _HOST_BYTES_BESIDE
+    memory_bytes = parse_bytes(host_memory, name="host_memory")
+    if memory_bytes < LEAST_BYTES:
+        raise ValueError(
+            f"host_memory is {format_bytes(memory_bytes)}; a checkpoint passes through {format_bytes(LEAST_BYTES)} at"
+            " least, so give that, or leave it out"
+        )
     optimizers = plain_optimizers(optimizer)
     check_whole(model)
     handles = handles_of(model)
@@ -102,23 +113,6 @@ def save(
     return saving
 
 
-def _checked(
-    path: str | os.PathLike[str], keep: int | None, host_memory: Size | None, default_bytes: int
-) -> tuple[Path, int]:
-    """The directory that a checkpoint becomes, and the bytes of memory that it passes through."""
-    path = Path(path).expanduser().absolute()
-    path = path.resolve() if path.is_symlink() else path
-    if keep is not None:
-        check_keep(path, keep)
-    memory_bytes = default_bytes if host_memory is None else parse_bytes(host_memory, name="host_memory")
-    if memory_bytes < LEAST_BYTES:
-        raise ValueError(
-            f"host_memory is {format_bytes(memory_bytes)}; a checkpoint passes through {format_bytes(LEAST_BYTES)} at"
-            " least, so give that, or leave it out"
-        )
-    return path, memory_bytes
-
-
 def _laid_out(
     directory: Path, saved: SavedModel, optimizers: Sequence[Optimizer], extra: Any, files: Mapping[str, bytes]
 ) -> tuple[list[Layout], Callable[..., Manifest]]:
@@ -134,7 +128,8 @@ def _laid_out(
         weights |= {names[there]: (file, there) for there, file in places.items()}
     optimizer_files = [optimizer_file(number) for number in range(len(optimizers))]
     for file, optimizer in zip(optimizer_files, optimizers, strict=True):
-        layouts.append(torch_file(file, state_of_optimizer(optimizer, _state(optimizer)), directory))
+        state = optimizer.state_at_rest() if isinstance(optimizer, HostOptimizer) else optimizer.state
+        layouts.append(torch_file(file, state_of_optimizer(optimizer, state), directory))
     layouts.append(literal(EXTRA, _extra_bytes(extra, saved.extra_state)))
     for name, data in files.items():
         taken = ("", "..", MANIFEST, *(layout.name for layout in layouts))
@@ -149,10 +144,6 @@ def _laid_out(
         optimizers=optimizer_files,
         made_by={name: version(name) for name in ("headrace", "torch")},
     )
-
-
-def _state(optimizer: Optimizer) -> Mapping[Any, Mapping[str, Any]]:
-    return optimizer.state_at_rest() if isinstance(optimizer, HostOptimizer) else optimizer.state
 
 
 def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:

@@ -93,39 +93,34 @@ def _foreign(path: Path, stack: ExitStack) -> Contents:
     def opened(name: str) -> SavedFile:
         return stack.enter_context(closing(SavedFile(Path(name))))
 
-    is_adapter = path.name.startswith(f"{_ADAPTER}.")
-    if path.is_file() and not path.name.endswith((".safetensors", ".json")) and not is_adapter:
-        return _torch_checkpoint(opened(str(path)))
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a checkpoint's directory, or its file")
-    if path.is_file() and is_adapter:
-        return Contents(path=path.parent, weights={}, adapters={"": tensors_in(path, opened)})
-    adapters = {} if path.is_file() else _adapters(path)
-    weights = {} if adapters else tensors_in(path, opened)
-    optimizers = []
-    for file in [path / "optimizer.pt", *sorted(path.glob("optimizer*.bin"), key=lambda file: (len(file.name), file))]:
-        if file.is_file():
-            optimizers.append(open_torch_file(opened(str(file))))
+    adapters = _adapters(path)
+    if path.is_file() and not adapters and not path.name.endswith((".safetensors", ".json")):
+        return _torch_checkpoint(opened(str(path)))
+    files = [path / "optimizer.pt", *sorted(path.glob("optimizer*.bin"), key=lambda file: (len(file.name), file))]
     return Contents(
-        path=path,
-        weights=weights,
+        path=path.parent if path in adapters.values() else path,
+        weights={} if adapters else tensors_in(path, opened),
         adapters={name: tensors_in(file, opened) for name, file in adapters.items()},
-        optimizers=optimizers,
+        optimizers=[open_torch_file(opened(str(file))) for file in files if file.is_file()],
         extra=_rest(path),
     )
 
 
-def _adapters(directory: Path) -> dict[str, Path]:
+def _adapters(path: Path) -> dict[str, Path]:
     """The file of each adapter of PEFT, by its directory; empty if there are other weights."""
-    weights = [path for name in ("*.safetensors", "pytorch_model*.bin") for path in directory.glob(name)]
-    if any(not path.name.startswith(_ADAPTER) for path in weights):
+    if path.is_file():
+        return {"": path} if path.name.startswith(f"{_ADAPTER}.") else {}
+    weights = [file for name in ("*.safetensors", "pytorch_model*.bin") for file in path.glob(name)]
+    if any(not file.name.startswith(_ADAPTER) for file in weights):
         return {}
     found = {}
-    for place in (directory, *sorted(path for path in directory.iterdir() if path.is_dir())):
+    for place in (path, *sorted(folder for folder in path.iterdir() if folder.is_dir())):
         files = [place / f"{_ADAPTER}{suffix}" for suffix in (".safetensors", ".bin")]
         file = next((file for file in files if file.is_file()), None)
         if file is not None:
-            found["" if place == directory else place.name] = file
+            found["" if place == path else place.name] = file
     return found
 
 

@@ -147,10 +147,12 @@ def _split(name: str) -> tuple[int, str]:
 
 def _numbered(directory: Path) -> list[tuple[int, str, Path]]:
     """The complete checkpoints in `directory` whose names end in a number, by that number."""
-    paths = directory.iterdir() if directory.is_dir() else ()
-    whole = [path for path in paths if path.is_dir() and (path / MANIFEST).is_file()]
-    found = [(*_split(path.name), path) for path in whole if not path.name.startswith((_PREFIX, _BEFORE))]
-    return sorted(one for one in found if one[0] >= 0)
+    found = [(*_split(path.name), path) for path in (directory.iterdir() if directory.is_dir() else ())]
+    return sorted(
+        (number, stem, path)
+        for number, stem, path in found
+        if number >= 0 and not path.name.startswith((_PREFIX, _BEFORE)) and (path / MANIFEST).is_file()
+    )
 
 
 def _other_name(path: Path) -> Path:
