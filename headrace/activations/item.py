@@ -76,7 +76,7 @@ class Item:
         self.round = -1  # the backward that used it last
         self.seen: set[HandleRef] = set()  # the handles that this backward has used
         self.use: Any = None  # the `UseRecord` of its first recorded use
-        self.goes: Callable[[Item], None] = _untold  # called right before its device memory goes
+        self.goes: Callable[[Item], None] | None = None  # called right before its device memory goes
         self.note_version()
 
     @property
@@ -107,10 +107,6 @@ class Item:
     def _holds_storage(self) -> bool:
         """Whether the item still holds the storage that it was saved from."""
         return self.memory is not None and not self.returned
-
-
-def _untold(_item: Item) -> None:
-    pass
 
 
 def _references(memory: torch.Tensor) -> int:

@@ -131,7 +131,8 @@ class Stash:
             self._drop(item)
 
     def _drop(self, item: Item) -> None:
-        item.goes(item)
+        if item.goes is not None:
+            item.goes(item)
         item.leaving = item.arriving = item.memory = None
         self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
 
