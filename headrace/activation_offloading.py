@@ -14,7 +14,7 @@ from headrace.activations.decisions import Basis
 from headrace.activations.passes import Passes
 from headrace.activations.selection import Selection
 from headrace.activations.stash import PURPOSE
-from headrace.activations.targets import check_targets, chosen_layers, chosen_modules, named_layers
+from headrace.activations.targets import find_targets, named_layers
 from headrace.config import ActivationConfig, Size
 from headrace.errors import StateError
 from headrace.memory.disk import DiskStore
@@ -103,7 +103,7 @@ def offload_activations(
     first = next(iter(model.parameters()), None)
     lanes = open_lanes(resolve_device(None if first is None else first.device))
     ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
-    check_targets(model, config)
+    find_targets(model, config)
     store = DiskStore(disk, ledger, device=lanes.device) if disk else None
     return ActivationOffloading(model, config, lanes, ledger, store)
 
@@ -130,7 +130,7 @@ class ActivationOffloading(Handle):
         self._meter, self._stash, self._plans = self._passes.meter, self._passes.stash, self._passes.plans
         if self._shares:
             self._stash.pool.reserve()
-        layers, modules = chosen_layers(model, config.layers), chosen_modules(model, config.modules)
+        layers, modules = find_targets(model, config)
         self._selection = Selection(model, lanes.device, config.min_bytes, layers, modules)
         watched = (*named_layers(model), *(layers or ()), *(modules or ()))
         self._calls = Calls(model, watched, self._passes, self._selection, self._check_device)

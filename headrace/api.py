@@ -17,7 +17,7 @@ from torch import nn
 from headrace import live
 from headrace.activation_offloading import ActivationOffloading
 from headrace.activations.calls import refuse_watched
-from headrace.activations.targets import check_targets
+from headrace.activations.targets import find_targets
 from headrace.ahead import probed_rates
 from headrace.config import (
     BlocksSpec,
@@ -172,7 +172,7 @@ def offload(
     refuse_watched(model, ", and pass activations=True here")
     refuse_unmanageable(model, with_checkpoint=config.checkpoint is not None)
     if config.activations is not None:
-        check_targets(model, config.activations)
+        find_targets(model, config.activations)
         if config.activations.tier == "disk" and config.disk is None:
             raise ValueError('activations with tier="disk" need a directory; give disk="/path/on/a/local/drive"')
     return Offloaded(model, config)

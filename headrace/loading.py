@@ -3,9 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +13,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headrace.checkpoint.adapters import with_names_of
-from headrace.checkpoint.contents import Contents, own_contents
+from headrace.checkpoint.contents import Contents, contents_of
 from headrace.checkpoint.destinations import filling
 from headrace.checkpoint.directory import restore_interrupted
-from headrace.checkpoint.foreign import foreign_contents
-from headrace.checkpoint.manifest import EXTRA, MANIFEST
-from headrace.checkpoint.model import EXTRA_STATE, check_model, plain_name, tensors_of, unwrapped
-from headrace.checkpoint.optimizers import Optimizers, check_sound, is_loaded_otherwise, plain_optimizers
+from headrace.checkpoint.manifest import EXTRA_STATE
+from headrace.checkpoint.model import check_model, plain_name, tensors_of, unwrapped
+from headrace.checkpoint.optimizers import Optimizers, fitting, is_loaded_otherwise, plain_optimizers
 from headrace.checkpoint.random_state import restore_random_state
-from headrace.checkpoint.running import wait_for_running
 from headrace.checkpoint.sources import SMALL_BYTES
 from headrace.checkpoint.torn import is_written
+from headrace.checkpoint.writing import last_saving
 from headrace.errors import CheckpointError
 from headrace.live import ModelHandle, handles_of
 from headrace.memory.disk import SavedFile, TensorAtRest, TensorInFile, origin_of
@@ -35,7 +32,7 @@ from headrace.optim.eight_bit import SUFFIX, is_record
 from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.precision import adopt_exact, take_exact
 from headrace.runtime.device import is_accelerator
-from headrace.runtime.tensors import parameters_of
+from headrace.runtime.tensors import map_tree, parameters_of
 from headrace.weights.movement.block import Block
 from headrace.weights.rest.rests import DiskRest
 
@@ -70,37 +67,40 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     optimizers = plain_optimizers(optimizer)
     handles = handles_of(model)
     blocks = [block for handle in handles for block in handle.settled_blocks("headrace.load")]
-    wait_for_running()  # which reads what is about to be written
-    for one in optimizers:
-        if isinstance(one, HostOptimizer):
-            one.synchronize()
+    for saving in tuple(last_saving):  # which reads what is about to be written
+        saving.ended()
+    for each in optimizers:
+        if isinstance(each, HostOptimizer):
+            each.synchronize()
     restore_interrupted(directory.parent)
+    state = _places_of(model)
     if (directory / ".metadata").is_file():
         from headrace.checkpoint.distributed import load_distributed  # here: it takes half a second
 
-        load_distributed(directory, _places_of(model), optimizers, is_written(model, directory))
+        load_distributed(directory, state, optimizers, is_written(model, directory))
         return None
     with contextlib.ExitStack() as stack:
-        is_own = any((directory / name).exists() for name in (MANIFEST, EXTRA))
-        contents = own_contents(directory, stack) if is_own else foreign_contents(directory, stack)
+        contents = contents_of(directory, stack)
         if contents.adapters:
-            contents = with_names_of(contents, unwrapped(model), tensors_of(model))
+            contents = with_names_of(contents, unwrapped(model), state)
         if optimizers and len(optimizers) != len(contents.optimizers):
             raise CheckpointError(
                 f"{directory} holds the state of {len(contents.optimizers)} optimizers, and {len(optimizers)} are"
                 " given; give as many, or none, to load the weights alone"
             )
-        modules = _modules_with_state(contents, model)
-        wanted = _wanted(contents, model)
+        prefix = _prefix(contents.weights.keys(), state.keys())
+        modules = _modules_with_state(contents, model, prefix)
+        wanted = _wanted(contents, model, state, prefix)
         states = [_State(*pair) for pair in zip(optimizers, contents.optimizers, strict=False)]
-        converted = {id(tensor): one.saved for one in wanted for tensor in one.into if one.converts(tensor)}
-        for state in states:
-            state.check(converted)
+        converted = {id(tensor): saved for saved, tensor in wanted if tensor.dtype != saved.dtype}
+        for one in states:
+            one.check(converted)
         _make_writable(blocks, wanted)
         stack.enter_context(is_written(model, directory))
-        _read_weights(wanted, handles, _images(blocks, wanted))
-        for state in states:
-            state.load(converted)
+        files: dict[SavedFile, list[Place]] = {saved.file: [] for saved in contents.weights.values()}
+        _read_weights(files, wanted, handles, _images(blocks, wanted))
+        for one in states:
+            one.load(converted)
         for module, value in modules:
             module.set_extra_state(value)
         if optimizers and contents.random is not None:
@@ -108,9 +108,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     return contents.extra
 
 
-def _make_writable(blocks: Sequence[Block], wanted: Sequence["_Wanted"]) -> None:
+_Wanted = Sequence[tuple[TensorInFile, torch.Tensor]]  # tensors of files, and those of the model that get their values
+
+
+def _make_writable(blocks: Sequence[Block], wanted: _Wanted) -> None:
     """Homes that are about to be written are where that is kept."""
-    written = {id(tensor) for one in wanted for tensor in one.into}
+    written = {id(tensor) for _, tensor in wanted}
     for block in blocks:
         loaded = [id(param.home) in written for param in block.params]
         if any(loaded):
@@ -122,9 +125,9 @@ def _make_writable(blocks: Sequence[Block], wanted: Sequence["_Wanted"]) -> None
 _Image = list[tuple[int, TensorInFile]]  # of a block: the first byte of each tensor in it
 
 
-def _images(blocks: Sequence[Block], wanted: Sequence["_Wanted"]) -> list[tuple[Block, DiskRest, _Image]]:
+def _images(blocks: Sequence[Block], wanted: _Wanted) -> list[tuple[Block, DiskRest, _Image]]:
     """The blocks on disk all of whose bytes are loaded as they lie in files."""
-    plain = {id(t): one.saved for one in wanted for t in one.into if not one.converts(t) and t.is_contiguous()}
+    plain = {id(t): saved for saved, t in wanted if t.dtype == saved.dtype and t.is_contiguous()}
     found = []
     for block in blocks:
         params = block.params
@@ -148,50 +151,38 @@ def _fill(rest: DiskRest, image: _Image) -> None:
 
 
 def _read_weights(
-    wanted: Sequence["_Wanted"], handles: Sequence[ModelHandle], images: Sequence[tuple[Block, DiskRest, _Image]]
+    files: dict[SavedFile, list[Place]],
+    wanted: _Wanted,
+    handles: Sequence[ModelHandle],
+    images: Sequence[tuple[Block, DiskRest, _Image]],
 ) -> None:
-    into = [tensor for one in wanted for tensor in one.into]
     filled = {id(param.home) for block, _, _ in images for param in block.params}
-    places: dict[SavedFile, list[Place]] = defaultdict(list)
-    devices = {tensor.device for tensor in into if is_accelerator(tensor.device)}
+    devices = {tensor.device for _, tensor in wanted if is_accelerator(tensor.device)}
     with torch.no_grad():
-        for one in wanted:
-            aligned = one.saved.offset % one.saved.dtype.itemsize == 0
-            others = [tensor for tensor in one.into if id(tensor) not in filled]
-            puts = [filling(tensor, one.saved.dtype, aligned=aligned) for tensor in others]
-            places[one.saved.file] += [(one.saved, put) for put in puts]
+        for saved, tensor in wanted:
+            if id(tensor) not in filled:
+                aligned = saved.offset % saved.dtype.itemsize == 0
+                files[saved.file].append((saved, filling(tensor, saved.dtype, aligned=aligned)))
         try:
             for device in devices:  # threads fill tensors after all that it was told before, on any stream
                 torch.accelerator.synchronize(device)
             for _, rest, image in images:
                 _fill(rest, image)
-                for _, tensor in image:
-                    tensor.file.read_otherwise.update(tensor.whole_grains)
-                    tensor.file.let_go()
-            read_all(places.items(), reading_memory())
+                for _, saved in image:
+                    saved.file.read_otherwise.update(saved.whole_grains)
+                    saved.file.let_go()
+            read_all(files.items(), reading_memory())
         finally:
             for device in devices:
                 torch.accelerator.synchronize(device)
             # Memory was written past PyTorch; autograd and optimizers are to see that.
-            torch.autograd.graph.increment_version([tensor for tensor in into if not tensor.is_inference()])
+            torch.autograd.graph.increment_version([tensor for _, tensor in wanted if not tensor.is_inference()])
             for handle in handles:
                 handle.refresh()
         for block, _, _ in images:
             block.note_flushed()
         for handle in handles:
             handle.settled_blocks("headrace.load")  # what a drive did not take is told here
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A tensor of a file, and the tensors of the model that get its values."""
-
-    saved: TensorInFile
-    into: list[torch.Tensor]
-
-    def converts(self, tensor: torch.Tensor) -> bool:
-        """Whether the values change on the way."""
-        return tensor.dtype != self.saved.dtype
 
 
 def _belongs_to_a_weight(name: str, weights: Collection[str]) -> bool:
@@ -214,16 +205,13 @@ def _places_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
+def _wanted(contents: Contents, model: nn.Module, state: Mapping[str, torch.Tensor], prefix: str) -> _Wanted:
     """What is read of the weights. Raises CheckpointError when they do not fit the model."""
-    state = _places_of(model)
-    prefix = _prefix(set(contents.weights), set(state))
     _check_names(contents, {name.removeprefix(prefix) for name in (*contents.weights, *contents.shared)}, state, model)
     saved_as = {name.removeprefix(prefix): saved for name, saved in contents.weights.items()}
-    wanted: list[tuple[TensorInFile, dict[Any, torch.Tensor]]] = []
-    writers: dict[Any, dict[Any, torch.Tensor]] = {}  # by memory: who fills it, the last one as in load_state_dict
+    found: dict[Any, tuple[TensorInFile, torch.Tensor]] = {}  # by memory: the last one fills it, as in load_state_dict
     for name in [name for name in state if name in saved_as]:
-        saved, into = saved_as[name], dict[Any, torch.Tensor]()
+        saved = saved_as[name]
         for alias in [name, *(other for other, kept in contents.shared.items() if kept == name)]:
             tensor = state[alias]
             floating = tensor.is_floating_point() and saved.dtype.is_floating_point
@@ -232,17 +220,15 @@ def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
                     f"{alias!r} is {saved.dtype} and has the shape {saved.shape} in {saved.file.path}, and"
                     f" {tensor.dtype} and {tuple(tensor.shape)} in the model; load it into the model that was saved"
                 )
-            found = origin_of(tensor.detach()) if tensor.device.type == "cpu" and tensor.is_contiguous() else None
-            if found is None or not found[0].shows(str(saved.file.path), found[1], saved.offset, tensor.nbytes):
-                into.setdefault((tensor.data_ptr(), tensor.nbytes), tensor)
-        for memory in into:
-            writers.pop(memory, {}).pop(memory, None)
-            writers[memory] = into
-        wanted.append((saved, into))
-    return [_Wanted(saved, list(into.values())) for saved, into in wanted]
+            at = origin_of(tensor.detach()) if tensor.device.type == "cpu" and tensor.is_contiguous() else None
+            memory = tensor.data_ptr(), tensor.nbytes
+            is_there = at is not None and at[0].shows(str(saved.file.path), at[1], saved.offset, tensor.nbytes)
+            if not is_there and (memory not in found or found[memory][0] is not saved):
+                found[memory] = saved, tensor
+    return list(found.values())
 
 
-def _prefix(saved: set[str], present: set[str]) -> str:
+def _prefix(saved: Set[str], present: Set[str]) -> str:
     """What all names in a checkpoint begin with beside the model's own: Lightning's `model.`, for one."""
     if saved & present or not saved:
         return ""
@@ -281,19 +267,19 @@ class _State:
     def __init__(self, optimizer: Optimizer, saved: TorchFile) -> None:
         self._optimizer = optimizer
         self._saved = saved
-        self._hooked = is_loaded_otherwise(optimizer)
-        if self._hooked:  # what they make of it is for them to check
-            return
-        check_sound(saved)
-        there, here = (
-            [len(group["params"]) for group in groups]
-            for groups in (saved.tree["param_groups"], optimizer.param_groups)
-        )
-        if there != here:
-            raise CheckpointError(
-                f"{saved.file.path} is of an optimizer with {there} parameters in its groups; the one given has {here}"
-            )
-        self._check_shapes()
+        self._hooked = is_loaded_otherwise(optimizer)  # what they make of it is for them to check
+        self._parameters = {} if self._hooked else fitting(optimizer, saved)  # by the number in the file
+        for number, parameter in self._parameters.items():
+            for name, value in saved.tree["state"].get(number, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                moment = name.endswith(SUFFIX) and not is_record(value, parameter.numel())
+                if moment or (name in _ELEMENTWISE and value.shape != parameter.shape):
+                    raise CheckpointError(
+                        f"{name} of parameter {number} has the shape {tuple(value.shape)} in {saved.file.path},"
+                        f" and the parameter {tuple(parameter.shape)}; give the optimizer its parameters in the order"
+                        " in which the saved one had them"
+                    )
 
     def check(self, converted: Mapping[int, TensorInFile]) -> None:
         """Raises CheckpointError where `load` would have to change what hooks are to see as it was saved."""
@@ -308,98 +294,56 @@ class _State:
 
     def load(self, converted: Mapping[int, TensorInFile]) -> None:
         """Into the optimizer. `converted`: by id, the parameters whose values have another dtype in the checkpoint."""
-        if self._hooked:
-            self._load_for_hooks()
-            return
-        numbers = [number for group in self._saved.tree["param_groups"] for number in group["params"]]
-        parameters = parameters_of(self._optimizer)
-        state, on_disk, groups = self._read(self._of_others(dict(zip(numbers, parameters, strict=True)), converted))
-        if isinstance(self._optimizer, HostOptimizer):
-            for number, parameter in zip(numbers, parameters, strict=True):
-                if id(parameter) in converted:
-                    entries = state.setdefault(number, {})
-                    entries |= {name: one.load() for name, one in on_disk.pop(number, {}).items()}
-                    _convert(self._optimizer, parameter, converted[id(parameter)], entries)
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        if isinstance(self._optimizer, HostOptimizer):
-            pairs = zip(numbers, parameters, strict=True)
-            self._optimizer.fill({parameter: on_disk[number] for number, parameter in pairs if on_disk.get(number)})
-
-    def _of_others(self, parameters: Mapping[int, torch.Tensor], converted: Mapping[int, TensorInFile]) -> set[int]:
-        """The numbers of parameters whose state other ranks keep, and whose values here do not come out of it."""
-        if not isinstance(self._optimizer, HostOptimizer):
-            return set()
-        others = self._optimizer.kept_elsewhere()
-        return {number for number, one in parameters.items() if one in others and id(one) not in converted}
-
-    def _load_for_hooks(self) -> None:
-        places: list[Place] = []
-        tree = {key: self._in_memory(value, str(key), places) for key, value in self._saved.tree.items()}
-        read_all([(self._saved.file, places)], reading_memory())
-        self._optimizer.load_state_dict(tree)
-
-    def _check_shapes(self) -> None:
-        groups = self._saved.tree["param_groups"]
-        numbers = [number for group in groups for number in group["params"]]
-        parameters = parameters_of(self._optimizer)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for name, value in self._saved.tree["state"].get(number, {}).items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                moment = name.endswith(SUFFIX) and not is_record(value, parameter.numel())
-                if moment or (name in _ELEMENTWISE and value.shape != parameter.shape):
-                    raise CheckpointError(
-                        f"{name} of parameter {number} has the shape {tuple(value.shape)} in {self._saved.file.path},"
-                        f" and the parameter {tuple(parameter.shape)}; give the optimizer its parameters in the order"
-                        " in which the saved one had them"
-                    )
-
-    def _read(
-        self, others: Collection[int]
-    ) -> tuple[dict[Any, Any], dict[Any, dict[str, TensorAtRest]], list[dict[str, Any]]]:
-        """By number of the parameter: what is in memory now, and what goes from disk to disk; and the groups.
-
-        Nothing of those in `others`.
-        """
-        streams = isinstance(self._optimizer, HostOptimizer) and self._optimizer.state_on_disk
-        state: dict[Any, Any] = {}
+        tree: Mapping[str, Any] = self._saved.tree
         on_disk: dict[Any, dict[str, TensorAtRest]] = {}
-        places: list[Place] = []
-        for number, entries in self._saved.tree["state"].items():
-            on_disk[number] = {}
-            if number in others:
-                state[number] = {}  # there is one
-                continue
-            for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
-                if not isinstance(value, torch.Tensor) or value.nbytes <= SMALL_BYTES:
-                    continue
-                if _is_as_in_file(value):  # all of ours are
-                    there = self._saved.place(f"state.{number}.{name}", value)
-                    on_disk[number][name] = there
-                    there.file.read_otherwise.update(there.whole_grains)
-            rest = entries
-            if on_disk[number]:
-                rest = {name: value for name, value in entries.items() if name not in on_disk[number]}
-            state[number] = self._in_memory(rest, f"state.{number}", places)
-        groups = self._in_memory(self._saved.tree["param_groups"], "param_groups", places)
-        read_all([(self._saved.file, places)], reading_memory())
-        return state, on_disk, groups
+        ours = self._optimizer if isinstance(self._optimizer, HostOptimizer) and not self._hooked else None
+        if not self._hooked:
+            others = set() if ours is None else ours.kept_elsewhere()
+            here = {number: p not in others or id(p) in converted for number, p in self._parameters.items()}
+            state = {number: entries if here.get(number, True) else {} for number, entries in tree["state"].items()}
+            if ours is not None and ours.state_on_disk:
+                on_disk = {number: self._on_disk(number, entries) for number, entries in state.items()}
+                for number, apart in on_disk.items():
+                    state[number] = {name: value for name, value in state[number].items() if name not in apart}
+            tree = {"state": state, "param_groups": tree["param_groups"]}
+        read = self._in_memory(tree)
+        for number, parameter in self._parameters.items():
+            if ours is not None and id(parameter) in converted:
+                entries = read["state"].setdefault(number, {})
+                entries |= {name: one.load() for name, one in on_disk.pop(number, {}).items()}
+                _convert(ours, parameter, converted[id(parameter)], entries)
+        self._optimizer.load_state_dict(read)
+        if ours is not None:
+            ours.fill({p: on_disk[number] for number, p in self._parameters.items() if on_disk.get(number)})
 
-    def _in_memory(self, value: Any, name: str, places: list[Place]) -> Any:
-        """The same tree with tensors that `places` fill."""
-        if isinstance(value, torch.Tensor):
+    def _on_disk(self, number: Any, entries: Mapping[str, Any]) -> dict[str, TensorAtRest]:
+        """What goes from disk to disk of a parameter's state."""
+        found = {}
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES and _is_as_in_file(value):
+                there = self._saved.place(f"state.{number}.{name}", value)
+                there.file.read_otherwise.update(there.whole_grains)
+                found[name] = there
+        return found
+
+    def _in_memory(self, tree: Mapping[str, Any]) -> Any:
+        """The same tree with its tensors in memory."""
+        places: list[Place] = []
+
+        def filled(value: Any, name: str) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
             if not _is_as_in_file(value):
                 return value.resolve_conj().resolve_neg().clone()  # of another program: ours have none
-            filled = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             if value.numel():
-                flat = filled.as_strided((filled.numel(),), (1,))
+                flat = memory.as_strided((memory.numel(),), (1,))
                 places.append((self._saved.place(name, value), filling(flat, value.dtype)))
-            return filled
-        if isinstance(value, Mapping):
-            return {key: self._in_memory(entry, f"{name}.{key}", places) for key, entry in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)([self._in_memory(entry, f"{name}.{i}", places) for i, entry in enumerate(value)])
-        return value
+            return memory
+
+        read = map_tree(tree, filled)
+        read_all([(self._saved.file, places)], reading_memory())
+        return read
 
 
 def _is_as_in_file(tensor: torch.Tensor) -> bool:
@@ -417,10 +361,9 @@ def _convert(optimizer: HostOptimizer, parameter: torch.Tensor, saved: TensorInF
             parameter.copy_(exact)
 
 
-def _modules_with_state(contents: Contents, model: nn.Module) -> list[tuple[nn.Module, Any]]:
+def _modules_with_state(contents: Contents, model: nn.Module, prefix: str) -> list[tuple[nn.Module, Any]]:
     """The modules that save something of their own (`get_extra_state`), and what that was."""
     modules = {plain_name(name): module for name, module in model.named_modules()}
-    prefix = _prefix(set(contents.weights), set(tensors_of(model)))
     found = []
     for name, value in contents.module_state.items():
         owner = name.removeprefix(prefix).removesuffix(EXTRA_STATE).removesuffix(".")

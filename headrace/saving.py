@@ -3,7 +3,7 @@
 import io
 import os
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -13,21 +13,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from headrace.checkpoint.directory import NewDirectory, check_keep, remove_older, write_whole
+from headrace.checkpoint.directory import NewDirectory, check_keep
 from headrace.checkpoint.files import Layout, literal, torch_file, weight_files
-from headrace.checkpoint.manifest import EXTRA, MANIFEST, FileRecord, Manifest
+from headrace.checkpoint.manifest import EXTRA, MANIFEST, Manifest
 from headrace.checkpoint.model import SavedModel, check_model, saved_model
 from headrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
 from headrace.checkpoint.random_state import random_state
-from headrace.checkpoint.running import Saving, settle_running
 from headrace.checkpoint.torn import check_whole
-from headrace.checkpoint.writing import LEAST_BYTES, Writing
+from headrace.checkpoint.writing import LEAST_BYTES, Saving, last_saving
 from headrace.config import Size, format_bytes, parse_bytes
 from headrace.errors import CheckpointError
 from headrace.live import handles_of
 from headrace.optim.optimizer import HostOptimizer
-from headrace.runtime.progress import progress
-from headrace.weights.movement.block import Block
+from headrace.runtime.capture import before_write
+from headrace.runtime.tensors import map_tree
 
 __all__ = ["Saving", "save"]
 
@@ -75,53 +74,24 @@ def save(
     checkpoint that was there is still there.
     """
     check_model(model)
-    path, memory_bytes = _checked(path, keep, host_memory, _HOST_BYTES if wait else _HOST_BYTES_BESIDE)
-    optimizers = plain_optimizers(optimizer)
-    check_whole(model)
-    handles = handles_of(model)
-    blocks = [block for handle in handles for block in handle.settled_blocks("headrace.save")]
-    settle_running()
-    writing, tensors = _writing(path, model, blocks, optimizers, extra, files or {}, keep, memory_bytes)
-    with progress("headrace: saving", writing.nbytes if wait else 0) as bar:
-        writing.advance = bar.update
-        saving = Saving(path, writing)
-        for handle in handles:
-            handle.note_checkpoint(saving)
-        if wait:
-            saving.wait()
-    if not wait:
-        writing.hurry([tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)])
-    return saving
-
-
-def _checked(
-    path: str | os.PathLike[str], keep: int | None, host_memory: Size | None, default_bytes: int
-) -> tuple[Path, int]:
-    """The directory that a checkpoint becomes, and the bytes of memory that it passes through."""
     path = Path(path).expanduser().absolute()
     path = path.resolve() if path.is_symlink() else path
     if keep is not None:
         check_keep(path, keep)
-    memory_bytes = default_bytes if host_memory is None else parse_bytes(host_memory, name="host_memory")
+    if host_memory is None:
+        host_memory = _HOST_BYTES if wait else _HOST_BYTES_BESIDE
+    memory_bytes = parse_bytes(host_memory, name="host_memory")
     if memory_bytes < LEAST_BYTES:
         raise ValueError(
             f"host_memory is {format_bytes(memory_bytes)}; a checkpoint passes through {format_bytes(LEAST_BYTES)} at"
             " least, so give that, or leave it out"
         )
-    return path, memory_bytes
-
-
-def _writing(
-    path: Path,
-    model: nn.Module,
-    blocks: Sequence[Block],
-    optimizers: Sequence[Optimizer],
-    extra: Any,
-    files: Mapping[str, bytes],
-    keep: int | None,
-    memory_bytes: int,
-) -> tuple[Writing, Collection[torch.Tensor]]:
-    """The checkpoint, laid out, with every file in it opened; and the tensors of the model that are in it."""
+    optimizers = plain_optimizers(optimizer)
+    check_whole(model)
+    handles = handles_of(model)
+    blocks = [block for handle in handles for block in handle.settled_blocks("headrace.save")]
+    for saving in tuple(last_saving):
+        saving.settle()
     directory = NewDirectory(path)
     try:
         for block in blocks:
@@ -129,18 +99,18 @@ def _writing(
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         saved = saved_model(model, directory.path)
-        layouts, manifest = _laid_out(directory.path, saved, optimizers, extra, files)
-
-        def finish(records: Mapping[str, FileRecord]) -> None:
-            write_whole(directory.path / MANIFEST, manifest(files=records).to_json())
-            directory.publish()
-            if keep is not None:
-                remove_older(directory.target, keep)
-
-        return Writing(directory.path, layouts, memory_bytes, finish, directory.discard), saved.tensors.values()
+        layouts, manifest = _laid_out(directory.path, saved, optimizers, extra, files or {})
+        saving = Saving(directory, layouts, manifest, memory_bytes, keep=keep, shows=wait)
     except BaseException:
         directory.discard()
         raise
+    for handle in handles:
+        handle.note_checkpoint(saving)
+    if wait:
+        saving.wait()
+    else:
+        before_write([tensor for tensor in saved.tensors.values() if not isinstance(tensor, nn.Parameter)])
+    return saving
 
 
 def _laid_out(
@@ -158,7 +128,8 @@ def _laid_out(
         weights |= {names[there]: (file, there) for there, file in places.items()}
     optimizer_files = [optimizer_file(number) for number in range(len(optimizers))]
     for file, optimizer in zip(optimizer_files, optimizers, strict=True):
-        layouts.append(torch_file(file, state_of_optimizer(optimizer, _state(optimizer)), directory))
+        state = optimizer.state_at_rest() if isinstance(optimizer, HostOptimizer) else optimizer.state
+        layouts.append(torch_file(file, state_of_optimizer(optimizer, state), directory))
     layouts.append(literal(EXTRA, _extra_bytes(extra, saved.extra_state)))
     for name, data in files.items():
         taken = ("", "..", MANIFEST, *(layout.name for layout in layouts))
@@ -175,13 +146,21 @@ def _laid_out(
     )
 
 
-def _state(optimizer: Optimizer) -> Mapping[Any, Mapping[str, Any]]:
-    return optimizer.state_at_rest() if isinstance(optimizer, HostOptimizer) else optimizer.state
-
-
 def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
     """What `load` gives back and restores, as `torch.save` writes it. Raises CheckpointError for objects."""
-    tree = {"extra": _plain(extra), "module_state": _plain(module_state), "random": random_state()}
+    strange: list[str] = []
+
+    def plain(value: Any, path: str) -> Any:
+        """What has a state_dict() is saved as that."""
+        if isinstance(value, torch.Tensor):
+            return value.detach().to("cpu")
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            return map_tree(value.state_dict(), plain, path)
+        if not isinstance(value, str | int | float | bytes | complex | None):
+            strange.append(f"{path} is a {type(value).__name__}")
+        return value
+
+    tree = map_tree({"extra": extra, "module_state": module_state}, plain) | {"random": random_state()}
     buffer = io.BytesIO()
     try:
         torch.save(tree, buffer)
@@ -189,30 +168,7 @@ def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
         torch.load(buffer, weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"extra holds what cannot be read back safely: {_not_plain(tree) or str(error).splitlines()[0]}; give plain"
+            f"extra holds what cannot be read back safely: {[*strange, str(error).splitlines()[0]][0]}; give plain"
             " values, tensors, lists, dicts, and what has a state_dict()"
         ) from error
     return buffer.getvalue()
-
-
-def _not_plain(value: Any, where: str = "") -> str:
-    """The first thing in a tree that is no plain value."""
-    if isinstance(value, Mapping):
-        return next((found for key, entry in value.items() if (found := _not_plain(entry, f"{where}[{key!r}]"))), "")
-    if isinstance(value, list | tuple):
-        return next((found for i, entry in enumerate(value) if (found := _not_plain(entry, f"{where}[{i}]"))), "")
-    plain = isinstance(value, torch.Tensor | str | int | float | bytes | complex | None)
-    return "" if plain else f"{where.removeprefix('[' + repr('extra') + ']') or 'it'} is a {type(value).__name__}"
-
-
-def _plain(value: Any) -> Any:
-    """What has a state_dict() is saved as that."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu")
-    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-        return _plain(value.state_dict())
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_plain(entry) for entry in value)
-    return value

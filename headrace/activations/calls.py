@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.activations.passes import Forward, Passes
+from headrace.activations.passes import Passes
 from headrace.activations.plan_cache import entry_of
-from headrace.activations.saving import may_save, pop_left_over
+from headrace.activations.saving import Forward, may_save, pop_left_over
 from headrace.activations.selection import Selection
 from headrace.errors import StateError
 from headrace.runtime.autograd import NO_TASK, backward_task, in_backward

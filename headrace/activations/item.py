@@ -26,12 +26,11 @@ class Presence(Enum):
 
 
 class HandleRef(weakref.ref[Any]):
-    """A weak reference to a handle on an item, with what is known of the handle; queued when the handle ends."""
+    """A weak reference to a handle on an item, with that item; queued when the handle ends."""
 
-    __slots__ = ("item", "round")
+    __slots__ = ("item",)
 
     item: "weakref.ref[Item]"
-    round: int  # the backward that used the handle last
 
 
 class Item:
@@ -77,7 +76,7 @@ class Item:
         self.round = -1  # the backward that used it last
         self.seen: set[HandleRef] = set()  # the handles that this backward has used
         self.use: Any = None  # the `UseRecord` of its first recorded use
-        self.goes: Callable[[Item], None] = _untold  # called right before its device memory goes
+        self.goes: Callable[[Item], None] | None = None  # called right before its device memory goes
         self.note_version()
 
     @property
@@ -108,10 +107,6 @@ class Item:
     def _holds_storage(self) -> bool:
         """Whether the item still holds the storage that it was saved from."""
         return self.memory is not None and not self.returned
-
-
-def _untold(_item: Item) -> None:
-    pass
 
 
 def _references(memory: torch.Tensor) -> int:

@@ -8,13 +8,13 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from headrace.activations.item import Item
 from headrace.activations.meter import ActivationMeter
 from headrace.activations.plan_cache import PlanCache
-from headrace.activations.saving import Saving
+from headrace.activations.saving import Forward
 from headrace.activations.selection import Selection
 from headrace.activations.spilling import DiskStash
 from headrace.activations.stash import Stash
@@ -28,7 +28,7 @@ from headrace.runtime.device import is_capturing
 from headrace.runtime.lanes import Lanes, Tick
 from headrace.runtime.link import LaneUse
 
-__all__ = ["Forward", "Passes"]
+__all__ = ["Passes"]
 
 
 class Passes:
@@ -55,7 +55,7 @@ class Passes:
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
         self._whole: _Backward | None = None  # the backward under way that consists of several
 
-    def begin(self, entry: Entry, selection: Selection) -> "Forward":
+    def begin(self, entry: Entry, selection: Selection) -> Forward:
         """Begins a forward. Raises StateError while a CUDA graph is captured: a plan cannot be part of a graph."""
         if is_capturing(self._lanes.device):
             raise StateError(
@@ -64,15 +64,15 @@ class Passes:
             )
         return self.stash.guard(self._begin, entry, selection)
 
-    def _begin(self, entry: Entry, selection: Selection) -> "Forward":
+    def _begin(self, entry: Entry, selection: Selection) -> Forward:
         self.stash.begin()
         selection.begin()
         trace = ForwardTrace(self.stash, entry, self.plans.expect(entry), selection.gradient_bytes)
         return Forward(trace, self.stash, selection, self._use, self.plans)
 
     # backward ---------------------------------------------------------------------------------------------------------
-    def _use(self, item: Item) -> int:
-        """Makes an item present that backward needs; returns the number of that backward."""
+    def _use(self, item: Item) -> None:
+        """Makes an item present that backward needs."""
         backward = self._backward()
         if backward is None:  # somebody looks at a node's saved tensors, outside of a backward
             backward_round = next(self._rounds)
@@ -89,7 +89,6 @@ class Passes:
                 self.stash.send_for(item, needed=True)
             self.stash.arrive(item)
             item.trace.used_again(item)
-        return backward_round
 
     def recomputed(self) -> None:
         """Called when a call of the model ends within a backward: the values that it recomputed are on the device."""
@@ -147,37 +146,6 @@ class Passes:
             self.plans.learn(trace, self._lanes.tick())
         elif trace.used_unplanned and not trace.timed and not trace.strayed:
             self.plans.forget(trace.entry)
-
-
-class Forward(Saving):
-    """One forward: its hooks, which may be put on top and removed several times, and its end."""
-
-    def __init__(
-        self,
-        trace: ForwardTrace,
-        stash: Stash,
-        selection: Selection,
-        on_use: Callable[[Item], int],
-        plans: PlanCache,
-    ) -> None:
-        super().__init__(trace, stash, selection, on_use)
-        self._plans = plans
-        self._begun = stash.lanes.tick()
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether autograd has let go of everything that this forward saved."""
-        self._stash.guard(self._stash.settle)
-        return self.trace.is_gone
-
-    def end(self, *, completed: bool) -> None:
-        """Ends the forward: nothing more is saved."""
-        with self._stash.lock:
-            if completed:
-                self.trace.end_forward()
-            self._stash.meter.forward_ended(self._begun, self.trace.basis)
-            if self.trace.strayed:
-                self._plans.strayed(self.trace.entry)
 
 
 @dataclass(eq=False)

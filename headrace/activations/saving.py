@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace.activations.item import Item
+from headrace.activations.plan_cache import PlanCache
 from headrace.activations.selection import Selection
 from headrace.activations.stash import Stash
 from headrace.activations.trace import ForwardTrace
@@ -26,7 +27,7 @@ from headrace.runtime.autograd import (
     unseen,
 )
 
-__all__ = ["Saving", "may_save", "pop_left_over"]
+__all__ = ["Forward", "may_save", "pop_left_over"]
 
 _WHOLE_SHARE = 0.5  # if the first view of a storage has at least this share, all of it is saved: others mostly follow
 
@@ -79,14 +80,26 @@ class _Handle:
         return counted
 
 
-class Saving:
-    """The saved-tensor hooks of one outermost call. `on_use` is told that an item is needed, and makes it present."""
+class Forward:
+    """One forward: its hooks on saved tensors, which may be put on top and removed several times, and its end.
 
-    def __init__(self, trace: ForwardTrace, stash: Stash, selection: Selection, on_use: Callable[[Item], int]) -> None:
+    `on_use` is told that an item is needed, and makes it present.
+    """
+
+    def __init__(
+        self,
+        trace: ForwardTrace,
+        stash: Stash,
+        selection: Selection,
+        on_use: Callable[[Item], None],
+        plans: PlanCache,
+    ) -> None:
         self.trace = trace
         self._stash = stash
         self._selection = selection
         self._on_use = on_use
+        self._plans = plans
+        self._begun = stash.lanes.tick()
         self._count = 0
         self._items: weakref.WeakValueDictionary[tuple[int, ...], Item] = weakref.WeakValueDictionary()
         self._together: dict[int, list[weakref.ref[Item]]] = {}  # items by the address of their storage
@@ -102,6 +115,21 @@ class Saving:
         hooks = top_hooks(True)
         if hooks is not None and getattr(hooks[0], "__self__", None) is self:
             pop_hooks()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether autograd has let go of everything that this forward saved."""
+        self._stash.guard(self._stash.settle)
+        return self.trace.is_gone
+
+    def end(self, *, completed: bool) -> None:
+        """Ends the forward: nothing more is saved."""
+        with self._stash.lock:
+            if completed:
+                self.trace.end_forward()
+            self._stash.meter.forward_ended(self._begun, self.trace.basis)
+            if self.trace.strayed:
+                self._plans.strayed(self.trace.entry)
 
     @unseen
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -164,7 +192,7 @@ class Saving:
         self._stash.settle()
         self._stash.streams.now()
         item = handle.item
-        handle.ref.round = self._on_use(item)
+        self._on_use(item)
         item.seen.add(handle.ref)
         tensor = handle.tensor()
         if len(item.seen) >= len(item.handles):
@@ -185,7 +213,7 @@ def pop_left_over(stash: Stash) -> None:
     """Removes the hooks of calls of this stash that an interrupt kept from ending."""
     while (hooks := top_hooks(True)) is not None:
         owner = getattr(hooks[0], "__self__", None)
-        if not isinstance(owner, Saving) or owner._stash is not stash:
+        if not isinstance(owner, Forward) or owner._stash is not stash:
             return
         pop_hooks()
 

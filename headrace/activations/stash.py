@@ -131,7 +131,8 @@ class Stash:
             self._drop(item)
 
     def _drop(self, item: Item) -> None:
-        item.goes(item)
+        if item.goes is not None:
+            item.goes(item)
         item.leaving = item.arriving = item.memory = None
         self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
 
@@ -169,7 +170,7 @@ class Stash:
         Python function that ran then could be ended by Ctrl-C in silence."""
         weak_item = weakref.ref(item)
         ref = HandleRef(handle, self._lost.append)
-        ref.item, ref.round = weak_item, -1
+        ref.item = weak_item
         item.handles.add(ref)
         return ref
 

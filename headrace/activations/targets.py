@@ -7,13 +7,20 @@ from torch import nn
 
 from headrace.config import ActivationConfig
 
-__all__ = ["check_targets", "chosen_layers", "chosen_modules", "named_layers"]
+__all__ = ["find_targets", "named_layers"]
+
+_Chosen = list[nn.Module] | None  # None: no restriction
 
 
-def check_targets(model: nn.Module, config: ActivationConfig) -> None:
-    """Raises ValueError when the settings name what the model does not have."""
-    chosen_layers(model, config.layers)
-    chosen_modules(model, config.modules)
+def find_targets(model: nn.Module, config: ActivationConfig) -> tuple[_Chosen, _Chosen]:
+    """The `layers` and the `modules` that a user means. Raises ValueError for what the model does not have."""
+    layers = config.layers
+    if not isinstance(layers, int):
+        return _chosen(model, layers, "layers"), _chosen(model, config.modules, "modules")
+    known = list(named_layers(model))
+    if layers > len(known):
+        raise ValueError(f"layers={layers}, but the model has {len(known)} layers in lists; give at most that many")
+    return known[:layers], _chosen(model, config.modules, "modules")
 
 
 def named_layers(model: nn.Module) -> dict[nn.Module, str]:
@@ -29,20 +36,8 @@ def named_layers(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def chosen_layers(model: nn.Module, layers: int | Sequence[nn.Module | str] | None) -> list[nn.Module] | None:
-    """The layers that a user means; None: no restriction. Raises ValueError for what the model does not have."""
-    if not isinstance(layers, int):
-        return chosen_modules(model, layers, "layers")
-    known = list(named_layers(model))
-    if layers > len(known):
-        raise ValueError(f"layers={layers}, but the model has {len(known)} layers in lists; give at most that many")
-    return known[:layers]
-
-
-def chosen_modules(
-    model: nn.Module, wanted: Sequence[nn.Module | str] | None, setting: str = "modules"
-) -> list[nn.Module] | None:
-    """The modules that are named, or match a pattern. Raises ValueError for those that the model does not have."""
+def _chosen(model: nn.Module, wanted: Sequence[nn.Module | str] | None, setting: str) -> _Chosen:
+    """The modules that are named, or match a pattern."""
     if wanted is None:
         return None
     names = {module: name for name, module in model.named_modules()}

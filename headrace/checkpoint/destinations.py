@@ -20,10 +20,9 @@ def filling(tensor: torch.Tensor, dtype: torch.dtype, *, aligned: bool = True) -
     The bytes are of `dtype` and `tensor`'s shape; another dtype is converted, as by `copy_`. `put` may be called on
     several threads; with `aligned`, each call brings whole elements.
     """
-    if type(tensor) not in _PLAIN and not isinstance(tensor, torch.nn.Parameter):
+    is_plain = type(tensor) in _PLAIN or isinstance(tensor, torch.nn.Parameter)
+    if not is_plain or tensor.is_conj() or tensor.is_neg():
         return _Whole(tensor, dtype)  # a buffer of an offloaded model must be told of the write
-    if tensor.is_conj() or tensor.is_neg():
-        return _Whole(tensor, dtype)
     tensor = tensor.detach()
     if 0 in tensor.stride():
         return _Whole(tensor, dtype)

@@ -103,23 +103,18 @@ def newest(directory: str | os.PathLike[str]) -> Path | None:
     directory = Path(directory).expanduser()
     restore_interrupted(directory)
     _remove_stale(directory)
-    found = [path for path in _numbered(directory) if (path / MANIFEST).is_file()]
-    return max(found, key=lambda path: _split(path.name)[1], default=None)
+    found = _numbered(directory)
+    return found[-1][2] if found else None
 
 
 def remove_older(path: Path, keep: int) -> None:
     """Removes checkpoints older than `path`, named like it but for the number, except the `keep` - 1 newest of them."""
-    stem, own = _split(path.name)
+    own, stem = _split(path.name)
     try:
-        older = [
-            other
-            for other in _numbered(path.parent)
-            if _split(other.name)[0] == stem and _split(other.name)[1] < own and (other / MANIFEST).is_file()
-        ]
+        older = [other for number, like, other in _numbered(path.parent) if like == stem and number < own]
     except OSError as error:
         warnings.warn(f"older checkpoints beside {path} stay: {error.strerror}", RuntimeWarning, stacklevel=2)
         return
-    older.sort(key=lambda other: _split(other.name)[1])
     for other in older[: max(0, len(older) - keep + 1)]:
         # Renamed first, safe from a loss of power: half a checkpoint must not look like a whole one.
         going = _other_name(other)
@@ -144,20 +139,20 @@ def check_keep(path: Path, keep: int) -> None:
         )
 
 
-def _split(name: str) -> tuple[str, int]:
-    """A name without the number at its end, and the number."""
+def _split(name: str) -> tuple[int, str]:
+    """The number at the end of a name, and what is before it."""
     found = _NUMBER.fullmatch(name)
-    return (name, -1) if found is None else (found[1], int(found[2]))
+    return (-1, name) if found is None else (int(found[2]), found[1])
 
 
-def _numbered(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    return [
-        path
-        for path in directory.iterdir()
-        if _NUMBER.fullmatch(path.name) and not path.name.startswith((_PREFIX, _BEFORE)) and path.is_dir()
-    ]
+def _numbered(directory: Path) -> list[tuple[int, str, Path]]:
+    """The complete checkpoints in `directory` whose names end in a number, by that number."""
+    found = [(*_split(path.name), path) for path in (directory.iterdir() if directory.is_dir() else ())]
+    return sorted(
+        (number, stem, path)
+        for number, stem, path in found
+        if number >= 0 and not path.name.startswith((_PREFIX, _BEFORE)) and (path / MANIFEST).is_file()
+    )
 
 
 def _other_name(path: Path) -> Path:
@@ -165,11 +160,7 @@ def _other_name(path: Path) -> Path:
 
     Locks of directories hold on one host only, even on a filesystem that hosts share.
     """
-    return path.parent / f"{_PREFIX}{path.name}-{secrets.token_hex(4)}{_own_ending()}"
-
-
-def _own_ending() -> str:
-    return f"@{host_name()}"
+    return path.parent / f"{_PREFIX}{path.name}-{secrets.token_hex(4)}@{host_name()}"
 
 
 def _make_parents(directory: Path) -> None:
@@ -268,7 +259,7 @@ def _make_locked(directory: Path) -> int | None:
 def _remove_stale(parent: Path) -> None:
     """Removes directories of this host that nobody locks: they were left by processes that ended while saving."""
     for path in parent.glob(f"{_PREFIX}*"):
-        if not path.name.endswith(_own_ending()):
+        if not path.name.endswith(f"@{host_name()}"):
             continue
         try:
             descriptor = lock_directory(path)
@@ -281,23 +272,15 @@ def _remove_stale(parent: Path) -> None:
         os.close(descriptor)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
-    """Swaps the two at one stroke; returns False if the system or the filesystem has no such call."""
-    rename = getattr(libc(), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(number, os.strerror(number))
-
-
 def exchange(one: Path, other: Path) -> None:
     """Swaps two directories at one stroke. If the filesystem cannot, `restore_interrupted` makes up for a crash."""
-    if _exchanged(one, other):
-        return
+    rename = getattr(libc(), "renameat2", None)
+    if rename is not None:
+        if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise OSError(number, os.strerror(number))
     before = other.parent / f"{_BEFORE}{other.name}"
     with contextlib.ExitStack() as undo:
         for source, target in ((other, before), (one, other), (before, one)):

@@ -1,32 +1,55 @@
 """How is a checkpoint of torch.distributed.checkpoint loaded? By its own reader, in place, however many ranks wrote it.
 
-Saving needs no code here: `dcp.save(get_state_dict(model, optimizer))` works with an offloaded model as with any other.
+PyTorch's own reader unpickles `.metadata`, and its planner unpickles values that are not tensors: both would call
+whatever a file names. Here, these pickles name data alone. Saving needs no code: `dcp.save(get_state_dict(model,
+optimizer))` works with an offloaded model as with any other.
 """
 
+import importlib
+import io
 import math
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
-from headrace.checkpoint.distributed_files import DataPlanner, DataReader
-from headrace.checkpoint.model import EXTRA_STATE
+from headrace.checkpoint.manifest import EXTRA_STATE
 from headrace.errors import CheckpointError
 from headrace.runtime.tensors import parameters_of
 
 __all__ = ["load_distributed"]
 
-_OPTIMIZERS = re.compile(
-    r"(.*\.)?state\.(.+)\.([^.]+)"
-)  # the optimizer's prefix, a parameter's number or name, an entry
+# The optimizer's prefix, a parameter's number or name, an entry.
+_OPTIMIZERS = re.compile(r"(.*\.)?state\.(.+)\.([^.]+)")
+_METADATA = "torch.distributed.checkpoint.metadata"
+_NAMED = {
+    _METADATA: {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "collections": {"OrderedDict"},
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+}
 
 
 def load_distributed(
@@ -39,7 +62,7 @@ def load_distributed(
 
     Raises CheckpointError if they do not fit.
     """
-    found = DataReader(path).read_metadata().state_dict_metadata
+    found = _DataReader(path).read_metadata().state_dict_metadata
     besides = next((key for key in found if EXTRA_STATE in key), None)
     if besides is not None:
         raise CheckpointError(
@@ -49,11 +72,22 @@ def load_distributed(
     weights = _weights(path, state, found)
     if len(optimizers) > 1:
         raise CheckpointError(f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call")
-    states = [_OptimizerState(path, state, optimizer, found) for optimizer in optimizers]
+    places = _places_in(optimizers[0], path, state, found) if optimizers else {}
+    wanted = {**weights, **{key: _memory_for(path, key, found[key]) for key in places}}
     with is_written:
-        _load(path, weights)
-        for one in states:
-            one.load()
+        try:
+            with torch.no_grad():
+                load(wanted, storage_reader=_DataReader(path), planner=_DataPlanner(), no_dist=True)
+        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, CheckpointException) as error:
+            raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}") from error
+        for optimizer in optimizers:
+            loaded: dict[str, Any] = {
+                "state": defaultdict(dict),
+                "param_groups": optimizer.state_dict()["param_groups"],
+            }
+            for key, (part, number, name) in places.items():
+                loaded[part][number][name] = wanted[key]
+            optimizer.load_state_dict({**loaded, "state": dict(loaded["state"])})
 
 
 def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -74,49 +108,32 @@ def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, 
     )
 
 
-class _OptimizerState:
-    """An optimizer's state in the checkpoint. Raises CheckpointError if there is none."""
-
-    def __init__(
-        self, path: Path, state: Mapping[str, torch.Tensor], optimizer: Optimizer, found: Mapping[str, Any]
-    ) -> None:
-        self._path = path
-        self._optimizer = optimizer
-        self._wanted: dict[str, Any] = {}
-        self._entries: dict[str, tuple[int, str]] = {}  # by key: the parameter's number, and the entry
-        self._settings: dict[str, tuple[int, str]] = {}  # by key: the group's number, and the setting
-        numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
-        by_name = {name: numbers[tensor] for name, tensor in state.items() if tensor in numbers}
-        by_name |= {str(number): number for number in numbers.values()}
-        prefix = ""
-        for key, stored in found.items():
-            match = _OPTIMIZERS.fullmatch(key)
-            if match is not None and match[2] in by_name:
-                prefix, self._entries[key] = match[1] or "", (by_name[match[2]], match[3])
-                self._wanted[key] = _place(path, key, stored)
-        for number, group in enumerate(optimizer.param_groups):
-            # A group's settings are under its number, or (flatten_optimizer_state_dict) under each of its parameters.
-            first = [name for name, tensor in state.items() if any(tensor is one for one in group["params"][:1])]
-            for name in group:
-                keys = [f"{prefix}param_groups.{part}.{name}" for part in (str(number), *first)]
-                for key in [key for key in keys if name != "params" and key in found][:1]:
-                    self._settings[key], self._wanted[key] = (number, name), _place(path, key, found[key])
-        if not self._entries:
-            raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")
-
-    def load(self) -> None:
-        """Loads the state into the optimizer."""
-        _load(self._path, self._wanted)
-        loaded: dict[int, dict[str, Any]] = {}
-        for key, (parameter, name) in self._entries.items():
-            loaded.setdefault(parameter, {})[name] = self._wanted[key]
-        groups = self._optimizer.state_dict()["param_groups"]
-        for key, (number, name) in self._settings.items():
-            groups[number][name] = self._wanted[key]
-        self._optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+def _places_in(
+    optimizer: Optimizer, path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, Any]
+) -> dict[str, tuple[str, int, str]]:
+    """Where what has a key in the checkpoint belongs in the optimizer's state_dict: a part of it, a number, a name."""
+    places: dict[str, tuple[str, int, str]] = {}
+    numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
+    by_name = {name: numbers[tensor] for name, tensor in state.items() if tensor in numbers}
+    by_name |= {str(number): number for number in numbers.values()}
+    prefix = ""
+    for key in found:
+        match = _OPTIMIZERS.fullmatch(key)
+        if match is not None and match[2] in by_name:
+            prefix, places[key] = match[1] or "", ("state", by_name[match[2]], match[3])
+    if not places:
+        raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")
+    for number, group in enumerate(optimizer.param_groups):
+        # A group's settings are under its number, or (flatten_optimizer_state_dict) under each of its parameters.
+        first = [name for name, tensor in state.items() if any(tensor is one for one in group["params"][:1])]
+        for name in group:
+            keys = [f"{prefix}param_groups.{part}.{name}" for part in (str(number), *first)]
+            for key in [key for key in keys if name != "params" and key in found][:1]:
+                places[key] = "param_groups", number, name
+    return places
 
 
-def _place(path: Path, key: str, stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+def _memory_for(path: Path, key: str, stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
     if not isinstance(stored, TensorStorageMetadata):
         return None
     nbytes = math.prod(stored.size) * stored.properties.dtype.itemsize
@@ -128,9 +145,46 @@ def _place(path: Path, key: str, stored: TensorStorageMetadata | BytesStorageMet
     return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
 
 
-def _load(path: Path, wanted: dict[str, Any]) -> None:
-    try:
-        with torch.no_grad():
-            load(wanted, storage_reader=DataReader(path), planner=DataPlanner(), no_dist=True)
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, CheckpointException) as error:
-        raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}") from error
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that knows only what describes tensors: sizes, dtypes, places in files."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"):
+            return PurePosixPath  # the path of the directory in which it was saved, which nobody reads
+        found = getattr(importlib.import_module(module), name, None) if module in ("torch", *_NAMED) else None
+        if name in _NAMED.get(module, ()) or (module == "torch" and isinstance(found, torch.dtype)):
+            return found
+        raise CheckpointError(f"it names {module}.{name}, which is no description of tensors; it is not read")
+
+
+class _DataReader(FileSystemReader):
+    """PyTorch's own reader of the directory `path`, with a metadata file that can only describe."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._file = path / ".metadata"
+
+    def read_metadata(self, *args: Any, **settings: Any) -> Metadata:
+        """Reads the metadata. Raises CheckpointError if it is not only a description, or leads out of the directory."""
+        try:
+            metadata = _Unpickler(io.BytesIO(self._file.read_bytes())).load()
+        except Exception as error:  # unpicklers raise errors of many kinds
+            raise CheckpointError(f"{self._file} cannot be read safely: {str(error).splitlines()[0]}") from error
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CheckpointError(f"{self._file} is no description of a checkpoint")
+        for place in metadata.storage_data.values():
+            if PurePosixPath(place.relative_path).name != place.relative_path:
+                raise CheckpointError(
+                    f"{self._file} names {place.relative_path!r}, which leads out of the checkpoint; it is not read"
+                )
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _DataPlanner(DefaultLoadPlanner):
+    """PyTorch's own planner, which takes only plain values beside tensors. Raises UnpicklingError for anything else."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +24,29 @@ from headrace.memory.disk import TensorAtRest
 from headrace.memory.disk.safetensors_header import DTYPES
 from headrace.memory.disk.saved_file import SavedFile
 from headrace.memory.disk.torch_files import open_torch_file, storage_ranges
+from headrace.runtime.tensors import map_tree
 
-__all__ = ["Layout", "Owned", "Stretch", "literal", "torch_file", "weight_files"]
+__all__ = ["Layout", "Owned", "literal", "torch_file", "weight_files"]
 
 SHARD_BYTES = 5 << 30
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Bytes `begin` to `end` of a file, and where they come from."""
-
-    begin: int
-    end: int
-    source: Source | TensorSource
-
-
-@dataclass(frozen=True)
 class Layout:
-    """The layout of a file: its stretches in order, without overlaps or holes."""
+    """The layout of a file: the sources of its bytes, one behind the other."""
 
     name: str
-    nbytes: int
-    stretches: Sequence[Stretch]
+    sources: Sequence[Source | TensorSource]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.nbytes for source in self.sources)
 
 
 def literal(name: str, data: bytes) -> Layout:
     """The layout of a small file."""
-    return Layout(name, len(data), [Stretch(0, len(data), source_of(name, data))])
+    return Layout(name, [source_of(name, data)])
 
 
 def weight_files(tensors: Mapping[str, torch.Tensor], stem: str) -> tuple[list[Layout], dict[str, str]]:
@@ -89,24 +85,18 @@ def _safetensors(name: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
     # The format wants the elements of each dtype at its own alignment: wide ones come first.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at, places = 0, []
+    at = 0
     for key, tensor in ordered:
         shape = list(tensor.shape)
         if tensor.dtype is torch.float4_e2m1fn_x2:  # two values in each element: the header counts values
             shape[-1] *= 2
-        entries[key] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [at, at + nbytes_of(tensor)]}
-        places.append((at, key, tensor))
-        at += nbytes_of(tensor)
+        end = at + nbytes_of(tensor)
+        entries[key] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    stretches = [Stretch(0, len(header), source_of(f"header of {name}", header))]
-    stretches += [
-        Stretch(len(header) + begin, len(header) + begin + nbytes_of(tensor), TensorSource(key, tensor, tensor))
-        for begin, key, tensor in places
-        if nbytes_of(tensor)
-    ]
-    return Layout(name, len(header) + at, stretches)
+    header = source_of(f"header of {name}", len(text).to_bytes(8, "little") + text)
+    return Layout(name, [header, *(TensorSource(key, tensor, tensor) for key, tensor in ordered)])
 
 
 @dataclass(frozen=True)
@@ -125,9 +115,9 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
     sources: list[Source | TensorSource] = []
 
     def stand_in(value: Any, path: str, owner: Any = None) -> Any:
-        """The same tree, with new memory in the place of tensors: it is never touched, so it takes no pages."""
+        """New memory in the place of a tensor: it is never touched, so it takes no pages."""
         if isinstance(value, Owned):
-            return stand_in(value.tree, path, value.owner)
+            return map_tree(value.tree, partial(stand_in, owner=value.owner), path)
         if isinstance(value, TensorAtRest):
             sources.append(Source(path, value.nbytes, value.read, owner))
             return torch.empty_strided(value.like.shape, value.like.stride(), dtype=value.like.dtype, device="cpu")
@@ -138,14 +128,6 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             sources.append(TensorSource(path, value, owner))
             return torch.empty(value.shape, dtype=value.dtype, device="cpu")
-        if isinstance(value, dict):
-            return type(value)(
-                (key, stand_in(entry, f"{path}.{key}" if path else str(key), owner)) for key, entry in value.items()
-            )
-        if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            return type(value)(
-                stand_in(entry, f"{path}.{index}" if path else str(index), owner) for index, entry in enumerate(value)
-            )
         return value
 
     skeleton = scratch / name
@@ -155,7 +137,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
         fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
         try:
             with skip_data():
-                torch.save(stand_in(tree, ""), skeleton)  # leaves holes for the bytes of tensors
+                torch.save(map_tree(tree, stand_in), skeleton)  # leaves holes for the bytes of tensors
         finally:
             settings.fill_uninitialized_memory = fills
 
@@ -183,14 +165,9 @@ def _with_sources(name: str, skeleton: Path, sources: Sequence[Source | TensorSo
     The records are numbered in the order in which the tensors come in the tree, which is that of `sources`.
     """
     ranges = storage_ranges(skeleton)
-    stretches, end = [], 0
+    found: list[Source | TensorSource] = []
+    end = 0
     with skeleton.open("rb") as file:
-
-        def between(begin: int) -> None:
-            file.seek(end)
-            if data := file.read(begin - end):
-                stretches.append(Stretch(end, begin, source_of(name, data)))
-
         for number, source in enumerate(sources):
             begin, nbytes = ranges[str(number)]
             if nbytes != source.nbytes:
@@ -198,9 +175,8 @@ def _with_sources(name: str, skeleton: Path, sources: Sequence[Source | TensorSo
                     f"{source.name} has {source.nbytes} bytes, and torch.save of this PyTorch ({torch.__version__})"
                     f" keeps {nbytes} for it; please report it"
                 )
-            between(begin)
-            end = begin + source.nbytes
-            if source.nbytes:
-                stretches.append(Stretch(begin, end, source))
-        between(skeleton.stat().st_size)
-        return Layout(name, skeleton.stat().st_size, stretches)
+            file.seek(end)
+            found += [source_of(name, file.read(begin - end)), source]
+            end = begin + nbytes
+        file.seek(end)
+        return Layout(name, [*found, source_of(name, file.read())])

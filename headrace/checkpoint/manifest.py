@@ -13,10 +13,11 @@ from headrace.errors import CheckpointError
 from headrace.memory.disk.checkpoint_files import leads_out
 from headrace.memory.disk.saved_file import GRAIN_BYTES
 
-__all__ = ["EXTRA", "MANIFEST", "FileRecord", "Manifest", "read_manifest"]
+__all__ = ["EXTRA", "EXTRA_STATE", "MANIFEST", "FileRecord", "Manifest", "read_manifest"]
 
 MANIFEST = "headrace.json"
 EXTRA = "extra.pt"  # the file of everything but weights and optimizers
+EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state, which may be of any kind
 _FORMAT = 1
 _MOST_BYTES = 256 << 20  # the largest manifest; that of 10 TB is a fifth of it
 
@@ -88,7 +89,16 @@ def read_manifest(directory: Path) -> Manifest:
     for name, file in manifest.files.items():
         if len(file.checksums) != -(-file.nbytes // GRAIN_BYTES):
             raise CheckpointError(f"{path} has {len(file.checksums)} checksums for the {file.nbytes} bytes of {name!r}")
-        _check_size(directory / name, file.nbytes)
+        try:
+            found = (directory / name).stat()
+        except OSError as error:
+            raise CheckpointError(f"{directory / name} cannot be read: {error.strerror}; {_OTHER}") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{directory / name} is no file; {_OTHER}")
+        if found.st_size != file.nbytes:
+            raise CheckpointError(
+                f"{directory / name} has {found.st_size} bytes, and {file.nbytes} were written; {_OTHER}"
+            )
     return manifest
 
 
@@ -112,17 +122,6 @@ def _check_types(manifest: Manifest, path: Path) -> None:
         or not named <= manifest.files.keys()
     ):
         raise CheckpointError(f"{path} does not describe a checkpoint; {_OTHER}")
-
-
-def _check_size(path: Path, nbytes: int) -> None:
-    try:
-        found, is_file = path.stat().st_size, path.is_file()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; {_OTHER}") from error
-    if not is_file:
-        raise CheckpointError(f"{path} is no file; {_OTHER}")
-    if found != nbytes:
-        raise CheckpointError(f"{path} has {found} bytes, and {nbytes} were written; {_OTHER}")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from headrace.checkpoint.adapters import adapter_names
+from headrace.checkpoint.manifest import EXTRA_STATE
 from headrace.checkpoint.sources import check_plain, nbytes_of
 
-__all__ = ["EXTRA_STATE", "SavedModel", "check_model", "plain_name", "saved_model", "tensors_of", "unwrapped"]
+__all__ = ["SavedModel", "check_model", "plain_name", "saved_model", "tensors_of", "unwrapped"]
 
 _STATISTICS_BYTES = 1 << 20
-EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state, which may be of any kind
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from headrace.runtime.tensors import parameters_of
 
 __all__ = [
     "Optimizers",
-    "check_sound",
+    "fitting",
     "is_loaded_otherwise",
     "optimizer_file",
     "plain_optimizers",
@@ -68,8 +68,11 @@ def is_loaded_otherwise(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_load_state_dict_pre_hooks) or not own.__module__.startswith(_PLAIN)
 
 
-def check_sound(saved: TorchFile) -> None:
-    """Raises CheckpointError if it is no state_dict of an optimizer, or has tensors larger than their storage."""
+def fitting(optimizer: Optimizer, saved: TorchFile) -> dict[Any, Any]:
+    """The optimizer's parameters, by their number in the state_dict that was saved.
+
+    Raises CheckpointError if it is none, is of other groups, or has tensors larger than their storage.
+    """
     tree = saved.tree
     state, groups = (tree.get("state"), tree.get("param_groups")) if isinstance(tree, Mapping) else (None, None)
     if (
@@ -86,6 +89,13 @@ def check_sound(saved: TorchFile) -> None:
                     f"{name!r} of parameter {number} is of {value.nbytes} bytes, and {saved.file.path} has"
                     f" {value.untyped_storage().nbytes()} of it; save it with .contiguous()"
                 )
+    there, here = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
+    if there != here:
+        raise CheckpointError(
+            f"{saved.file.path} is of an optimizer with {there} parameters in its groups; the one given has {here}"
+        )
+    numbers = [number for group in groups for number in group["params"]]
+    return dict(zip(numbers, parameters_of(optimizer), strict=True))
 
 
 def _plain_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:

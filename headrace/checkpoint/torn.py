@@ -25,18 +25,22 @@ class _Torn:
 @contextlib.contextmanager
 def is_written(model: nn.Module, path: Path) -> Iterator[None]:
     """Surrounds the load of `model`, and what belongs to it, from `path`. An error in it leaves the model torn."""
+    torn = None
     try:
         yield
     except BaseException as error:
-        _forget(model)
         torn = _Torn(
             f"headrace.load of {path} failed midway ({type(error).__name__}): weights and optimizer may be those of"
             " before in part; load a checkpoint with headrace.load, this one or another, before you go on"
         )
-        for module in model.modules():
-            module.register_forward_pre_hook(torn, prepend=True)
         raise
-    _forget(model)
+    finally:
+        for module in model.modules():
+            hooks = module._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Torn)]:
+                del hooks[key]
+            if torn is not None:
+                module.register_forward_pre_hook(torn, prepend=True)
 
 
 def check_whole(model: nn.Module) -> None:
@@ -45,10 +49,3 @@ def check_whole(model: nn.Module) -> None:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, _Torn):
                 hook()
-
-
-def _forget(model: nn.Module) -> None:
-    for module in model.modules():
-        hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _Torn)]:
-            del hooks[key]

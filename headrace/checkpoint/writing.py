@@ -2,27 +2,30 @@
 
 One thread reads the pieces, in the order of the files, but first those that an optimizer is about to write to. Other
 threads write the pieces to the drive. So reading runs ahead as far as memory allows, and training waits only for reads.
+One checkpoint is written at a time; the end of the process waits for it.
 """
 
 import errno
 import os
+import sys
 import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from headrace.checkpoint.files import Layout, Stretch
-from headrace.checkpoint.manifest import FileRecord
-from headrace.checkpoint.sources import TensorSource, memory_of
+from headrace.checkpoint.directory import NewDirectory, remove_older, write_whole
+from headrace.checkpoint.files import Layout
+from headrace.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from headrace.checkpoint.sources import Source, TensorSource, memory_of
 from headrace.config import format_bytes
 from headrace.errors import DiskError
 from headrace.memory.disk import DirectFile, neighbours_follow
@@ -32,13 +35,16 @@ from headrace.memory.disk.saved_file import GRAIN_BYTES, new_pages
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.capture import begin_capture, end_capture
 from headrace.runtime.device import is_accelerator
-from headrace.runtime.system import CLOSED_IN_CHILDREN, reserve
+from headrace.runtime.progress import progress
+from headrace.runtime.system import CLOSED_IN_CHILDREN, after_fork, reserve
 from headrace.runtime.threads import Gate, mark_headrace_thread
 
-__all__ = ["LEAST_BYTES", "Piece", "Writing"]
+__all__ = ["LEAST_BYTES", "Piece", "Reading", "Saving", "last_saving"]
 
 WRITERS = 4  # enough threads to keep a drive busy; measured, see docs/design/checkpoints.md
 LEAST_BYTES = (WRITERS + 2) * GRAIN_BYTES  # of memory: each writer has a piece, one piece is read, one waits
+
+last_saving: list["Saving"] = []  # the last checkpoint of this process, which may still be written
 
 
 class Piece:
@@ -46,15 +52,15 @@ class Piece:
 
     def __init__(self, file: str, begin: int, end: int) -> None:
         self.file, self.begin, self.end = file, begin, end
-        self.stretches: list[Stretch] = []
+        self.sources: list[tuple[int, Source | TensorSource]] = []  # each with the place of its first byte in the file
         self.read = Gate()
         self.begun = False
 
     def fill(self, memory: torch.Tensor) -> None:
         """Reads the piece into `memory`."""
-        for stretch in self.stretches:
-            begin, end = max(stretch.begin, self.begin), min(stretch.end, self.end)
-            stretch.source.read(begin - stretch.begin, memory[begin - self.begin : end - self.begin])
+        for place, source in self.sources:
+            begin, end = max(place, self.begin), min(place + source.nbytes, self.end)
+            source.read(begin - place, memory[begin - self.begin : end - self.begin])
 
 
 class _Ranges:
@@ -75,86 +81,62 @@ class _Ranges:
         return found
 
 
-class Writing:
-    """Writes the files of `layouts` into `directory`, on threads of its own.
+class Reading:
+    """The pieces of all files, in the order in which they are read. It is a `runtime.capture.Capture`."""
 
-    `finish` is called with the records of all files when these are written and safe from a loss of power; `clean_up` is
-    called if anything failed.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        layouts: Sequence[Layout],
-        memory_bytes: int,
-        finish: Callable[[Mapping[str, FileRecord]], None],
-        clean_up: Callable[[], None],
-    ) -> None:
-        self._finish, self._clean_up = finish, clean_up
-        self._pieces: list[Piece] = []
-        self._of: dict[Any, list[Piece]] = defaultdict(list)
-        self._sources: dict[Any, list[TensorSource]] = defaultdict(list)
-        self._checksums: dict[str, list[int]] = {}
-        self._sizes = {layout.name: layout.nbytes for layout in layouts}
-        self.nbytes = sum(self._sizes.values())
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self.pieces: list[Piece] = []
         self.waited_seconds = 0.0  # for how long writers of parameters were held up
-        self.seconds = 0.0
-        self._error: BaseException | None = None
-        self.advance: Callable[[int], object] = lambda nbytes: None  # called when a piece was read
-        self._begin, self._done = Gate(), Gate()
+        self._of: dict[Any, list[Piece]] = defaultdict(list)
+        self._tensors: dict[Any, list[TensorSource]] = defaultdict(list)
         self._urgent: SimpleQueue[Piece] = SimpleQueue()
-        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
-        self._files: dict[str, DirectFile] = {}
-        try:
-            self._open(directory, layouts)
-        except BaseException:
-            for file in self._files.values():
-                file.close()
-            raise
-        slots = min(memory_bytes // GRAIN_BYTES, len(self._pieces))
-        for _ in range(slots):
-            self._free.put(new_pages(GRAIN_BYTES))
+        for layout in layouts:
+            own = [Piece(layout.name, begin, end) for begin, end in pieces(0, layout.nbytes, GRAIN_BYTES)]
+            place = 0
+            for source in layout.sources:
+                among = own[place // GRAIN_BYTES : -(-(place + source.nbytes) // GRAIN_BYTES)] if source.nbytes else []
+                for piece in among:
+                    piece.sources.append((place, source))
+                place += source.nbytes
+                if source.owner is not None:
+                    self._of[source.owner] += among
+                    if isinstance(source, TensorSource):
+                        self._tensors[source.owner].append(source)
+            self.pieces += own
+        self._in_order = iter(self.pieces)
+        self._neighbours = _Ranges(
+            (*memory, source.owner) for source in self.tensors() if (memory := source.memory) is not None
+        )
 
-    def start(self) -> None:
-        """Begins. From now on, optimizers ask before they write. Raises RuntimeError if no thread can be started."""
-        try:
-            threading.Thread(target=self._run, name="headrace-save").start()
-        except BaseException:
-            for file in self._files.values():
-                file.close()
-            self._clean_up()
-            raise
-        begin_capture(self)
-        self._begin.open()
+    def tensors(self) -> list[TensorSource]:
+        """The tensors that are read, and that may be written to meanwhile."""
+        return [source for several in self._tensors.values() for source in several]
+
+    def next(self) -> Piece | None:
+        """The piece that is to be read now; None when all have begun."""
+        while not self._urgent.empty():
+            piece = self._urgent.get()  # only one thread reads
+            if not piece.begun:
+                return piece
+        return next((piece for piece in self._in_order if not piece.begun), None)
 
     def expect(self, parameters: Sequence[Any]) -> None:
         """As in `runtime.capture.Capture`."""
         for owner in self._touched(parameters):
-            for source in self._sources.get(owner, []):
+            for source in self._tensors.get(owner, []):
                 source.expect_writes()
 
     def hurry(self, parameters: Sequence[Any] | None) -> None:
         """As in `runtime.capture.Capture`."""
         owners = list(self._of) if parameters is None else self._touched(parameters)
-        pieces = [piece for owner in owners for piece in self._of.get(owner, [])]
+        wanted = [piece for owner in owners for piece in self._of.get(owner, [])]
         begun_at = time.perf_counter()
-        for piece in pieces:
+        for piece in wanted:
             if not piece.read.is_open:
                 self._urgent.put(piece)
-        for piece in pieces:
+        for piece in wanted:
             piece.read.wait()
         self.waited_seconds += time.perf_counter() - begun_at
-
-    def wait(self) -> None:
-        """Waits until everything is on the drive. Raises the error if something failed."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, with success or not."""
-        return self._done.is_open
 
     def _touched(self, parameters: Iterable[Any]) -> list[Any]:
         """The owners whose bytes change when these parameters do: they, and those that share memory (`p.data = t`)."""
@@ -166,92 +148,144 @@ class Writing:
                 found += self._neighbours.overlapping(*memory)
         return list(dict.fromkeys(found))
 
-    def _open(self, directory: Path, layouts: Sequence[Layout]) -> None:
-        for layout in layouts:
-            (directory / layout.name).parent.mkdir(exist_ok=True)
-            self._files[layout.name] = _new_file(directory / layout.name, layout.nbytes)
-            own = [Piece(layout.name, begin, end) for begin, end in pieces(0, layout.nbytes, GRAIN_BYTES)]
-            self._checksums[layout.name] = [0] * len(own)
-            for stretch in layout.stretches:
-                among = own[stretch.begin // GRAIN_BYTES : -(-stretch.end // GRAIN_BYTES)]
-                whose = stretch.source.owner
-                for piece in among:
-                    piece.stretches.append(stretch)
-                if whose is not None:
-                    self._of[whose] += among
-                    if isinstance(stretch.source, TensorSource):
-                        self._sources[whose].append(stretch.source)
-            self._pieces += own
-        self._neighbours = _Ranges(
-            (*memory, source.owner)
-            for several in self._sources.values()
-            for source in several
-            if (memory := source.memory) is not None
-        )
+    def forget(self) -> None:
+        """Lets go of all memory; what was waited is kept."""
+        self.pieces, self._of, self._tensors, self._neighbours = [], {}, {}, _Ranges()
+        self._in_order, self._urgent = iter(()), SimpleQueue()
+
+
+class Saving:
+    """A checkpoint that is being written. Writing begins when the object is made."""
+
+    nbytes = 0
+    """The bytes of the checkpoint."""
+
+    seconds = 0.0
+    """How long saving took; 0.0 before it is done."""
+
+    def __init__(
+        self,
+        directory: NewDirectory,
+        layouts: Sequence[Layout],
+        manifest: Callable[..., Manifest],
+        memory_bytes: int,
+        *,
+        keep: int | None,
+        shows: bool,
+    ) -> None:
+        self.path = directory.target
+        self._directory, self._manifest, self._keep, self._shows = directory, manifest, keep, shows
+        self._reading = Reading(layouts)
+        self._sizes = {layout.name: layout.nbytes for layout in layouts}
+        self._checksums = {name: [0] * -(-nbytes // GRAIN_BYTES) for name, nbytes in self._sizes.items()}
+        self.nbytes = sum(self._sizes.values())
+        self._error: BaseException | None = None
+        self._told = False  # whether somebody was told how it ended
+        self._begin, self._done = Gate(), Gate()
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._files: dict[str, DirectFile] = {}
+        try:
+            for name, nbytes in self._sizes.items():
+                (directory.path / name).parent.mkdir(exist_ok=True)
+                self._files[name] = _new_file(directory.path / name, nbytes)
+            for _ in range(min(memory_bytes // GRAIN_BYTES, len(self._reading.pieces))):
+                self._free.put(new_pages(GRAIN_BYTES))
+            threading.Thread(target=self._run, name="headrace-save").start()
+        except BaseException:
+            for file in self._files.values():
+                file.close()
+            raise
+        begin_capture(self._reading)  # from now on, optimizers ask before they write
+        self._begin.open()
+        last_saving[:] = [self]
+
+    @property
+    def done(self) -> bool:
+        """Whether saving has ended, with success or not."""
+        return self._done.is_open
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long optimizers' updates waited for the parameters to be read."""
+        return self._reading.waited_seconds
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is complete and safe from a loss of power. Raises the error if saving failed."""
+        self._told = True
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def ended(self) -> None:
+        """Waits until saving has ended, with success or not."""
+        self._done.wait()
+
+    def settle(self) -> None:
+        """Waits until saving has ended. Raises its error, if nobody has been told of it."""
+        if self._told:
+            self.ended()
+        else:
+            self.wait()
 
     def _run(self) -> None:
         begun_at = time.perf_counter()
         self._begin.wait()
-        devices = [source.device for several in self._sources.values() for source in several]
+        reading = self._reading
+        devices = (source.device for source in reading.tensors())
         mark_headrace_thread(next(filter(is_accelerator, devices), None))
         try:
-            with ThreadPoolExecutor(WRITERS, thread_name_prefix="headrace-save-write") as writers:
+            with (
+                progress("headrace: saving", self.nbytes if self._shows else 0) as bar,
+                ThreadPoolExecutor(WRITERS, thread_name_prefix="headrace-save-write") as writers,
+            ):
                 try:
                     with neighbours_follow():
-                        self._read(writers)
+                        self._read(writers, bar.update)
                 finally:
-                    end_capture(self)
+                    end_capture(reading)
         except BaseException as error:
             self._fail(self._cause(error))
-        for piece in self._pieces:  # after a failure
+        for piece in reading.pieces:  # after a failure
             if not piece.read.is_open:
                 piece.read.open()
         for name, file in self._files.items():
             self._end_file(name, file)
         try:
             if self._error is None:
-                self._finish({name: FileRecord(size, self._checksums[name]) for name, size in self._sizes.items()})
+                files = {name: FileRecord(size, self._checksums[name]) for name, size in self._sizes.items()}
+                write_whole(self._directory.path / MANIFEST, self._manifest(files=files).to_json())
+                self._directory.publish()
+                if self._keep is not None:
+                    remove_older(self.path, self._keep)
         except BaseException as error:
             self._fail(error)
         if self._error is not None:
-            self._clean_up()
-        # Memory is let go of; the figures are kept.
-        for held in (self._pieces, self._of, self._sources, self._files):
-            held.clear()
-        self._neighbours = _Ranges()
-        self._free, self._urgent = SimpleQueue(), SimpleQueue()
+            self._directory.discard()
+        reading.forget()
+        self._files, self._free = {}, SimpleQueue()
         self.seconds = time.perf_counter() - begun_at
         self._done.open()
 
     def _cause(self, error: BaseException) -> BaseException:
         """The error to report: a false checksum of bytes on disk means a write to a tensor, if one was written to."""
         if isinstance(error, DiskError) and error.errno == errno.EBADMSG:
-            sources = (source for several in self._sources.values() for source in several)
-            written = next((source for source in sources if source.was_written), None)
+            written = next((source for source in self._reading.tensors() if source.was_written), None)
             return error if written is None else written.write_error()
         return error
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
 
-    def _read(self, writers: ThreadPoolExecutor) -> None:
-        in_order = iter(self._pieces)
+    def _read(self, writers: ThreadPoolExecutor, advance: Callable[[int], object]) -> None:
         while self._error is None:
             memory = self._free.get()
-            try:
-                piece = self._urgent.get_nowait()
-            except Empty:
-                found = next(in_order, None)
-                if found is None:
-                    return
-                piece = found
-            if piece.begun:
-                self._free.put(memory)
-                continue
+            piece = self._reading.next()
+            if piece is None:
+                return
             piece.begun = True
             piece.fill(memory[: piece.end - piece.begin])
             piece.read.open()
-            self.advance(piece.end - piece.begin)
+            advance(piece.end - piece.begin)
             writers.submit(self._write, piece, memory)
 
     def _write(self, piece: Piece, memory: torch.Tensor) -> None:
@@ -292,3 +326,16 @@ def _new_file(path: Path, nbytes: int) -> DirectFile:
             error.errno,
             f"{path}: {format_bytes(nbytes)} could not be taken: {error.strerror}. Free space, or save elsewhere.",
         ) from error
+
+
+def _end() -> None:
+    """Called at exit: waits until the checkpoint is whole, or prints why it is not."""
+    for saving in last_saving:
+        try:
+            saving.settle()
+        except Exception as error:
+            print(f"headrace.save: {saving.path} was not saved: {error}", file=sys.stderr)  # noqa: T201
+
+
+after_fork(last_saving.clear)  # a forked child has none of the threads that write
+threading._register_atexit(_end)  # type: ignore[attr-defined]  # before models are let go of, if imported after that

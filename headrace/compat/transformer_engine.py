@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import headrace
-from headrace.activations.passes import Forward, Passes
-from headrace.activations.saving import may_save, pop_left_over
+from headrace.activations.passes import Passes
+from headrace.activations.saving import Forward, may_save, pop_left_over
 from headrace.activations.selection import Selection
 from headrace.activations.targets import named_layers
 from headrace.compat.visiting import offload_some

@@ -1,13 +1,14 @@
 """Which tensors are inside a module's arguments or results (containers, dataclasses, ModelOutputs) or an optimizer?"""
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["containers_in", "is_integer", "map_tensors", "parameters_of", "tensors_in"]
+__all__ = ["containers_in", "is_integer", "map_tensors", "map_tree", "parameters_of", "tensors_in"]
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -85,3 +86,14 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
             return value
         return dataclasses.replace(value, **changed)
     return value
+
+
+def map_tree(tree: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:
+    """`tree` with each leaf of its dicts, lists and tuples replaced by `change(leaf, path)`, as "state.0.exp_avg"."""
+    within = f"{path}." if path else ""
+    if isinstance(tree, Mapping):
+        kind = OrderedDict if isinstance(tree, OrderedDict) else dict
+        return kind((key, map_tree(value, change, f"{within}{key}")) for key, value in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(map_tree(value, change, f"{within}{index}") for index, value in enumerate(tree))
+    return change(tree, path)

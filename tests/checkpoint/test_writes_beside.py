@@ -20,7 +20,7 @@ from tests.support.models import linears
 @pytest.fixture
 def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is read before this is set, or somebody waits for what is to be read."""
-    event, hurry, fill = threading.Event(), writing.Writing.hurry, writing.Piece.fill
+    event, hurry, fill = threading.Event(), writing.Reading.hurry, writing.Piece.fill
 
     def hurries(one: Any, parameters: Any) -> None:
         if parameters:
@@ -31,7 +31,7 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         event.wait(20)
         fill(piece, memory)
 
-    monkeypatch.setattr(writing.Writing, "hurry", hurries)
+    monkeypatch.setattr(writing.Reading, "hurry", hurries)
     monkeypatch.setattr(writing.Piece, "fill", waits)
     return event
 
