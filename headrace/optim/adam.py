@@ -6,7 +6,7 @@ import torch
 
 from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.options import Given, Options
-from headrace.optim.rules import AdamRule, adam_rule
+from headrace.optim.rules import AdamRule
 
 __all__ = ["Adam", "AdamW"]
 
@@ -106,7 +106,7 @@ class AdamW(HostOptimizer, torch.optim.AdamW):
         )
 
     def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
-        return adam_rule(group, step, decoupled=True)
+        return AdamRule.of(group, step, decoupled=True)
 
 
 class Adam(HostOptimizer, torch.optim.Adam):
@@ -137,4 +137,4 @@ class Adam(HostOptimizer, torch.optim.Adam):
         )
 
     def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
-        return adam_rule(group, step, decoupled=False)
+        return AdamRule.of(group, step, decoupled=False)

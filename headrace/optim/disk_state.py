@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,16 +37,6 @@ class Wanted:
     fresh: frozenset[str]  # the tensors that begin as zeros: they are not read
 
 
-@dataclass
-class Part:
-    """The state of elements `start` to `stop` of parameter `index` of a step, in host memory for the moment."""
-
-    index: int
-    start: int
-    stop: int
-    tensors: dict[str, torch.Tensor]  # flat
-
-
 @dataclass(frozen=True)
 class _Stretch:
     """One tensor of a part: its extent on disk, whose requests have an order of their own, and its place in a slot."""
@@ -60,6 +50,17 @@ class _Stretch:
     def within(self, slot: Slot) -> torch.Tensor:
         """The whole pages of the slot's memory that the tensor has."""
         return slot.memory[self.place : self.place + self.extent.capacity_bytes]
+
+
+@dataclass
+class Part:
+    """The state of elements `start` to `stop` of parameter `index` of a step, in host memory for the moment."""
+
+    index: int
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # flat
+    stretches: list[_Stretch] = field(default_factory=list)
 
 
 class _All:
@@ -156,20 +157,16 @@ class DiskState:
         """
         with self._busy:
             loads = deque(self._loads(wanted))
-            ahead: deque[tuple[Slot, list[tuple[Part, list[_Stretch]]], _All]] = deque()
+            ahead: deque[tuple[Slot, list[Part], _All]] = deque()
             try:
                 while loads or ahead:
                     while loads and len(ahead) < SLOTS - 1:
                         ahead.append(self._read(loads.popleft()))
-                    slot, load, arrived = ahead.popleft()
-                    try:
-                        arrived.synchronize()
-                        parts = [part for part, _ in load]
-                        update(parts)
-                    except BaseException:
-                        ahead.appendleft((slot, load, arrived))
-                        raise
-                    self._ring.release(slot, _All(self._write(slot, load)) if writes else None)
+                    slot, parts, arrived = ahead[0]
+                    arrived.synchronize()
+                    update(parts)
+                    ahead.popleft()
+                    self._ring.release(slot, _All(self._write(slot, parts)) if writes else None)
                 for one in wanted if writes else ():
                     self._written.setdefault(one.key, {}).update(one.dtypes)
             except BaseException:
@@ -241,28 +238,27 @@ class DiskState:
         for extent in self._extents.get(key, {}).values():
             self._store.to_direct(extent, within=()).synchronize()
 
-    def _loads(self, wanted: Sequence[Wanted]) -> Iterator[list[tuple[Part, list[_Stretch]]]]:
-        load: list[tuple[Part, list[_Stretch]]] = []
+    def _loads(self, wanted: Sequence[Wanted]) -> Iterator[list[Part]]:
+        load: list[Part] = []
         used = 0
         for index, one in enumerate(wanted):
             extents = self._extents_of(one)
             chunk = self._chunk_of(one)
             for start in range(0, one.elements, chunk):
                 stop = min(start + chunk, one.elements)
-                parts = {
+                within = {
                     name: self._store.part(
                         extents[name], eight_bit.nbytes(start, dtype), eight_bit.nbytes(stop - start, dtype)
                     )
                     for name, dtype in one.dtypes.items()
                 }
-                if load and used + sum(part.capacity_bytes for part in parts.values()) > self._ring.slot_bytes:
+                if load and used + sum(extent.capacity_bytes for extent in within.values()) > self._ring.slot_bytes:
                     yield load
                     load, used = [], 0
-                stretches = []
-                for name, part in parts.items():
-                    stretches.append(_Stretch(part, used, name, one.dtypes[name], name not in one.fresh))
-                    used += part.capacity_bytes
-                load.append((Part(index, start, stop, {}), stretches))
+                load.append(Part(index, start, stop))
+                for name, extent in within.items():
+                    load[-1].stretches.append(_Stretch(extent, used, name, one.dtypes[name], name not in one.fresh))
+                    used += extent.capacity_bytes
         if load:
             yield load
 
@@ -292,11 +288,11 @@ class DiskState:
                 known[name, dtype] = self._store.allocate(f"{name} of a parameter", nbytes, "optimizer")
         return {name: known[name, dtype] for name, dtype in one.dtypes.items()}
 
-    def _read(self, load: list[tuple[Part, list[_Stretch]]]) -> tuple[Slot, list[tuple[Part, list[_Stretch]]], _All]:
+    def _read(self, parts: list[Part]) -> tuple[Slot, list[Part], _All]:
         slot = self._ring.acquire()
         requests = []
-        for part, stretches in load:
-            for stretch in stretches:
+        for part in parts:
+            for stretch in part.stretches:
                 memory = stretch.within(slot)
                 if stretch.reads:
                     requests.append(self._store.read(stretch.extent, memory, after=slot.free))
@@ -305,12 +301,11 @@ class DiskState:
                         slot.free.synchronize()
                     memory.zero_()
                 part.tensors[stretch.name] = memory[: stretch.extent.nbytes].view(stretch.dtype)
-        return slot, load, _All(requests)
+        return slot, parts, _All(requests)
 
-    def _write(self, slot: Slot, load: list[tuple[Part, list[_Stretch]]]) -> list[Request]:
-        return [
-            self._store.write(stretch.extent, stretch.within(slot)) for _, stretches in load for stretch in stretches
-        ]
+    def _write(self, slot: Slot, parts: list[Part]) -> list[Request]:
+        stretches = [stretch for part in parts for stretch in part.stretches]
+        return [self._store.write(stretch.extent, stretch.within(slot)) for stretch in stretches]
 
 
 def _pairs(parts: list[Part], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -5,8 +5,8 @@ host memory, on an accelerator, or in a file and a part at a time in memory. All
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,25 +14,25 @@ import torch
 from headrace.optim import kernel, update
 from headrace.optim.devices import Member
 from headrace.optim.disk_state import DiskState, Part, Wanted
-from headrace.optim.in_files import Grains, Row, in_files, mark_written_in_place
+from headrace.optim.in_files import Grains, in_files, mark_written_in_place
 from headrace.optim.kernel import Master
 from headrace.optim.not_finite import NotFiniteSteps
 from headrace.optim.on_device import DeviceUpdates
 from headrace.optim.states import ParamStates
-from headrace.optim.update import Update
+from headrace.optim.update import Update, part_of
 from headrace.runtime.torch_rules import foreach_add
 
 __all__ = ["ElementUpdates"]
 
 
 @dataclass
-class _Columns:
-    """The part of a parameter's state that takes part in its update."""
+class _State:
+    """The part of a member's state that takes part in its update."""
 
-    moments: tuple[str, ...]
-    dtypes: dict[str, torch.dtype]  # of all columns of state, the master among them
-    fresh: frozenset[str]  # the columns that begin as zeros
-    state: dict[str, Any]  # if not on disk; becomes the parameter's after the update
+    member: Member
+    columns: dict[str, str]  # the column of an `Update` that each tensor is, by the tensor's name
+    wanted: Wanted
+    entries: dict[str, Any]  # if not on disk; becomes the parameter's state after the update
 
 
 class ElementUpdates:
@@ -53,67 +53,70 @@ class ElementUpdates:
         disk = self._states.disk if members[0].master.state_device.type == "cpu" else None
         on_host = members[0].master.host.device.type == "cpu"
         in_their_files, others = in_files(members) if on_host and in_place else ([], members)
-        columns = {
-            id(member): self._columns_in_memory(member) if disk is None else self._columns_on_disk(member, disk)
-            for member in members
-        }
+        states = {id(one): self._in_memory(one) if disk is None else self._on_disk(one, disk) for one in members}
         if device is not None:
             if disk is not None:
                 disk.lock_for(device.device)
             else:
-                for found in columns.values():
-                    self._states.in_locked_memory(found.state, found.dtypes, device.device)
-        perform = update.perform if device is None else device.perform
-        if in_their_files:  # first: a drive that fails at once has changed nothing
-            with contextlib.closing(Grains(in_their_files)) as grains:
-                self._perform(in_their_files, columns, disk, grains, perform, scale)
-        if others:
-            self._perform(others, columns, disk, None, perform, scale)
+                for state in states.values():
+                    self._states.in_locked_memory(state.entries, state.columns, device.device)
+        run = update.perform if device is None else device.perform
+        # Those in files are first: a drive that fails at once has changed nothing.
+        for batch, from_files in ((in_their_files, True), (others, False)):
+            if batch:
+                theirs = [states[id(one)] for one in batch]
+                self._perform(theirs, disk, lambda rows: run(rows, scale), from_files=from_files)
         self._count_steps([member.state for member in members if self._always_counts or member.rule.counts_steps])
 
     def _perform(
         self,
-        members: Sequence[Member],
-        every: dict[int, _Columns],
+        states: Sequence[_State],
         disk: DiskState | None,
-        grains: Grains | None,
-        perform_all: Callable[[Sequence[Update], float], None],
-        scale: float,
+        perform_all: Callable[[Sequence[Update]], None],
+        *,
+        from_files: bool,
     ) -> None:
-        columns = [every[id(member)] for member in members]
-        checksums: list[int | torch.Tensor] = [0] * len(members)
+        wholes = [_whole(state, in_memory=disk is None) for state in states]
+        by_stream = {whole.stream: (state.member, whole) for state, whole in zip(states, wholes, strict=True)}
 
-        def perform(rows: Sequence[Row]) -> None:
-            updates = [_update_of(members[row.index], columns[row.index], row) for row in rows]
-            perform_all(updates, scale)
-            for row, done in zip(rows, updates, strict=True):
-                member = members[row.index]
-                self._not_finite.note(member.step, done.not_finite)
-                if member.master.form is Master.SPLIT:
-                    whole = row.stop - row.start == member.parameter.numel()
-                    checksums[row.index] = done.checksum if whole else _joined(checksums[row.index], row, done)
+        def perform(rows: Sequence[Update]) -> None:
+            perform_all(rows)
+            for row in rows:
+                member, whole = by_stream[row.stream]
+                self._not_finite.note(member.step, row.not_finite)
+                if row.form is Master.SPLIT and row is not whole:
+                    whole.checksum = _joined(whole, row)
 
-        if disk is not None:
-            self._stream_from_disk(disk, members, columns, grains, perform)
-        elif grains is not None:
-            for rows in grains.all():
-                for row in rows:
-                    flat, part = members[row.index].master.flat, slice(row.start, row.stop)
-                    state = columns[row.index].state
-                    row.state = {name: flat(state[name])[part] for name in columns[row.index].dtypes}
+        with contextlib.ExitStack() as stack:
+            grains = stack.enter_context(contextlib.closing(Grains(wholes))) if from_files else None
+
+            def perform_parts(parts: list[Part]) -> None:
+                rows = []
+                for part in parts:
+                    state, elements = states[part.index], (part.start, part.stop)
+                    whole = wholes[part.index]
+                    weights = [whole.part(*elements)] if grains is None else grains.parts(part.index, *elements)
+                    rows += [_with_state(one, part, state.columns) for one in weights]
                 perform(rows)
-        else:
-            perform([_whole(index, member, columns[index].state) for index, member in enumerate(members)])
-        if grains is not None:
-            grains.finish()
-        for member, column, checksum in zip(members, columns, checksums, strict=True):
-            member.master.performed(checksum)
-            member.updated = True
-            if disk is None:
-                member.state.clear()
-                member.state.update(column.state)
-        if grains is not None:
-            mark_written_in_place(members)
+                if grains is not None:
+                    grains.performed()
+
+            if disk is not None:
+                disk.stream([state.wanted for state in states], perform_parts)
+            else:
+                for rows in [wholes] if grains is None else grains.all():
+                    perform(rows)
+            if grains is not None:
+                grains.finish()
+            for state, whole in zip(states, wholes, strict=True):
+                member = state.member
+                member.master.performed(whole.checksum)
+                member.updated = True
+                if disk is None:
+                    member.state.clear()
+                    member.state.update(state.entries)
+            if grains is not None:
+                mark_written_in_place([state.member for state in states])
 
     def _count_steps(self, states: Sequence[dict[str, Any]]) -> None:
         """Counts a step in each of these states."""
@@ -126,98 +129,73 @@ class ElementUpdates:
         if states:
             foreach_add([state["step"] for state in states], 1)
 
-    def _stream_from_disk(
-        self,
-        disk: DiskState,
-        members: Sequence[Member],
-        columns: Sequence[_Columns],
-        grains: Grains | None,
-        perform: Callable[[Sequence[Row]], None],
-    ) -> None:
-        weights = [] if grains is not None else [_whole(index, one, {}) for index, one in enumerate(members)]
-
-        def rows_of(part: Part) -> Iterator[Row]:
-            if grains is None:
-                yield weights[part.index].part(part.start, part.stop, part.tensors)
-                return
-            for row in grains.runs(part.index, part.start, part.stop):
-                elements = slice(row.start - part.start, row.stop - part.start)
-                row.state = {name: tensor[elements] for name, tensor in part.tensors.items()}
-                yield row
-
-        def perform_parts(parts: list[Part]) -> None:
-            perform([row for part in parts for row in rows_of(part)])
-            if grains is not None:
-                grains.updated()
-
-        disk.stream(
-            [
-                Wanted((one.parameter, one.parameter.numel()), one.parameter.numel(), column.dtypes, column.fresh)
-                for one, column in zip(members, columns, strict=True)
-            ],
-            perform_parts,
-        )
-
-    def _columns_in_memory(self, member: Member) -> _Columns:
+    def _in_memory(self, member: Member) -> _State:
         """A parameter's state in a copy of its dict, so that the dict is unchanged if the update fails."""
-        state: dict[str, Any] = dict(member.state)
+        entries: dict[str, Any] = dict(member.state)
         rule, master = member.rule, member.master
-        self._states.normalize(state, rule, master)
+        self._states.normalize(entries, rule, master)
         dtypes, fresh = self._states.dtypes(rule, master), set()
-        master.master(state)
+        master.master(entries)
         for name, dtype in dtypes.items():
-            value = state.get(name)
+            value = entries.get(name)
             if value is not None and value.dtype != dtype:  # somebody cast it meanwhile
                 value = value.to(dtype)
             kept = master.adopt(value, dtype)
             if kept is None:
                 fresh.add(name)
-            state[name] = master.zeros(dtype) if kept is None else kept
-        return _Columns(self._states.moments(rule, master), dtypes, frozenset(fresh), state)
+            entries[name] = master.zeros(dtype) if kept is None else kept
+        return self._state(member, dtypes, frozenset(fresh), entries)
 
-    def _columns_on_disk(self, member: Member, disk: DiskState) -> _Columns:
-        states, rule, master = self._states, member.rule, member.master
+    def _on_disk(self, member: Member, disk: DiskState) -> _State:
+        rule, master = member.rule, member.master
         if master.other_form(member.state):
             master.master(member.state)
-        states.to_disk(disk, rule, master, member.state)
-        dtypes = states.dtypes(rule, master)
+        self._states.to_disk(disk, rule, master, member.state)
+        dtypes = self._states.dtypes(rule, master)
         fresh = frozenset(dtypes).difference(disk.holds((member.parameter, member.parameter.numel())))
         if master.master_is_stale:
             fresh |= frozenset(master.master_dtypes)
-        return _Columns(states.moments(rule, master), dtypes, fresh, member.state)
+        return self._state(member, dtypes, fresh, member.state)
+
+    def _state(
+        self, member: Member, dtypes: dict[str, torch.dtype], fresh: frozenset[str], entries: dict[str, Any]
+    ) -> _State:
+        elements = member.parameter.numel()
+        moments, maximum = ("first", "second")[: len(member.rule.moments)], ("maximum",) * bool(member.rule.maximum)
+        columns = dict(zip(dtypes, (*moments, *maximum, "master"), strict=False))
+        return _State(member, columns, Wanted((member.parameter, elements), elements, dtypes, fresh), entries)
 
 
-def _whole(index: int, member: Member, state: Mapping[str, torch.Tensor]) -> Row:
-    """The row of all elements of a parameter, in its shape."""
-    master = member.master
-    weight, gradient = master.exposed_dense(), master.dense(member.gradient)
-    return Row(index, 0, weight.numel(), weight, gradient, state)
-
-
-def _update_of(member: Member, columns: _Columns, row: Row) -> Update:
-    state, names = row.state, columns.moments
-    maximum = member.rule.maximum
+def _whole(state: _State, *, in_memory: bool) -> Update:
+    """The row of all elements of a parameter, in its shape; with its state, if that is in memory."""
+    member = state.member
     return Update(
         rule=member.rule,
-        weight=row.weight,
-        gradient=row.gradient,
+        weight=member.master.exposed_dense(),
+        gradient=member.master.dense(member.gradient),
         form=member.master.form,
-        master=next((state[name] for name in member.master.master_dtypes), None),
-        first=state[names[0]] if names else None,
-        second=state[names[1]] if len(names) > 1 else None,
-        maximum=None if maximum is None else state[maximum],
-        first_step=not columns.fresh.isdisjoint(names),
+        first_step=any(state.columns[name] in ("first", "second") for name in state.wanted.fresh),
         stream=member.index,
-        place=row.start,
         begins=member.begins,
+        **{column: state.entries[name] for name, column in state.columns.items() if in_memory},
     )
 
 
-def _joined(before: int | torch.Tensor, row: Row, done: Update) -> int | torch.Tensor:
-    """A parameter's `kernel.checksum`, the sum of bits * (2 * place + 1), with the elements of `row` added to it."""
+def _with_state(weights: Update, part: Part, columns: dict[str, str]) -> Update:
+    """The row with its columns of state, of which `part` has those and maybe more elements."""
+    start = weights.place - part.start
+    stop = start + weights.weight.numel()
+    state: dict[str, Any] = {columns[name]: part_of(one, start, stop) for name, one in part.tensors.items()}
+    return replace(weights, **state)
+
+
+def _joined(whole: Update, row: Update) -> int | torch.Tensor:
+    """The `kernel.checksum` of `whole`, the sum of bits * (2 * place + 1), with the elements of `row` added to it."""
+    if not row.place:
+        return row.checksum
     if row.weight.device.type != "cpu":  # there, it is the plain sum of the bits
-        return done.checksum if isinstance(before, int) else before + done.checksum
+        return whole.checksum + row.checksum
     first = int(row.weight[:1].view(torch.int16)) & 0xFFFF
-    own = int(done.checksum)
+    own = int(row.checksum)
     twice_the_sum = own + first - int(kernel.checksum(row.weight[1:]))
-    return int(before) + own + row.start * twice_the_sum & 0xFFFFFFFF
+    return int(whole.checksum) + own + row.place * twice_the_sum & 0xFFFFFFFF

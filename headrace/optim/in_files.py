@@ -5,7 +5,7 @@ these rest on disk too, and earlier ones are written. Through mapped memory, all
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,42 +14,37 @@ from headrace.errors import StateError
 from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Origin, Request, disk_pages, new_pages, origin_of
 from headrace.optim.devices import Member
 from headrace.optim.overlap import by_unit
-from headrace.optim.weights import MasterWeight, flat
+from headrace.optim.update import Update, part_of
 from headrace.runtime.pending import unit_of
 
-__all__ = ["Grains", "Row", "in_files", "mark_written_in_place"]
+__all__ = ["Grains", "in_files", "mark_written_in_place"]
 
 _AHEAD = 3  # grains that are read, and that are written, while one is updated
 
 
 @dataclass
-class Row:
-    """Elements [start, stop) of member `index`, in memory for the moment. Flat; a whole member may be in its shape."""
+class _Run:
+    """Elements [start, stop) of update `index`, which lie in one grain, from byte `at` on."""
 
     index: int
     start: int
     stop: int
-    weight: torch.Tensor
+    at: int
     gradient: torch.Tensor
-    state: Mapping[str, torch.Tensor] = field(default_factory=dict)  # master and moments
-
-    def part(self, start: int, stop: int, state: Mapping[str, torch.Tensor]) -> "Row":
-        """The row of elements [start, stop) of the parameter, which lie within this row, with their state."""
-        elements = slice(start - self.start, stop - self.start)
-        return Row(self.index, start, stop, flat(self.weight)[elements], flat(self.gradient)[elements], state)
 
 
 @dataclass
 class _Grain:
-    """Bytes `begin` to `end` of `origin`, on their way from or to the file."""
+    """Bytes [begin, end) of `origin`, on their way from or to the file."""
 
     origin: Origin
     begin: int
     end: int
-    runs: list[tuple[int, int, int, int]]  # member, start, stop, and the offset in the memory
     memory: torch.Tensor
+    runs: list[_Run] = field(default_factory=list)
     reads: list[Request] = field(default_factory=list)
-    gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # with the memory to reuse
+    spare: list[torch.Tensor] = field(default_factory=list)  # memory of gradients, to be used again
+    left: int = 0  # elements that nobody has asked for yet
 
 
 def in_files(members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
@@ -74,43 +69,46 @@ def mark_written_in_place(members: Sequence[Member]) -> None:
 
 
 class Grains:
-    """The weights of `members`, some at a time, in the order in which they lie in their files. Raises DiskError.
+    """The weights of `updates`, some at a time, in the order in which they lie in their files. Raises DiskError.
 
     It holds host memory for seven grains (8 MiB each, less under small budgets), and for the gradients of some.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = members
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self._updates = updates
         self._free: list[torch.Tensor] = []
-        self._coming = _grains(members, self._memory)
+        self._coming = self._read_all()
         self._reading: deque[_Grain] = deque()
+        self._open: deque[_Grain] = deque()
         self._writing: deque[tuple[torch.Tensor, Request]] = deque()
-        self._open: deque[tuple[_Grain, list[Row]]] = deque()
-        self._left: deque[int] = deque()  # for each open grain, the elements that nobody has asked for yet
 
-    def runs(self, index: int, start: int, stop: int) -> Iterator[Row]:
-        """The rows that have these elements. Ask for them in order, and update them before `updated` is called."""
+    def parts(self, index: int, start: int, stop: int) -> Iterator[Update]:
+        """Update `index` of these elements, a part in each grain. Ask in order, and perform before calling `performed`.
+
+        A part has its weights and gradient in memory for the moment.
+        """
         at = start
         while at < stop:
-            found = self._run_at(index, at)
+            runs = ((grain, run) for grain in self._open for run in grain.runs if run.index == index)
+            found = next((pair for pair in runs if pair[1].start <= at < pair[1].stop), None)
             if found is None:
                 self._open_one()
                 continue
-            place, run = found
+            grain, run = found
             end = min(stop, run.stop)
-            yield run.part(at, end, {})
-            self._left[place] -= end - at
+            yield self._part(grain, run).part(at - run.start, end - run.start)
+            grain.left -= end - at
             at = end
 
-    def all(self) -> Iterator[list[Row]]:
-        """All rows, those of one grain at a time; update them before asking for the next."""
+    def all(self) -> Iterator[list[Update]]:
+        """All parts, those of one grain at a time; perform them before asking for the next."""
         while self._open_one():
-            yield self._open[0][1]
+            yield [self._part(self._open[0], run) for run in self._open[0].runs]
             self._write_one()
 
-    def updated(self) -> None:
-        """Called when all rows asked for are updated: writes the grains in which nothing is left to update."""
-        while self._left and not self._left[0]:
+    def performed(self) -> None:
+        """Called when all parts asked for are performed: writes the grains in which nothing is left to update."""
+        while self._open and not self._open[0].left:
             self._write_one()
 
     def finish(self) -> None:
@@ -124,12 +122,10 @@ class Grains:
         for request in [*reads, *(request for _, request in self._writing)]:
             request.settle()
 
-    def _run_at(self, index: int, at: int) -> tuple[int, Row] | None:
-        for place, (_, runs) in enumerate(self._open):
-            for run in runs:
-                if run.index == index and run.start <= at < run.stop:
-                    return place, run
-        return None
+    def _part(self, grain: _Grain, run: _Run) -> Update:
+        whole = self._updates[run.index]
+        weight = grain.memory[run.at :].view(whole.weight.dtype)[: run.stop - run.start]
+        return whole.part(run.start, run.stop, weight=weight, gradient=run.gradient)
 
     def _open_one(self) -> bool:
         """Waits for the next grain; False if there is none."""
@@ -139,21 +135,13 @@ class Grains:
             return False
         for request in self._reading[0].reads:
             request.synchronize()
-        grain = self._reading.popleft()
-        runs = [
-            Row(index, start, stop, grain.memory[at:].view(dtype)[: stop - start], gradient)
-            for (index, start, stop, at), (gradient, _) in zip(grain.runs, grain.gradients, strict=True)
-            for dtype in (self._members[index].master.dtype,)
-        ]
-        self._open.append((grain, runs))
-        self._left.append(sum(run.stop - run.start for run in runs))
+        self._open.append(self._reading.popleft())
         return True
 
     def _write_one(self) -> None:
-        grain, _ = self._open.popleft()
-        self._left.popleft()
+        grain = self._open.popleft()
         request = _asked(grain.origin.write(grain.memory[: disk_pages(grain.end - grain.begin)], grain.begin))
-        self._free.extend(one for _, one in grain.gradients if one is not None)
+        self._free += grain.spare
         self._writing.append((grain.memory, request))
         if len(self._writing) > _AHEAD:
             written, request = self._writing.popleft()
@@ -167,61 +155,53 @@ class Grains:
         self._free[:] = [one for one in self._free if one is not fitting]
         return fitting
 
+    def _read_all(self) -> Iterator[_Grain]:
+        """Begins to read all grains, each when the iterator gets to it."""
+        by_origin: dict[Origin, list[tuple[int, int]]] = {}
+        for index, update in enumerate(self._updates):
+            shown = origin_of(update.weight)
+            if shown is not None:  # always so: see `in_files`
+                by_origin.setdefault(shown[0], []).append((shown[1], index))
+        for origin, places in by_origin.items():
+            places.sort()
+            begin, last = 0, max(offset + self._updates[index].weight.nbytes for offset, index in places)
+            while begin < last:
+                _, end = origin.grain(begin)
+                within = [
+                    one for one in places if one[0] < end and begin < one[0] + self._updates[one[1]].weight.nbytes
+                ]
+                if within:
+                    yield self._read(origin, begin, end, within)
+                begin = end
 
-def _grains(members: Sequence[Member], memory: Callable[[int], torch.Tensor]) -> Iterator[_Grain]:
-    """Begins to read all grains of the members, each when the iterator gets to it."""
-    by_origin: dict[Origin, list[tuple[int, int]]] = {}
-    for index, member in enumerate(members):
-        shown = origin_of(member.master.exposed())
-        if shown is not None:  # always so: see `in_files`
-            by_origin.setdefault(shown[0], []).append((shown[1], index))
-    for origin, places in by_origin.items():
-        places.sort()
-        at, last = 0, max(offset + _nbytes(members[index].master) for offset, index in places)
-        while at < last:
-            begin, end = origin.grain(at)
-            runs = list(_runs(members, places, begin, end))
-            if runs:
-                yield _asked_for(origin, begin, end, runs, members, memory)
-            at = end
+    def _read(self, origin: Origin, begin: int, end: int, places: Sequence[tuple[int, int]]) -> _Grain:
+        """Begins to read a grain. `places`: the offset and the index of each update that has bytes in it."""
+        grain = _Grain(origin, begin, end, self._memory(end - begin))
+        grain.reads.append(_asked(origin.read(grain.memory[: disk_pages(end - begin)], begin)))
+        for offset, index in places:
+            update = self._updates[index]
+            first, last = max(begin, offset), min(end, offset + update.weight.nbytes)
+            start, stop = (first - offset) // update.weight.itemsize, (last - offset) // update.weight.itemsize
+            gradient = self._gradient(part_of(update.gradient, start, stop), grain)
+            grain.runs.append(_Run(index, start, stop, first - begin, gradient))
+            grain.left += stop - start
+        return grain
 
-
-def _runs(
-    members: Sequence[Member], places: Sequence[tuple[int, int]], begin: int, end: int
-) -> Iterator[tuple[int, int, int, int]]:
-    for offset, index in places:
-        size = members[index].master.dtype.itemsize
-        first, last = max(begin, offset), min(end, offset + _nbytes(members[index].master))
-        if first < last:
-            yield index, (first - offset) // size, (last - offset) // size, first - begin
-
-
-def _asked_for(
-    origin: Origin,
-    begin: int,
-    end: int,
-    runs: list[tuple[int, int, int, int]],
-    members: Sequence[Member],
-    memory: Callable[[int], torch.Tensor],
-) -> _Grain:
-    grain = _Grain(origin, begin, end, runs, memory(end - begin))
-    grain.reads.append(_asked(origin.read(grain.memory[: disk_pages(end - begin)], begin)))
-    for index, start, stop, _ in runs:
-        member = members[index]
-        gradient = member.master.flat(member.gradient)[start:stop]
+    def _gradient(self, gradient: torch.Tensor, grain: _Grain) -> torch.Tensor:
+        """The gradient itself, or if it rests on disk, the memory into which it is read with the grain."""
         shown = origin_of(gradient)
-        chunk = None
-        if shown is not None:
-            first = shown[1] // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES
-            nbytes = disk_pages(shown[1] + gradient.nbytes) - first
-            chunk = memory(nbytes)
-            request = shown[0].read(chunk[:nbytes], first)
-            if request is not None:
-                grain.reads.append(request)
-                here = chunk[shown[1] - first :][: gradient.nbytes]
-                gradient = here.view(gradient.dtype)
-        grain.gradients.append((gradient, chunk))
-    return grain
+        if shown is None:
+            return gradient
+        origin, offset = shown
+        first = offset // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES
+        nbytes = disk_pages(offset + gradient.nbytes) - first
+        memory = self._memory(nbytes)
+        grain.spare.append(memory)
+        request = origin.read(memory[:nbytes], first)
+        if request is None:
+            return gradient
+        grain.reads.append(request)
+        return memory[offset - first :][: gradient.nbytes].view(gradient.dtype)
 
 
 def _lies_in_file(member: Member) -> bool:
@@ -237,7 +217,3 @@ def _asked(request: Request | None) -> Request:
     if request is None:
         raise StateError("weights on disk were let go of while they were updated")
     return request
-
-
-def _nbytes(weights: MasterWeight) -> int:
-    return weights.host.numel() * weights.dtype.itemsize

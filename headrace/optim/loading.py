@@ -72,23 +72,21 @@ def _entries(
     state_dtype: torch.dtype,
 ) -> Iterator[tuple[str, Any]]:
     for name, value in saved.items():
-        if name in elementwise and isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            yield name, value
+            continue
+        if name in elementwise:
             if value.shape != parameter.shape:
                 raise ValueError(
                     f"state {name!r} of parameter {parameter_name} has shape {tuple(value.shape)} in the loaded state"
                     f" dict; the parameter has shape {tuple(parameter.shape)}"
                 )
-            yield name, value.to("cpu", state_dtype)
-        elif name.removesuffix(eight_bit.SUFFIX) in elementwise and isinstance(value, torch.Tensor):
-            if not eight_bit.is_record(value, parameter.numel()):
-                runs = eight_bit.records(parameter.numel())
-                raise ValueError(
-                    f"state {name!r} of parameter {parameter_name} has shape {tuple(value.shape)} and dtype"
-                    f" {value.dtype} in the loaded state dict; the parameter, of shape {tuple(parameter.shape)}, has"
-                    f" {runs} runs, so the moment must have shape ({runs}, {eight_bit.RECORD_BYTES}) and torch.uint8"
-                )
-            yield name, value.to("cpu")
-        elif isinstance(value, torch.Tensor):
-            yield name, value.to("cpu")
-        else:
-            yield name, value
+            value = value.to("cpu", state_dtype)
+        elif name.removesuffix(eight_bit.SUFFIX) in elementwise and not eight_bit.is_record(value, parameter.numel()):
+            runs = eight_bit.records(parameter.numel())
+            raise ValueError(
+                f"state {name!r} of parameter {parameter_name} has shape {tuple(value.shape)} and dtype {value.dtype}"
+                f" in the loaded state dict; the parameter, of shape {tuple(parameter.shape)}, has {runs} runs, so the"
+                f" moment must have shape ({runs}, {eight_bit.RECORD_BYTES}) and torch.uint8"
+            )
+        yield name, value.to("cpu")

@@ -13,7 +13,7 @@ import torch
 
 from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.options import Given, Options, snapshot
-from headrace.optim.rules import AdamRule, MatrixRule, adam_rule
+from headrace.optim.rules import AdamRule, MatrixRule
 from headrace.runtime.pending import name_of, unit_of
 from headrace.runtime.torch_rules import adafactor, muon
 
@@ -78,13 +78,9 @@ def _adafactor_step(group: dict[str, Any], state: dict[str, Any], weight: torch.
         [state.get("variance")],
         [state["step"]],
         foreach=False,
-        d=group["d"],
-        lr=group["lr"],
-        beta2_decay=group["beta2_decay"],
-        weight_decay=group["weight_decay"],
         eps1=group["eps"][0],
         eps2=group["eps"][1],
-        maximize=group["maximize"],
+        **{name: group[name] for name in ("d", "lr", "beta2_decay", "weight_decay", "maximize")},
     )
 
 
@@ -180,26 +176,15 @@ class Muon(HostOptimizer, torch.optim.Muon):
     def _rule(self, group: dict[str, Any], step: float) -> AdamRule | MatrixRule:
         if group.get("use_muon", True):
             return MatrixRule(partial(_muon_step, snapshot(group)), ("momentum_buffer",))
-        return adam_rule(group, step, decoupled=True)
+        return AdamRule.of(group, step, decoupled=True)
 
 
 def _muon_step(group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor) -> None:
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(gradient)
-    muon(
-        [weight],
-        [gradient],
-        [state["momentum_buffer"]],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        nesterov=group["nesterov"],
-        ns_coefficients=group["ns_coefficients"],
-        ns_steps=group["ns_steps"],
-        eps=group["eps"],
-        adjust_lr_fn=group["adjust_lr_fn"],
-        has_complex=False,
-    )
+    names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
+    settings = {name: group[name] for name in names}
+    muon([weight], [gradient], [state["momentum_buffer"]], has_complex=False, **settings)
 
 
 def _goes_by_muon(parameter: torch.Tensor, name: str | None = None) -> bool:

@@ -30,7 +30,7 @@ _MOST_PIECE_BYTES = 16 << 20  # long enough for the link: 1 Mi elements of AdamW
 _LEAST_ELEMENTS = 1 << 16  # of a piece, unless its parameter has fewer: kernels take longer than their launches
 _LEAST_PIECES = 8  # of a parameter, at least, unless they would be smaller: some leave while others arrive
 _SUBMITTED = 2 * _RING_PIECES  # pieces that are submitted before the host waits for the first of them
-_COLUMNS = ("weight", "gradient", "master", "first", "second", "maximum")
+_MOST_COLUMNS = 6  # weight, gradient, master, two moments and a maximum
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ def device_bytes(parameters: Mapping[torch.Tensor, bool]) -> int:
     """The device memory that updates of these parameters take. The values: whether a rule needs one as a whole."""
     least = 0
     for parameter, whole in parameters.items():
-        # Weight, gradient, master, two moments and a maximum; of rules for whole parameters, one moment, or two factors
-        # that are as large together, unless one of them is a moment already.
+        # Rules for whole parameters have a gradient, a master, and one moment, or two factors that are as large
+        # together, unless one of them is a moment already.
         wide = max(4, parameter.itemsize)
-        columns = 5 if not whole else 4 if 1 in parameter.shape[-2:] else 3
+        columns = _MOST_COLUMNS - 1 if not whole else 4 if 1 in parameter.shape[-2:] else 3
         nbytes = parameter.numel() * (parameter.itemsize + columns * wide)
-        nbytes += len(_COLUMNS) * KERNEL_ALIGNMENT_BYTES + RUN_ELEMENTS * wide
+        nbytes += _MOST_COLUMNS * KERNEL_ALIGNMENT_BYTES + RUN_ELEMENTS * wide
         least = max(least, nbytes if whole else _RING_PIECES * min(_MOST_PIECE_BYTES, nbytes))
     return _aligned(least)
 
@@ -168,14 +168,12 @@ class DeviceUpdates:
         self._under_way.clear()
 
     def _pieces(self, whole: Update, gradient_scale: float) -> Iterator[Piece]:
-        flat = update.flattened(whole)
-        columns = {name: tensor for name in _COLUMNS if (tensor := getattr(flat, name)) is not None}
-        most = self._most_elements([column for column in columns.values() if column.device != self.device])
-        elements = min(most, max(_LEAST_ELEMENTS, flat.weight.numel() // _LEAST_PIECES // RUN_ELEMENTS * RUN_ELEMENTS))
-        for start in range(0, flat.weight.numel(), elements):
-            stop = min(start + elements, flat.weight.numel())
-            part = {name: update.part_of(column, slice(start, stop)) for name, column in columns.items()}
-            yield _piece(whole, flat, part, start, gradient_scale, self.flag())
+        count = whole.weight.numel()
+        most = self._most_elements([column for column in whole.columns.values() if column.device != self.device])
+        elements = min(most, max(_LEAST_ELEMENTS, count // _LEAST_PIECES // RUN_ELEMENTS * RUN_ELEMENTS))
+        for start in range(0, count, elements):
+            part = whole.part(start, min(start + elements, count))
+            yield _piece(whole, part, gradient_scale, self.flag(), is_last=start + elements >= count)
 
     def _most_elements(self, columns: Sequence[torch.Tensor]) -> int:
         """How many elements of these columns a piece has at most: whole runs of 8-bit moments."""
@@ -184,25 +182,24 @@ class DeviceUpdates:
         return max(1, room // max(1, run_bytes)) * RUN_ELEMENTS
 
 
-def _piece(
-    whole: Update, flat: Update, part: dict[str, torch.Tensor], start: int, gradient_scale: float, flag: torch.Tensor
-) -> Piece:
-    """The piece of an update that begins with element `start`. What it finds out is noted in `whole`."""
+def _piece(whole: Update, part: Update, gradient_scale: float, flag: torch.Tensor, *, is_last: bool) -> Piece:
+    """The piece that performs a part of an update. What it finds out is noted in `whole`."""
+    columns = part.columns
 
     def perform(here: Sequence[torch.Tensor]) -> Sequence[Copy]:
-        columns: dict[str, Any] = dict(zip(part, here, strict=True))
-        piece = replace(flat, **columns, place=flat.place + start)
+        there: dict[str, Any] = dict(zip(columns, here, strict=True))
+        piece = replace(part, **there)
         update.perform([piece], gradient_scale)
-        written = [(part[name], columns[name]) for name in part if name != "gradient"]
         found = torch.as_tensor(piece.not_finite, device=here[0].device).view(1)
+        written = [(columns[name], column) for name, column in piece.columns.items() if name != "gradient"]
         return [(flag, found), *((target, source) for target, source in written if target is not source)]
 
     def done() -> None:
         whole.not_finite = bool(flag) or whole.not_finite
-        if whole.form is Master.SPLIT and start + part["weight"].numel() == flat.weight.numel():
-            whole.checksum = kernel.checksum(flat.weight)
+        if whole.form is Master.SPLIT and is_last:
+            whole.checksum = kernel.checksum(update.part_of(whole.weight, 0, whole.weight.numel()))
 
-    return Piece(list(part.values()), perform, done)
+    return Piece(list(columns.values()), perform, done)
 
 
 def _aligned(nbytes: int) -> int:

@@ -7,15 +7,15 @@ these.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 import torch
 
 from headrace.optim.kernel import Constants, Rule
 from headrace.runtime.torch_rules import fused_adam, fused_adamw, fused_sgd
 
-__all__ = ["AdamRule", "ElementRule", "LionRule", "MatrixRule", "SgdRule", "adam_rule"]
+__all__ = ["AdamRule", "ElementRule", "LionRule", "MatrixRule", "SgdRule"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,25 @@ class MatrixRule:
     elementwise: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
 class ElementRule(ABC):
-    """One rule at one step that works element by element."""
+    """One rule at one step that works element by element. Its fields are the settings of a param group."""
 
+    kind: ClassVar[Rule]
     elementwise: ClassVar[tuple[str, ...]]  # the names of its moments, at most two, which have the state dtype
     counts_steps: ClassVar[bool] = True  # whether the stock optimizer keeps "step" in its state
+
+    lr: float
+    weight_decay: float
+    step: float
+    maximize: bool = False
+
+    @classmethod
+    def of(cls, group: dict[str, Any], step: float, **more: Any) -> Self:
+        """The rule of a param group at one step. `more`: settings that a group does not have."""
+        betas = zip(("beta1", "beta2"), map(float, group.get("betas", ())), strict=False)
+        settings = {**group, **dict(betas), "lr": float(group["lr"]), "step": step, **more}
+        return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -45,9 +59,19 @@ class ElementRule(ABC):
         """The name of the running maximum, which is in float32; None without one."""
         return None
 
-    @abstractmethod
     def constants(self, gradient_scale: float) -> Constants:
         """The constants of this rule for the native kernel."""
+        return Constants(
+            rule=self.kind,
+            maximize=self.maximize,
+            seed=int(self.step) * 0x9E3779B9 & 0xFFFFFFFF,
+            gradient_scale=gradient_scale,
+            **self._constants(),
+        )
+
+    @abstractmethod
+    def _constants(self) -> dict[str, float]:
+        """Those that not all rules have alike."""
 
     @abstractmethod
     def apply(self, weight: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor, first_step: bool) -> None:
@@ -58,16 +82,13 @@ class ElementRule(ABC):
 class AdamRule(ElementRule):
     """Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019)."""
 
+    kind = Rule.ADAM
     elementwise = ("exp_avg", "exp_avg_sq")
 
-    lr: float
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
     decoupled: bool
-    maximize: bool
-    step: float
     amsgrad: bool = False
     bias_correction: bool = True
 
@@ -80,23 +101,19 @@ class AdamRule(ElementRule):
         """The step for which moments are corrected; infinite if there is nothing to correct."""
         return self.step if self.bias_correction else math.inf
 
-    def constants(self, gradient_scale: float) -> Constants:
+    def _constants(self) -> dict[str, float]:
         added = not self.decoupled and self.weight_decay != 0
-        return Constants(
-            rule=Rule.ADAM,
-            maximize=self.maximize,
-            flags=1 if added else 0,
-            seed=int(self.step) * 0x9E3779B9 & 0xFFFFFFFF,
-            gradient_scale=gradient_scale,
-            decay=self.weight_decay if added else 1 - self.lr * self.weight_decay if self.decoupled else 1.0,
-            keep_first=self.beta1,
-            take_first=1 - self.beta1,
-            keep_second=self.beta2,
-            take_second=1 - self.beta2,
-            correction=math.sqrt(1 - self.beta2**self._corrected_step),
-            epsilon=self.eps,
-            step_size=-(self.lr / (1 - self.beta1**self._corrected_step)),
-        )
+        return {
+            "flags": 1 if added else 0,
+            "decay": self.weight_decay if added else 1 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            "keep_first": self.beta1,
+            "take_first": 1 - self.beta1,
+            "keep_second": self.beta2,
+            "take_second": 1 - self.beta2,
+            "correction": math.sqrt(1 - self.beta2**self._corrected_step),
+            "epsilon": self.eps,
+            "step_size": -(self.lr / (1 - self.beta1**self._corrected_step)),
+        }
 
     def apply(self, weight: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor, first_step: bool) -> None:
         first, second, *maximum = states
@@ -118,53 +135,30 @@ class AdamRule(ElementRule):
         )
 
 
-def adam_rule(group: dict[str, Any], step: float, *, decoupled: bool) -> AdamRule:
-    """The rule of a param group of Adam, or of AdamW, at one step."""
-    beta1, beta2 = group["betas"]
-    return AdamRule(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=decoupled,
-        maximize=group.get("maximize", False),
-        amsgrad=bool(group.get("amsgrad")),
-        step=step,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class SgdRule(ElementRule):
     """Stochastic gradient descent, with momentum and Nesterov's form of it as PyTorch has them."""
 
+    kind = Rule.SGD
     elementwise = ("momentum_buffer",)
     counts_steps = False
 
-    lr: float
     momentum: float
     dampening: float
     nesterov: bool
-    weight_decay: float
-    maximize: bool
-    step: float
 
     @property
     def moments(self) -> tuple[str, ...]:
         return self.elementwise if self.momentum != 0 else ()
 
-    def constants(self, gradient_scale: float) -> Constants:
-        return Constants(
-            rule=Rule.SGD,
-            maximize=self.maximize,
-            flags=(1 if self.weight_decay != 0 else 0) | (2 if self.nesterov else 0),
-            seed=int(self.step) * 0x9E3779B9 & 0xFFFFFFFF,
-            gradient_scale=gradient_scale,
-            decay=self.weight_decay,
-            keep_first=self.momentum,
-            take_first=1 - self.dampening,
-            step_size=-self.lr,
-        )
+    def _constants(self) -> dict[str, float]:
+        return {
+            "flags": (1 if self.weight_decay != 0 else 0) | (2 if self.nesterov else 0),
+            "decay": self.weight_decay,
+            "keep_first": self.momentum,
+            "take_first": 1 - self.dampening,
+            "step_size": -self.lr,
+        }
 
     def apply(self, weight: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor, first_step: bool) -> None:
         fused_sgd(
@@ -185,28 +179,21 @@ class SgdRule(ElementRule):
 class LionRule(ElementRule):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
 
+    kind = Rule.LION
     elementwise = ("exp_avg",)
 
-    lr: float
     beta1: float
     beta2: float
-    weight_decay: float
-    maximize: bool
-    step: float
 
-    def constants(self, gradient_scale: float) -> Constants:
-        return Constants(
-            rule=Rule.LION,
-            maximize=self.maximize,
-            seed=int(self.step) * 0x9E3779B9 & 0xFFFFFFFF,
-            gradient_scale=gradient_scale,
-            decay=1 - self.lr * self.weight_decay,
-            keep_first=self.beta1,
-            take_first=1 - self.beta1,
-            keep_second=self.beta2,
-            take_second=1 - self.beta2,
-            step_size=-self.lr,
-        )
+    def _constants(self) -> dict[str, float]:
+        return {
+            "decay": 1 - self.lr * self.weight_decay,
+            "keep_first": self.beta1,
+            "take_first": 1 - self.beta1,
+            "keep_second": self.beta2,
+            "take_second": 1 - self.beta2,
+            "step_size": -self.lr,
+        }
 
     def apply(self, weight: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor, first_step: bool) -> None:
         (momentum,) = states

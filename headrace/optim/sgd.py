@@ -43,15 +43,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
         )
 
     def _rule(self, group: dict[str, Any], step: float) -> SgdRule:
-        return SgdRule(
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            step=step,
-        )
+        return SgdRule.of(group, step)
 
 
 class _LionGroups(Optimizer):
@@ -92,11 +84,4 @@ class Lion(HostOptimizer, _LionGroups):
         )
 
     def _rule(self, group: dict[str, Any], step: float) -> LionRule:
-        return LionRule(
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            step=step,
-        )
+        return LionRule.of(group, step)

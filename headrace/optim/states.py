@@ -93,18 +93,15 @@ class ParamStates:
             self.begin(parameter)  # drops what is on disk
 
     # of which tensors a state consists -------------------------------------------------------------------------------
-    def moments(self, rule: ElementRule, master: MasterWeight) -> tuple[str, ...]:
-        """The names under which the moments of a parameter are kept."""
-        return tuple(name + eight_bit.SUFFIX for name in rule.moments) if master.uses_8bit else rule.moments
-
     def dtypes(self, rule: ElementRule, master: MasterWeight) -> dict[str, torch.dtype]:
-        """The dtypes of the tensors of state that a parameter needs, by name, the master last."""
+        """The dtypes of the tensors of state that a parameter needs, by name: moments, maximum, master."""
         own_dtype = torch.float64 if master.dtype == torch.float64 else torch.float32
         moments = self._options.moment_dtype if own_dtype == torch.float32 else own_dtype
         if moments == torch.uint8 and not master.uses_8bit:
             moments = own_dtype
+        suffix = eight_bit.SUFFIX if master.uses_8bit else ""
         maximum = {} if rule.maximum is None else {rule.maximum: own_dtype}
-        return dict.fromkeys(self.moments(rule, master), moments) | maximum | master.master_dtypes
+        return {name + suffix: moments for name in rule.moments} | maximum | master.master_dtypes
 
     def in_locked_memory(self, state: dict[str, Any], names: Iterable[str], device: torch.device) -> None:
         """Has these tensors of a state lie in memory that is page-locked for a device which updates them."""

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,11 +13,12 @@ from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from headrace.optim.kernel import CHUNK_ELEMENTS, Master, Number, Task
 from headrace.optim.rules import ElementRule
 
-__all__ = ["Update", "are_apart", "flattened", "part_of", "perform", "scaled"]
+__all__ = ["Update", "are_apart", "part_of", "perform", "scaled"]
 
 _NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.float16: Number.FLOAT16}
 _STATE_NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.uint8: Number.EIGHT_BIT}
 _DEVICE_CHUNK_ELEMENTS = 1 << 23  # at a time on an accelerator, which bounds the memory for widened state
+_COLUMNS = ("weight", "gradient", "master", "first", "second", "maximum")
 
 
 @dataclass(kw_only=True)
@@ -40,6 +42,25 @@ class Update:
     checksum: int | torch.Tensor = 0  # of the written weights, in split form
     not_finite: bool | torch.Tensor = False  # whether some gradient was not finite
     begins: Callable[[], None] = lambda: None  # called just before anything is written
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The tensors that take part, by name."""
+        return {name: column for name in _COLUMNS if (column := getattr(self, name)) is not None}
+
+    def part(self, start: int, stop: int, **given: Any) -> "Update":
+        """The update of elements [start, stop) of this one, flat. `given` columns take the place of its own."""
+        columns = self.columns
+        for name in columns.keys() - given.keys():
+            given[name] = part_of(columns[name], start, stop)
+        return dataclasses.replace(self, place=self.place + start, **given)
+
+
+def part_of(column: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a dense column, flat; of an 8-bit moment, the runs that have them. The same memory."""
+    if column.dtype == torch.uint8:
+        start, stop = start // RUN_ELEMENTS * RECORD_BYTES, -(-stop // RUN_ELEMENTS) * RECORD_BYTES
+    return column.detach().as_strided((column.numel(),), (1,))[start:stop]
 
 
 def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | None = None) -> None:
@@ -118,100 +139,69 @@ def _perform_in_torch(updates: Sequence[Update], gradient_scale: float) -> None:
 
     On an accelerator, larger chunks are updated on the current stream.
     """
-    flat = [flattened(update) for update in updates]
-    with torch.no_grad():
-        for update in flat:
-            if update.weight.device.type != "cpu":
-                for start in range(0, update.weight.numel(), _DEVICE_CHUNK_ELEMENTS):
-                    _chunk_in_torch(update, slice(start, start + _DEVICE_CHUNK_ELEMENTS), gradient_scale)
-    on_host = [update for update in flat if update.weight.device.type == "cpu"]
-    if on_host:
-        _perform_in_chunks(on_host, gradient_scale)
-    for update, done in zip(updates, flat, strict=True):
-        update.not_finite = done.not_finite
-        if update.form is Master.SPLIT:
-            update.checksum = kernel.checksum(_flat(update.weight))
-
-
-def flattened(update: Update) -> Update:
-    """The update with its tensors flat, in the same memory."""
-    return dataclasses.replace(
-        update,
-        weight=_flat(update.weight),
-        gradient=_flat(update.gradient),
-        master=None if update.master is None else _flat(update.master),
-        first=None if update.first is None else _flat(update.first),
-        second=None if update.second is None else _flat(update.second),
-        maximum=None if update.maximum is None else _flat(update.maximum),
-    )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _perform_in_chunks(updates: Sequence[Update], gradient_scale: float) -> None:
-    jobs = [(update, start) for update in updates for start in range(0, update.weight.numel(), CHUNK_ELEMENTS * 4)]
-    queue = iter(jobs)  # next() on a list iterator is atomic
+    on_host: list[tuple[Update, int, int]] = []
+    for update in updates:
+        at_once = CHUNK_ELEMENTS * 4 if update.weight.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+        chunks = [(update, start, start + at_once) for start in range(0, update.weight.numel(), at_once)]
+        if update.weight.device.type == "cpu":
+            on_host += chunks
+            continue
+        with torch.no_grad():
+            for chunk in chunks:
+                _chunk_in_torch(*chunk, gradient_scale)
+    queue = iter(on_host)  # next() on a list iterator is atomic
 
     def work() -> None:
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             with torch.no_grad():
-                for update, start in queue:
-                    _chunk_in_torch(update, slice(start, start + CHUNK_ELEMENTS * 4), gradient_scale)
+                for chunk in queue:
+                    _chunk_in_torch(*chunk, gradient_scale)
         finally:
             torch.set_num_threads(before)
 
-    threads.on_each(work, at_most=len(jobs))
+    if on_host:
+        threads.on_each(work, at_most=len(on_host))
+    for update in updates:
+        if update.form is Master.SPLIT:
+            update.checksum = kernel.checksum(part_of(update.weight, 0, update.weight.numel()))
 
 
-def _chunk_in_torch(update: Update, part: slice, gradient_scale: float) -> None:
-    weight = update.weight[part]
-    master = None if update.master is None else update.master[part]
-    exact = narrow.join(weight, master, update.form)
-    gradient = update.gradient[part]
-    gradient = scaled(gradient, gradient_scale).to(exact.dtype)
+def _chunk_in_torch(whole: Update, start: int, stop: int, gradient_scale: float) -> None:
+    update = whole.part(start, stop)
+    exact = narrow.join(update.weight, update.master, update.form)
+    gradient = scaled(update.gradient, gradient_scale).to(exact.dtype)
     finite = torch.linalg.vector_norm(gradient, torch.inf).isfinite()  # unlike gradient.isfinite(), takes no memory
     if finite.device.type != "cpu":
-        update.not_finite = ~finite | update.not_finite
+        whole.not_finite = ~finite | whole.not_finite
     elif not finite:
-        update.not_finite = True
-    first, second = _widened(update, update.first, part, exact), _widened(update, update.second, part, exact)
-    maximum = None if update.maximum is None else update.maximum[part]
-    states = [state for state in (first, second, maximum) if state is not None]
-    update.rule.apply(exact, gradient, *states, first_step=update.first_step)
-    narrow.split_master(exact, weight, master, update.form)
-    _narrowed(update, update.first, part, first)
-    _narrowed(update, update.second, part, second)
+        whole.not_finite = True
+    moments = [moment for moment in (update.first, update.second) if moment is not None]
+    wide = [_widened(moment, exact, signed=moment is update.first) for moment in moments]
+    maximum = [] if update.maximum is None else [update.maximum]
+    update.rule.apply(exact, gradient, *wide, *maximum, first_step=update.first_step)
+    narrow.split_master(exact, update.weight, update.master, update.form)
+    for moment, values in zip(moments, wide, strict=True):
+        _narrowed(update, moment, values)
 
 
-def _widened(update: Update, moment: torch.Tensor | None, part: slice, exact: torch.Tensor) -> torch.Tensor | None:
-    if moment is None:
-        return None
+def _widened(moment: torch.Tensor, exact: torch.Tensor, *, signed: bool) -> torch.Tensor:
     if moment.dtype == torch.uint8:
-        return eight_bit.decode(part_of(moment, part), exact.numel(), signed=moment is update.first)
-    return moment[part].to(exact.dtype)
+        return eight_bit.decode(moment, exact.numel(), signed=signed)
+    return moment.to(exact.dtype)
 
 
-def _narrowed(update: Update, moment: torch.Tensor | None, part: slice, values: torch.Tensor | None) -> None:
-    """Stores `values` in a part of the moment, unless they are that memory already."""
-    if moment is None or values is None or moment.dtype == values.dtype:
+def _narrowed(update: Update, moment: torch.Tensor, values: torch.Tensor) -> None:
+    """Stores `values` in the moment, unless they are that memory already."""
+    if moment.dtype == values.dtype:
         return
     seed = update.rule.constants(1.0).seed + update.stream & 0xFFFFFFFF
-    place = int(narrow.random_bits(torch.tensor([seed], device="cpu"))[0]) + update.place + part.start
+    place = int(narrow.random_bits(torch.tensor([seed], device="cpu"))[0]) + update.place
     places = torch.arange(place, place + values.numel(), device=values.device) & 0xFFFFFFFF
     is_first = moment is update.first
     random = narrow.random_bits(places) >> (0 if is_first else 16) & 0xFFFF
     if moment.dtype == torch.uint8:
-        eight_bit.encode(values, part_of(moment, part), random.to(torch.int32), signed=is_first)
+        eight_bit.encode(values, moment, random.to(torch.int32), signed=is_first)
     else:
-        moment[part].copy_(narrow.stochastic_bfloat16(values, random))
-
-
-def part_of(column: torch.Tensor, part: slice) -> torch.Tensor:
-    """These elements of a flat weight, gradient, master or moment. Of an 8-bit moment: the runs that have them."""
-    if column.dtype != torch.uint8:
-        return column[part]
-    return column[part.start // RUN_ELEMENTS * RECORD_BYTES : -(-part.stop // RUN_ELEMENTS) * RECORD_BYTES]
+        moment.copy_(narrow.stochastic_bfloat16(values, random))
