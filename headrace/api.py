@@ -39,7 +39,7 @@ from headrace.optim.optimizer import HostOptimizer
 from headrace.planning import Plan
 from headrace.report import Planned, Report, RunRecord, Stats
 from headrace.runtime.device import is_accelerator, resolve_device
-from headrace.runtime.grad_scaler import make_grad_scaler_wait
+from headrace.runtime.grad_scaler import grad_scaler_waits
 from headrace.runtime.handle import Handle
 from headrace.runtime.lanes import Lane, open_lanes
 from headrace.runtime.node import Node
@@ -223,7 +223,7 @@ class Offloaded(Handle):
             self._tiers = Tiers(config.device, *among, packed=config.packed is not False)
             undo.callback(self._tiers.close)
             undo.callback(self._release_blocks)
-            self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
+            self._leave_grad_scaler = grad_scaler_waits.use(self) if is_accelerator(config.device) else None
             reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if materialized is not None:
                 materialized.checkpoint.log = self._meter.disk_log
