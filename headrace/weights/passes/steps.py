@@ -5,12 +5,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from headrace.errors import StateError
 from headrace.runtime.autograd import without_overrides
-from headrace.runtime.capture import before_write
+from headrace.runtime.capture import before_write, is_ours
 from headrace.runtime.process_wide import ProcessWide
 from headrace.runtime.tensors import parameters_of
 from headrace.weights.meter import Meter
@@ -23,39 +22,18 @@ from headrace.weights.passes.parameter_access import homes_as_they_are
 
 __all__ = ["OptimizerSteps"]
 
-Optimizer = torch.optim.Optimizer
+Optimizer = Any  # a torch.optim.Optimizer; one of ours has more
 
 
 class OptimizerSteps:
-    """The steps that concern one offloaded model, from `watch()` to `unwatch()`.
-
-    The callables are asked about one optimizer. `waits_by_itself`: whether it waits for each block when it comes to it.
-    `skipped`: whether it has just left everything as it was because gradients were not finite. `not_finite`: how many
-    of its steps took such gradients; with True, it waits for steps under way, too. `takes_turns`: whether ranks that
-    have homes in `common` each perform a part of its step.
-    """
+    """The steps that concern one offloaded model, from `watch()` to `unwatch()`."""
 
     _watching: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
 
-    def __init__(
-        self,
-        engine: Engine,
-        executor: Executor,
-        meter: Meter,
-        *,
-        waits_by_itself: Callable[[Optimizer], bool],
-        skipped: Callable[[Optimizer], bool],
-        not_finite: Callable[[Optimizer, bool], int],
-        takes_turns: Callable[[Optimizer], bool],
-        common: CommonHomes | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, executor: Executor, meter: Meter, common: CommonHomes | None = None) -> None:
         self._engine = engine
         self._executor = executor
         self._meter = meter
-        self._waits_by_itself = waits_by_itself
-        self._skipped = skipped
-        self._not_finite = not_finite
-        self._takes_turns = takes_turns
         self._common = common
         self._leave_hooks: Callable[[], None] = lambda: None
         self._within_step = contextlib.ExitStack()
@@ -74,12 +52,12 @@ class OptimizerSteps:
 
     def not_finite_steps(self, *, wait: bool) -> int:
         """How many steps since `reset` took gradients that were not finite. `wait`: waits for updates under way."""
-        return sum(self._not_finite(optimizer, wait) - before for optimizer, before in list(self._seen.items()))
+        return sum(_not_finite(optimizer, wait) - before for optimizer, before in list(self._seen.items()))
 
     def reset(self) -> None:
         """Begins the count of not_finite_steps() anew."""
         for optimizer in list(self._seen):
-            self._seen[optimizer] = self._not_finite(optimizer, True)
+            self._seen[optimizer] = _not_finite(optimizer, True)
 
     @classmethod
     def before_any(cls, optimizer: Optimizer, *_: Any) -> None:
@@ -97,7 +75,7 @@ class OptimizerSteps:
         """Waits until no copy reads homes that will be written. Those in a checkpoint move to where writes are kept."""
         params = self._params_of(optimizer)
         if params and optimizer not in self._seen:
-            self._seen[optimizer] = self._not_finite(optimizer, True)
+            self._seen[optimizer] = _not_finite(optimizer, True)
         with without_overrides():  # a look at a gradient would wait for updates that use it
             written = {id(param) for param in params if param.home.grad is not None}
         for block in self._engine.all_blocks():
@@ -109,14 +87,14 @@ class OptimizerSteps:
         in_method = bool(params) and self._engine.pause_method()
         if in_method or (params and self._engine.progress.computes):  # the step computes on the host, as any other
             self._within_step.enter_context(homes_as_they_are())
-        if params and not self._waits_by_itself(optimizer):
+        if params and not (is_ours(optimizer) and optimizer.overlaps):  # which waits for each block when it comes to it
             self._engine.wait_until_free()
         if params and self._common is not None:
             self._meet_other_ranks(optimizer, self._common)
             for block in self._engine.all_blocks():
                 if any(id(param) in written for param in block.params):
                     block.make_writable()  # with the contents that all ranks have agreed on
-        if not self._takes_turns(optimizer):  # the step may be broken off, and nothing is called after it then
+        if not is_ours(optimizer):  # the step may be broken off, and nothing is called after it then
             for param in params:
                 param.changed_untraced()
 
@@ -126,9 +104,7 @@ class OptimizerSteps:
         params = self._params_of(optimizer)
         unwritten = [] if self._common is None else self._common.unwritten()
         # Optimizers of ours leave traces, and so what they wrote past memory is known to be in the files.
-        in_files = (
-            [] if not self._takes_turns(optimizer) else [one for one in self._engine.all_blocks() if one.in_files]
-        )
+        in_files = [] if not is_ours(optimizer) else [one for one in self._engine.all_blocks() if one.in_files]
         for param in params:
             param.changed_untraced()
         for block in in_files:
@@ -137,13 +113,13 @@ class OptimizerSteps:
             self._common.still_unwritten(unwritten)  # before anything is fetched
         if params:
             self._meter.steps += 1
-            self._meter.skipped_steps += self._skipped(optimizer)
+            self._meter.skipped_steps += is_ours(optimizer) and optimizer.last_step_skipped
             self._engine.updates.changed()
             self._executor.homes_changed()
 
     def _meet_other_ranks(self, optimizer: Optimizer, common: CommonHomes) -> None:
         """Waits until no rank reads homes, or saves those to be updated, and all ranks see the same contents."""
-        if not self._takes_turns(optimizer):
+        if not is_ours(optimizer):
             name = type(optimizer).__name__
             raise StateError(
                 f"{name} would step on every rank, on weights of which the node has one copy; use an optimizer of"
@@ -159,6 +135,11 @@ class OptimizerSteps:
     def _params_of(self, optimizer: Optimizer) -> list[ManagedParam]:
         held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}
         return [param for block in self._engine.all_blocks() for param in block.params if id(param.home) in held]
+
+
+def _not_finite(optimizer: Any, wait: bool) -> int:
+    """How many steps took gradients that were not finite. `wait`: waits for steps under way, too."""
+    return optimizer.count_not_finite_steps(wait=wait) if is_ours(optimizer) else 0
 
 
 def _register() -> Callable[[], None]:
