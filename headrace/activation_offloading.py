@@ -17,12 +17,12 @@ from headrace.activations.stash import PURPOSE
 from headrace.activations.targets import find_targets, named_layers
 from headrace.config import ActivationConfig, Size
 from headrace.errors import StateError
+from headrace.live import Handle
 from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Ledger, Tier
 from headrace.planning import ActivationPlan
 from headrace.report import ActivationStats, Report, Row, RunRecord
 from headrace.runtime.device import resolve_device
-from headrace.runtime.handle import Handle
 from headrace.runtime.host import available_host_bytes
 from headrace.runtime.lanes import Lanes, open_lanes
 from headrace.runtime.link import LaneUse

@@ -35,12 +35,10 @@ from headrace.errors import StateError
 from headrace.memory.disk import Checkpoint, StagingRing
 from headrace.memory.ledger import Ledger, Tier
 from headrace.micro_batches import MicroBatches
-from headrace.optim.optimizer import HostOptimizer
 from headrace.planning import Plan
 from headrace.report import Planned, Report, RunRecord, Stats
 from headrace.runtime.device import is_accelerator, resolve_device
-from headrace.runtime.grad_scaler import make_grad_scaler_wait
-from headrace.runtime.handle import Handle
+from headrace.runtime.grad_scaler import grad_scaler_waits
 from headrace.runtime.lanes import Lane, open_lanes
 from headrace.runtime.node import Node
 from headrace.runtime.pace import Pace
@@ -160,7 +158,7 @@ def offload(
         disk=directory_of(disk),
         checkpoint=Path(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint,
         blocks=blocks,
-        resident=modules_of(resident),
+        resident=modules_of(resident, "resident"),
         prefetch_blocks=prefetch_blocks(prefetch),
         param_dtype=param_dtype,
         grad_dtype=grad_dtype,
@@ -185,7 +183,7 @@ def _budget(name: str, size: Size | None, model: nn.Module) -> int | None:
     return None if size is None else parse_budget(size, name=name, whole_bytes=whole_bytes)
 
 
-class Offloaded(Handle):
+class Offloaded(live.Handle, live.ModelHandle):
     """The handle on an offloaded model, made by `offload()`. As a context manager it calls `remove()` at the end."""
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
@@ -224,7 +222,7 @@ class Offloaded(Handle):
             self._tiers = Tiers(config.device, *among, packed=config.packed is not False)
             undo.callback(self._tiers.close)
             undo.callback(self._release_blocks)
-            self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
+            self._leave_grad_scaler = grad_scaler_waits.use(self) if is_accelerator(config.device) else None
             reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if materialized is not None:
                 materialized.checkpoint.log = self._meter.disk_log
@@ -274,9 +272,7 @@ class Offloaded(Handle):
             block.release()
 
     def _watch_steps(self) -> None:
-        self._steps = OptimizerSteps(
-            self._engine, self._meter, lambda optimizer: optimizer if isinstance(optimizer, HostOptimizer) else None
-        )
+        self._steps = OptimizerSteps(self._engine, self._meter)
         self._steps.watch()
 
     def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition, placement: Placement) -> None:
@@ -546,17 +542,14 @@ class Offloaded(Handle):
         self._start(model)
 
     def settled_blocks(self, what: str) -> list[Block]:
-        """All blocks, with nothing under way. Raises StateError when `what` is called within a pass."""
         self._check_between_passes(what)
         self.synchronize()
         return self._blocks()
 
     def manages(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is one of this model's."""
         return getattr(unit_of(parameter), "manager", None) is self._engine
 
     def note_checkpoint(self, saving: Checkpointed) -> None:
-        """The stats count it."""
         self._meter.checkpoint_begun(saving)
 
     def _check_between_passes(self, what: str) -> None:
@@ -566,7 +559,6 @@ class Offloaded(Handle):
             raise StateError(f"{what} was called within a forward or backward of the model; call it after that")
 
     def let_go(self) -> None:
-        """Does what `remove()` does in any state, and all of it, even if some of it fails. Raises what failed."""
         if self._attachment is None:
             return
         steps: list[Callable[[], object]] = [self._engine.passes.wait_for_updates]
@@ -615,7 +607,6 @@ class Offloaded(Handle):
         return self._fetching
 
     def forked(self) -> None:
-        """In a process that was forked: its parent has the threads, and the files."""
         self._tiers.forked()
         for block in self._blocks():
             block.forked()

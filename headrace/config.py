@@ -188,26 +188,20 @@ class ActivationConfig:
     def of(
         *,
         layers: int | Sequence[nn.Module | str] | None = None,
-        fraction: float = 1.0,
         min_bytes: Size = "1MiB",
         modules: Sequence[nn.Module | str] | None = None,
         device_memory: Size | None = None,
         host_memory: Size | None = None,
-        most_in_flight: int | None = None,
-        tier: str = "host",
-        all_leave: bool = False,
+        **others: Any,
     ) -> ActivationConfig:
-        """The settings as a user gives them, validated."""
+        """The settings as a user gives them, validated; `others` have the names of fields."""
         return ActivationConfig(
-            layers=layers if isinstance(layers, int) else _several(layers, "layers"),
-            fraction=fraction,
+            layers=layers if layers is None or isinstance(layers, int) else modules_of(layers, "layers"),
             min_bytes=parse_bytes(min_bytes, name="min_bytes"),
-            modules=_several(modules, "modules"),
+            modules=None if modules is None else modules_of(modules, "modules"),
             device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
             host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
-            most_in_flight=most_in_flight,
-            tier=tier,
-            all_leave=all_leave,
+            **others,
         )
 
     def __post_init__(self) -> None:
@@ -229,20 +223,6 @@ class ActivationConfig:
             raise ValueError(f"most_in_flight={self.most_in_flight!r}; give None or a number of copies, 1 or more")
 
 
-def _several(
-    given: nn.Module | str | Sequence[nn.Module | str] | None, setting: str
-) -> tuple[nn.Module | str, ...] | None:
-    from torch import nn
-
-    if given is None:
-        return None
-    several = (given,) if isinstance(given, str | nn.Module) or not isinstance(given, Iterable) else tuple(given)
-    for each in several:
-        if not isinstance(each, str | nn.Module):
-            raise TypeError(f"{setting}: {each!r} is a {type(each).__name__}; give modules and name patterns")
-    return several
-
-
 def directory_of(disk: str | os.PathLike[str] | None) -> Path | None:
     """`disk` as a user gives it. Raises ValueError for an empty name, which would be the current directory."""
     if disk is None:
@@ -252,15 +232,17 @@ def directory_of(disk: str | os.PathLike[str] | None) -> Path | None:
     return Path(disk)
 
 
-def modules_of(resident: nn.Module | str | Iterable[nn.Module | str]) -> tuple[nn.Module | str, ...]:
-    """`resident` as a user gives it. Raises TypeError for anything that does not name modules."""
+def modules_of(given: Any, setting: str) -> tuple[nn.Module | str, ...]:
+    """Modules and name patterns as a user gives them, one or several. Raises TypeError for anything else."""
     from torch import nn
 
-    if isinstance(resident, str | nn.Module):
-        return (resident,)
-    if not isinstance(resident, Iterable):
-        raise TypeError(f"resident={resident!r} names no modules; give some of the model's, or leave resident out")
-    return tuple(resident)
+    several = (given,) if isinstance(given, str | nn.Module) or not isinstance(given, Iterable) else tuple(given)
+    for each in several:
+        if not isinstance(each, str | nn.Module):
+            raise TypeError(
+                f"{setting}={each!r} names no modules: it is a {type(each).__name__}; give modules and name patterns"
+            )
+    return several
 
 
 def prefetch_blocks(prefetch: int | str) -> int | None:

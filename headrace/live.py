@@ -1,9 +1,9 @@
-"""Which models are offloaded now? All are let go of at exit, and forgotten in a process that was forked."""
+"""Which models are offloaded now, and by what handles? All are let go of at exit, and forgotten in a forked process."""
 
 import contextlib
 import threading
 import weakref
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 from torch import nn
 
@@ -11,7 +11,27 @@ from headrace.runtime.system import after_fork
 from headrace.weights.meter import Checkpointed
 from headrace.weights.movement.block import Block
 
-__all__ = ["ModelHandle", "handles", "handles_of"]
+__all__ = ["Handle", "ModelHandle", "handles", "handles_of"]
+
+
+class Handle:
+    """What `offload()` and `offload_activations()` return. As a context manager it calls `remove()` at the end."""
+
+    def remove(self) -> None:
+        """Ends the offloading: the model is a plain one again."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a handle belongs to one model, and is neither copied nor pickled; copy.deepcopy(model) gives a plain"
+            " model, to be given to headrace.offload()"
+        )
 
 
 class ModelHandle(Protocol):
@@ -30,10 +50,10 @@ class ModelHandle(Protocol):
         """The stats count it."""
 
     def let_go(self) -> None:
-        """Makes the model an ordinary one again; all of it, whatever fails. Raises what did."""
+        """Does what `remove()` does in any state, and all of it, even if some of it fails. Raises what failed."""
 
     def forked(self) -> None:
-        """This process was forked."""
+        """Called in a process that was forked: its parent has the threads, and the files."""
 
 
 handles: "weakref.WeakSet[ModelHandle]" = weakref.WeakSet()

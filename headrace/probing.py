@@ -14,8 +14,7 @@ from headrace.ahead import cache_path
 from headrace.planning.cost import Hardware
 from headrace.runtime.device import is_accelerator, resolve_device
 from headrace.runtime.host import available_host_bytes
-from headrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
-from headrace.runtime.probe_disk import disk_rates
+from headrace.runtime.probe import disk_rates, link_rates, matmul_rates, memory_rate, update_rate
 from headrace.runtime.progress import progress
 
 __all__ = ["Probe", "probe"]
@@ -75,7 +74,7 @@ def probe(
             return rates
 
         link, products = measured(link_rates(chosen)), measured(matmul_rates(chosen))
-        disk_found, dram, update = measured(disk_rates(directory)), measured(dram_rate()), measured(update_rate())
+        disk_found, dram, update = measured(disk_rates(directory)), measured(memory_rate()), measured(update_rate())
     half = max(products["bfloat16"], products["float16"])
     device_memory = available_host_bytes()
     if is_accelerator(chosen):
@@ -84,7 +83,7 @@ def probe(
         name=f"{platform.node()} ({chosen})",
         devices=max(1, torch.accelerator.device_count() if is_accelerator(chosen) else 1),
         device_memory_bytes=device_memory,
-        device_bytes_per_second=_device_copy_rate(chosen, dram),
+        device_bytes_per_second=memory_rate(chosen) if is_accelerator(chosen) else dram,
         flops_per_second=half,
         onload_bytes_per_second=link.onload,
         offload_bytes_per_second=link.offload,
@@ -134,23 +133,6 @@ def _implausible(hardware: Hardware) -> list[str]:
             " (OMP_NUM_THREADS, taskset)"
         )
     return notes
-
-
-def _device_copy_rate(device: torch.device, dram: float) -> float:
-    """Bytes read and written per second within the device's memory."""
-    if not is_accelerator(device):
-        return dram
-    source = torch.zeros(64 * 2**20, device=device)
-    target = torch.empty_like(source)
-    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    target.copy_(source)
-    stream = torch.accelerator.current_stream(device)
-    stream.record_event(begin)
-    for _ in range(5):
-        target.copy_(source)
-    stream.record_event(end)
-    torch.accelerator.synchronize(device)
-    return 2 * source.nbytes * 5 / (float(begin.elapsed_time(end)) / 1e3)
 
 
 def _make_cache() -> None:

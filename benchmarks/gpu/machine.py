@@ -17,7 +17,7 @@ from headrace.config import format_bytes
 from headrace.optim import kernel
 from headrace.planning.cost import Hardware
 from headrace.runtime.device import resolve_device
-from headrace.runtime.probe import dram_rate, link_rates, update_rate
+from headrace.runtime.probe import link_rates, memory_rate, update_rate
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "diffusers", "deepspeed", "torchao", "roundpipe")
 
@@ -66,7 +66,7 @@ def emulated(device: torch.device) -> Hardware:
         onload_bytes_per_second=link.onload,
         offload_bytes_per_second=link.offload,
         host_memory_bytes=psutil.virtual_memory().total,
-        dram_bytes_per_second=dram_rate(copy_bytes=2**22),
+        dram_bytes_per_second=memory_rate(copy_bytes=2**22),
         update_bytes_per_second=update_rate(parameters=2**16),
         disk_bytes=2**30,
         disk_read_bytes_per_second=1e9,

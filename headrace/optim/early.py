@@ -14,7 +14,7 @@ import torch
 from headrace.errors import StateError
 from headrace.optim.norms import SeenGradient
 from headrace.runtime.autograd import without_overrides
-from headrace.runtime.grad_scaler import make_grad_scaler_leave_traces
+from headrace.runtime.grad_scaler import grad_scaler_leaves_traces
 from headrace.runtime.pending import Unit, watch
 
 __all__ = ["EarlyUpdates"]
@@ -40,7 +40,7 @@ class EarlyUpdates:
         self._used: list[dict[str, Any]] | None = None  # the settings with which this backward updates
         self.updated: dict[Any, None] = {}  # parameters updated since the last step
         self._marks: dict[Any, tuple[int, int]] = {}  # of all parameters ever updated; they show later writes
-        make_grad_scaler_leave_traces(self)
+        grad_scaler_leaves_traces.use(self)
 
     # as a Watcher -----------------------------------------------------------------------------------------------------
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headrace.optim.ownership import Ownership
-from headrace.runtime.grad_scaler import make_grad_scaler_leave_traces
+from headrace.runtime.grad_scaler import grad_scaler_leaves_traces
 from headrace.runtime.pending import Unit
 from headrace.runtime.sharded import is_sharded, largest_of_ranks, local_shard, whole_of
 from headrace.runtime.torch_rules import foreach_norm, group_tensors
@@ -41,7 +41,7 @@ class GradientNorms:
         self._norms: dict[Any, torch.Tensor] = {}
         self._seen: dict[Any, SeenGradient] = {}  # as they were when backward ended
         self._process = os.getpid()
-        make_grad_scaler_leave_traces(self)
+        grad_scaler_leaves_traces.use(self)
 
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
         """Called when all gradients of a unit are here, or on their way: has their norms taken when they have come."""

@@ -53,7 +53,7 @@ class HostOptimizer(Optimizer):
     finite.
     """
 
-    asks_before_write = True  # tells runtime.capture that an update of a parameter asks before it begins
+    asks_before_write = True  # see runtime.capture
     _updates_whole = False  # whether a DTensor that is cut is updated as a whole, on one rank for all
 
     def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from headrace.runtime.system import after_fork
 from headrace.runtime.tensors import parameters_of
 
-__all__ = ["Capture", "before_write", "begin_capture", "end_capture", "will_write"]
+__all__ = ["Capture", "before_write", "begin_capture", "end_capture", "is_ours", "will_write"]
 
 
 class Capture(Protocol):
@@ -64,8 +64,13 @@ def end_capture(capture: Capture) -> None:
         _captures.remove(capture)
 
 
+def is_ours(optimizer: Any) -> bool:
+    """Whether an optimizer is headrace's own, which waits for each parameter when it is about to write it."""
+    return bool(getattr(optimizer, "asks_before_write", False))
+
+
 def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    if not getattr(optimizer, "asks_before_write", False):
+    if not is_ours(optimizer):
         before_write(parameters_of(optimizer))
 
 

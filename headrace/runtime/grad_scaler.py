@@ -3,10 +3,9 @@
 `torch.amp.GradScaler` keeps its scale on the loss's device and unscales gradients where they are. For gradients on the
 CPU, such as those of homes, it copies the scale from an accelerator with `non_blocking=True` and uses it at once, when
 the memory may still hold something else. Here, the copy is waited for. It also unscales gradients in place without a
-new `_version`; here, they get one. Both changes to PyTorch's class are undone when no user of them is left.
+new `_version`; here, they get one.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,23 +14,11 @@ from torch.amp import grad_scaler
 from headrace.runtime.process_wide import Method, patched
 from headrace.runtime.tensors import parameters_of
 
-__all__ = ["make_grad_scaler_leave_traces", "make_grad_scaler_wait"]
+__all__ = ["grad_scaler_leaves_traces", "grad_scaler_waits"]
 
 
-def make_grad_scaler_wait(user: object) -> Callable[[], None]:
-    """Makes every GradScaler wait for the scale that it copies to the CPU before it reads it.
-
-    This holds until the returned call is made, or until `user` is gone.
-    """
-    return _waiting.use(user)
-
-
-def make_grad_scaler_leave_traces(user: object) -> Callable[[], None]:
-    """Gives gradients that a GradScaler unscales a new `_version`, until the returned call or until `user` is gone."""
-    return _traces.use(user)
-
-
-def _arrived(get: Method) -> Method:
+@patched(lambda: grad_scaler._MultiDeviceReplicator, "get")
+def grad_scaler_waits(get: Method) -> Method:
     """Relies on `get` copying `master` to a device, and handing out the copy before it is complete."""
 
     def get_arrived(self: Any, device: torch.device) -> torch.Tensor:
@@ -43,7 +30,8 @@ def _arrived(get: Method) -> Method:
     return get_arrived
 
 
-def _with_traces(unscale: Method) -> Method:
+@patched(lambda: grad_scaler.GradScaler, "_unscale_grads_")
+def grad_scaler_leaves_traces(unscale: Method) -> Method:
     """Relies on `unscale` being the method that writes gradients in place, with the optimizer as first argument."""
 
     def unscale_with_traces(self: Any, optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
@@ -53,7 +41,3 @@ def _with_traces(unscale: Method) -> Method:
         return found
 
     return unscale_with_traces
-
-
-_waiting = patched(lambda: grad_scaler._MultiDeviceReplicator, "get", _arrived)
-_traces = patched(lambda: grad_scaler.GradScaler, "_unscale_grads_", _with_traces)

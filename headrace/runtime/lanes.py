@@ -274,8 +274,11 @@ def entered(stream: torch.Stream) -> AbstractContextManager[Any]:
     return fresh  # type: ignore[no-any-return]
 
 
-class _Reached:
+class _Passed:
     """The event of a moment that has passed: where the CPU computes, it does so on the thread that asks."""
+
+    def __init__(self, moment: float = 0.0) -> None:
+        self._moment = moment
 
     def synchronize(self) -> None:
         pass
@@ -283,19 +286,12 @@ class _Reached:
     def query(self) -> bool:
         return True
 
-
-_REACHED = _Reached()
-
-
-class _Passed(_Reached):
-    """The event of a moment that has passed at a known time."""
-
-    def __init__(self, moment: float) -> None:
-        self._moment = moment
-
     def reached_at(self) -> float:
         """When it passed, in seconds of `time.perf_counter`."""
         return self._moment
+
+
+_REACHED = _Passed()
 
 
 class ThreadLanes(Lanes):
@@ -356,7 +352,7 @@ class ThreadLanes(Lanes):
         return self.tick()
 
     def wait(self, event: Event) -> None:
-        if not isinstance(event, _Reached):
+        if not isinstance(event, _Passed):
             event.synchronize()
 
     def compute_stream(self) -> Any:

@@ -20,23 +20,23 @@ import torch
 from torch import distributed
 
 from headrace.errors import RankError, StateError
-from headrace.runtime.counters import Counters, mapped
 from headrace.runtime.numa import Spread, node_of, nodes_of_process
 from headrace.runtime.ranks import Ranks, new_group, timeout_seconds
 
-__all__ = ["BorrowedGroup", "Node"]
+__all__ = ["BorrowedGroup", "Counters", "Node", "mapped"]
 
 # The counters that every node has, for each rank:
 _PASS = 0  # the pass that the rank has begun
 _MET = 1  # how many meetings it has been at
 _BROKEN = 2  # the last pass whose backward it has broken off
-_SAID = 3  # its answers in `all_agree`: two counters, used in turn
-_HANDED = 5  # how many calls of `hand_out` it has finished: the first rank has given, the others have taken
-_GIVEN = 6  # of the first rank: the `number` of its last `hand_out`, or the negative errno of an error
-_DESCRIPTOR = 7  # of the first rank: the descriptor that it hands out, or -1
-_COUNTERS = 8
+_HANDED = 3  # how many calls of `hand_out` it has finished: the first rank has given, the others have taken
+_GIVEN = 4  # of the first rank: the `number` of its last `hand_out`, or the negative errno of an error
+_DESCRIPTOR = 5  # of the first rank: the descriptor that it hands out, or -1
+_COUNTERS = 6
 _NOTE_BYTES = 2048  # for each rank's note about its last error
 _ENDS_SECONDS = 1.0  # a process closes its connections up to this long before it counts as ended
+_LOOK_SECONDS = 0.2  # between two checks that the ranks that are waited for have not ended
+_LONGEST_PAUSE_SECONDS = 1e-3
 _SAYS_SECONDS = 5.0  # a rank breaks off a backward up to this long before it notes its error
 
 
@@ -91,7 +91,7 @@ class Node:
         self._here = Ranks(self.group, "cpu", look)
         self._across = self._here if self.across is None else Ranks(self.across, "cpu", look)
         self.spread = Spread()  # of memory that the ranks of the node share
-        self._asked = self._handed = 0
+        self._handed = 0
         memory = mapped(self._opened(facts[here[0]][4]), (8 * _COUNTERS + _NOTE_BYTES) * self.size)
         self._meetings = Counters(self, _COUNTERS, memory)
         self._notes = memory[8 * _COUNTERS * self.size :]
@@ -239,10 +239,7 @@ class Node:
 
     def all_agree(self, yes: bool, what: str) -> bool:
         """Whether all ranks of the node say yes. A collective of the node."""
-        self._asked += 1
-        self._meetings.post(_SAID + self._asked % 2, 2 * self._asked + yes)  # others may still read the last
-        self.meet(what)
-        return all(self._meetings.of(rank, _SAID + self._asked % 2) & 1 for rank in range(self.size))
+        return all(said for (said,) in self._here.numbers([yes], what))
 
     def from_first(self, value: Any, what: str) -> Any:
         """The `value` of the node's first rank, on all of its ranks. A collective."""
@@ -324,6 +321,66 @@ class Node:
         (length,) = struct.unpack("i", self._notes[begin : begin + 4])
         text = bytes(self._notes[begin + 4 : begin + 4 + length]).decode(errors="replace")
         return f" Its last error: {text}." if text else " It left no word of an error."
+
+
+class Counters:
+    """`count` numbers for each rank of a node, which only grow. A rank posts its own, and waits for the others'."""
+
+    def __init__(self, node: Node, count: int, cells: memoryview | None = None) -> None:
+        """A collective. `cells`: memory that all ranks share, with 8 bytes for each number; None: it is made."""
+        self._node = weakref.ref(node)
+        self._count, self._rank, self._size = count, node.rank, node.size
+        self._owner = os.getpid()
+        nbytes = 8 * count * node.size
+        self._cells = (mapped(node.share(nbytes), nbytes) if cells is None else cells[:nbytes]).cast("q")
+        self._broken: BaseException | None = None
+
+    def post(self, index: int, value: int) -> None:
+        """Posts that this rank has come as far as `value`. A rank that sees the number sees what was written before.
+
+        Raises StateError in a process that was forked from the rank.
+        """
+        if os.getpid() != self._owner:
+            raise StateError(f"process {self._owner} is rank {self._rank}, and this one was forked from it: step there")
+        self._cells[self._rank * self._count + index] = value
+
+    def of(self, rank: int, index: int) -> int:
+        """The number that the rank has posted last."""
+        return self._cells[rank * self._count + index]
+
+    def have_come(self, index: int, value: int) -> bool:
+        """Whether all ranks have come as far as `value`."""
+        return all(self.of(rank, index) >= value for rank in range(self._size))
+
+    def wait(
+        self, index: int, value: int, what: str, *, in_pass: bool = True, ranks: Iterable[int] | None = None
+    ) -> None:
+        """Blocks until all ranks, this one included, or the given `ranks` have come as far as `value`.
+
+        Raises RankError, naming `what` and the rank, when one has ended or does not come within the process group's
+        timeout. With `in_pass`, for numbers that are posted within a pass, it also raises that when a rank has broken
+        off this pass or gone on to another.
+        """
+        for rank in range(self._size) if ranks is None else ranks:  # this one too: its own threads post
+            self._wait_for(rank, index, value, what, in_pass=in_pass)
+
+    def break_off(self, error: BaseException) -> None:
+        """Makes each `wait` that this rank is in, or begins later, raise `error`."""
+        self._broken = self._broken or error
+
+    def _wait_for(self, rank: int, index: int, value: int, what: str, *, in_pass: bool) -> None:
+        pause, began, looked = 0.0, time.monotonic(), 0.0
+        while self.of(rank, index) < value:
+            if self._broken is not None:
+                raise self._broken
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE_SECONDS, pause + 1e-5)
+            now = time.monotonic()
+            if now - looked > _LOOK_SECONDS:
+                looked = now
+                node = self._node()
+                if node is not None:
+                    node.check(rank, what, now - began, lambda: self.of(rank, index) < value, in_pass=in_pass)
 
 
 _nodes: "weakref.WeakSet[Node]" = weakref.WeakSet()
@@ -420,3 +477,12 @@ def _take(descriptor: int, offset: int, nbytes: int) -> None:
             f"the system has no {nbytes:,} bytes of memory for the ranks of this node to share ({error.strerror});"
             " lower what is offloaded, or raise the memory limit of the container",
         ) from error
+
+
+def mapped(descriptor: int, nbytes: int) -> memoryview:
+    """Maps the memory of a descriptor, and closes it. Python's own mmap would keep a descriptor for the mapping."""
+    try:
+        file = f"/proc/self/fd/{descriptor}"
+        return torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8, device="cpu").numpy().data
+    finally:
+        os.close(descriptor)

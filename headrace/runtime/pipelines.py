@@ -5,7 +5,7 @@ graph. Homes are not in the graph: their gradients would silently stay None. PyT
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from headrace.errors import StateError
 from headrace.runtime.pending import unit_of
 from headrace.runtime.process_wide import Method, patched
 
-__all__ = ["pipelines_are_imported", "refuse_split_backward"]
+__all__ = ["pipelines_are_imported", "split_backward_is_refused"]
 
 _STAGE = "torch.distributed.pipelining.stage"
 
@@ -24,15 +24,8 @@ def pipelines_are_imported() -> bool:
     return _STAGE in sys.modules
 
 
-def refuse_split_backward(user: object) -> Callable[[], None]:
-    """Makes a split backward of an offloaded stage raise StateError.
-
-    This holds until the returned call is made, or until `user` is gone.
-    """
-    return _refused.use(user)
-
-
-def _refusing(own: Method) -> Method:
+@patched(lambda: sys.modules[_STAGE], "stage_backward_input")
+def split_backward_is_refused(own: Method) -> Method:
     """Relies on stages looking this function up by its name in their module, and passing their parameters last."""
 
     def stage_backward_input(*arguments: Any) -> Any:
@@ -47,6 +40,3 @@ def _refusing(own: Method) -> Method:
         return own(*others, iter(parameters))
 
     return stage_backward_input
-
-
-_refused = patched(lambda: sys.modules[_STAGE], "stage_backward_input", _refusing)

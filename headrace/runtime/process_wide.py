@@ -67,13 +67,15 @@ def hooked(register: Callable[[], Sequence[RemovableHandle]]) -> ProcessWide:
     return ProcessWide(begin, anywhere=False)
 
 
-def patched(owner: Callable[[], Any], name: str, around: Callable[[Method], Method]) -> ProcessWide:
-    """Replaces the function `name` of the class or module that `owner()` returns by `around` of that function."""
+def patched(owner: Callable[[], Any], name: str) -> Callable[[Callable[[Method], Method]], ProcessWide]:
+    """Decorates a function that takes a function of PyTorch's and returns what takes its place while there are users:
+    that of this name in the class or module that `owner()` returns.
+    """
 
-    def begin() -> Callable[[], None]:
+    def begin(replacement: Callable[[Method], Method]) -> Callable[[], None]:
         place = owner()
         own = getattr(place, name)
-        ours = around(own)
+        ours = replacement(own)
         setattr(place, name, ours)
 
         def undo() -> None:
@@ -82,4 +84,4 @@ def patched(owner: Callable[[], Any], name: str, around: Callable[[Method], Meth
 
         return undo
 
-    return ProcessWide(begin, anywhere=True)
+    return lambda replacement: ProcessWide(functools.partial(begin, replacement), anywhere=True)

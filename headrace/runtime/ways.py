@@ -1,9 +1,7 @@
 """Which way do blocks come to a node's devices? Whole, over each device's link, or in ranges that devices exchange."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 
 import torch
 
@@ -11,11 +9,11 @@ from headrace.runtime.device import is_accelerator
 from headrace.runtime.device_group import DeviceGroup
 from headrace.runtime.node import Node
 from headrace.runtime.page_locks import locked_tensor
+from headrace.runtime.probe import median_seconds
 
 __all__ = ["Way", "way_of"]
 
 _TRIED_BYTES = 64 * 2**20
-_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -61,19 +59,10 @@ def _seconds_of_both(node: Node, device: torch.device) -> tuple[float, float]:
         ranges[node.rank].copy_(host[:length], non_blocking=True)
         group.gather(ranges, "its range of a block that is tried")
 
-    def seconds(load: Callable[[], object]) -> float:
-        found = []
-        for _ in range(_ROUNDS + 1):  # the first round sets things up, and does not count
-            node.meet("a load that is tried")
-            began = time.perf_counter()
-            load()
-            if is_accelerator(device):
-                torch.accelerator.synchronize(device)
-            found.append(time.perf_counter() - began)
-        return median(found[1:])
-
+    meet = partial(node.meet, "a load that is tried")
     try:
-        return seconds(lambda: there.copy_(host, non_blocking=True)), seconds(gather)
+        own = median_seconds(device, lambda: there.copy_(host, non_blocking=True), meet)
+        return own, median_seconds(device, gather, meet)
     finally:
         group.close()
         if locked is not None:

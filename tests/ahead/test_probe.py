@@ -10,8 +10,7 @@ import torch
 import headrace
 from headrace import ahead, probing
 from headrace.cli.main import main
-from headrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
-from headrace.runtime.probe_disk import disk_rates
+from headrace.runtime.probe import disk_rates, link_rates, matmul_rates, memory_rate, update_rate
 from tests.cost.conftest import LLAMA_8B
 
 
@@ -20,7 +19,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Probing moves few bytes, and keeps its result here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(probing, "link_rates", lambda device: link_rates(device, copy_bytes=2**20))
-    monkeypatch.setattr(probing, "dram_rate", lambda: dram_rate(copy_bytes=2**20))
+    monkeypatch.setattr(probing, "memory_rate", lambda *device: memory_rate(*device, copy_bytes=2**20))
     monkeypatch.setattr(probing, "update_rate", lambda: update_rate(parameters=2**16))
     monkeypatch.setattr(probing, "matmul_rates", lambda device: matmul_rates(device, size=64))
     monkeypatch.setattr(probing, "disk_rates", lambda directory: disk_rates(directory, file_bytes=2**24))
@@ -88,7 +87,7 @@ def test_contradictions_are_noted(
 ) -> None:
     drive = disk_rates(small, file_bytes=2**24)
     monkeypatch.setattr(probing, "disk_rates", lambda directory: replace(drive, read=disk, notes=()))
-    monkeypatch.setattr(probing, "dram_rate", lambda: 40e9)
+    monkeypatch.setattr(probing, "memory_rate", lambda: 40e9)
     monkeypatch.setattr(probing, "update_rate", lambda: update)
     noted = [note for note in headrace.probe("cpu", disk=small).notes if "host memory copies" in note]
     assert len(noted) == bool(said)

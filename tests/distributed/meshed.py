@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import headrace
 from headrace import Offloaded, RankError, StateError, optim
 from headrace.checkpoint.writing import Piece
-from headrace.runtime.counters import mapped
-from headrace.runtime.node import Node
+from headrace.runtime.node import Node, mapped
 from tests.support.compare import assert_same, assert_same_weights
 
 WIDTH, LAYERS = 64, 6

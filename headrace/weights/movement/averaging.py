@@ -20,8 +20,8 @@ from headrace.memory.arena import aligned, whole_pages
 from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.shared import SharedArena
 from headrace.runtime.autograd import without_overrides
-from headrace.runtime.counters import Counters
 from headrace.runtime.lanes import Lane, Lanes, LateTransfer, Transfer
+from headrace.runtime.node import Counters
 from headrace.runtime.threads import Job, OneThread
 from headrace.weights.meter import Meter
 from headrace.weights.model.accumulation import late_hooks

@@ -15,8 +15,7 @@ from torch import distributed
 
 from headrace.errors import StateError
 from headrace.runtime.autograd import without_overrides
-from headrace.runtime.counters import Counters
-from headrace.runtime.node import Node
+from headrace.runtime.node import Counters, Node
 from headrace.runtime.pending import OtherRanks
 from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block, block_of

@@ -21,9 +21,9 @@ import torch
 from headrace.errors import RankError
 from headrace.memory.ledger import Ledger, Tier
 from headrace.planning import Plan
-from headrace.runtime.counters import Counters
 from headrace.runtime.device_group import DeviceGroup
 from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, LateTransfer, Transfer
+from headrace.runtime.node import Counters
 from headrace.runtime.pace import Pace
 from headrace.runtime.threads import OneThread
 from headrace.weights.meter import Meter

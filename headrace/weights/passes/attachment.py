@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from headrace.memory.buffers import plain_tensors
-from headrace.runtime.pipelines import pipelines_are_imported, refuse_split_backward
+from headrace.runtime.pipelines import pipelines_are_imported, split_backward_is_refused
 from headrace.runtime.process_wide import hooked
 from headrace.weights.model.data_parallel import refuse_wrapping
 from headrace.weights.model.home import Home
@@ -102,7 +102,7 @@ class Attachment:
             return
         refuse_call(model)
         if self._leave_pipelines is None and pipelines_are_imported():
-            self._leave_pipelines = refuse_split_backward(self)
+            self._leave_pipelines = split_backward_is_refused.use(self)
         if self._seen != _registrations.count:
             with plain_tensors():
                 self._take_in(model)

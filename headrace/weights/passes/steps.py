@@ -3,14 +3,13 @@
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from headrace.errors import StateError
 from headrace.runtime.autograd import without_overrides
-from headrace.runtime.capture import before_write
+from headrace.runtime.capture import before_write, is_ours
 from headrace.runtime.process_wide import hooked
 from headrace.runtime.tensors import parameters_of
 from headrace.weights.meter import Meter
@@ -22,35 +21,18 @@ from headrace.weights.passes.parameter_access import homes_as_they_are
 
 __all__ = ["OptimizerSteps"]
 
-Optimizer = torch.optim.Optimizer
-
-
-class _OwnOptimizer(Protocol):
-    """An optimizer of headrace's own. Ranks that have homes in common each perform a part of its step."""
-
-    last_step_skipped: bool  # whether it left everything as it was because gradients were not finite
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether it waits for each block when it comes to it."""
-
-    def count_not_finite_steps(self, *, wait: bool) -> int:
-        """How many of its steps took gradients that were not finite; `wait`: also of steps under way."""
+Optimizer = Any  # a torch.optim.Optimizer; one of ours has more
 
 
 class OptimizerSteps:
-    """The steps that concern one offloaded model, from `watch()` to `unwatch()`.
-
-    `own` gives an optimizer if it is one of headrace's own, and None for any other.
-    """
+    """The steps that concern one offloaded model, from `watch()` to `unwatch()`."""
 
     _watching: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
 
-    def __init__(self, engine: Engine, meter: Meter, own: Callable[[Optimizer], _OwnOptimizer | None]) -> None:
+    def __init__(self, engine: Engine, meter: Meter) -> None:
         self._engine = engine
         self._passes = engine.passes
         self._meter = meter
-        self._own = own
         self._leave_hooks: Callable[[], None] = lambda: None
         self._within_step = contextlib.ExitStack()
         # Each optimizer's count at the last reset, or before its first step here.
@@ -68,16 +50,12 @@ class OptimizerSteps:
 
     def not_finite_steps(self, *, wait: bool) -> int:
         """How many steps since `reset` took gradients that were not finite. `wait`: waits for updates under way."""
-        return sum(self._not_finite(one, wait=wait) - before for one, before in list(self._seen.items()))
+        return sum(_not_finite(one, wait=wait) - before for one, before in list(self._seen.items()))
 
     def reset(self) -> None:
         """Begins the count of not_finite_steps() anew."""
         for optimizer in list(self._seen):
-            self._seen[optimizer] = self._not_finite(optimizer, wait=True)
-
-    def _not_finite(self, optimizer: Optimizer, *, wait: bool) -> int:
-        own = self._own(optimizer)
-        return 0 if own is None else own.count_not_finite_steps(wait=wait)
+            self._seen[optimizer] = _not_finite(optimizer, wait=True)
 
     @classmethod
     def before_any(cls, optimizer: Optimizer, *_: Any) -> None:
@@ -93,9 +71,9 @@ class OptimizerSteps:
 
     def _before(self, optimizer: Optimizer) -> None:
         """Waits until no copy reads homes that will be written. Those in a checkpoint move to where writes are kept."""
-        params, common, own = self._params_of(optimizer), self._passes.common, self._own(optimizer)
+        params, common = self._params_of(optimizer), self._passes.common
         if params and optimizer not in self._seen:
-            self._seen[optimizer] = self._not_finite(optimizer, wait=True)
+            self._seen[optimizer] = _not_finite(optimizer, wait=True)
         with without_overrides():  # a look at a gradient would wait for updates that use it
             written = {id(param) for param in params if param.home.grad is not None}
         blocks = [one for one in self._passes.all_blocks() if any(id(param) in written for param in one.params)]
@@ -107,23 +85,23 @@ class OptimizerSteps:
         in_method = bool(params) and self._engine.pause_method()
         if in_method or (params and self._passes.computes):  # the step computes on the host, as any other
             self._within_step.enter_context(homes_as_they_are())
-        if params and not (own is not None and own.overlaps):
+        if params and not (is_ours(optimizer) and optimizer.overlaps):  # which waits for each block when it comes to it
             self._engine.wait_until_free()
         if params and common is not None:
             self._meet_other_ranks(optimizer, common)
             for block in blocks:
                 block.make_writable()  # with the contents that all ranks have agreed on
-        if own is None:  # the step may be broken off, and nothing is called after it then
+        if not is_ours(optimizer):  # the step may be broken off, and nothing is called after it then
             for param in params:
                 param.changed_untraced()
 
     def _after(self, optimizer: Optimizer) -> None:
         """Notes that homes were written: fused optimizers leave no trace of it."""
         self._within_step.close()
-        params, common, own = self._params_of(optimizer), self._passes.common, self._own(optimizer)
+        params, common = self._params_of(optimizer), self._passes.common
         unwritten = [] if common is None else common.unwritten()
         # Optimizers of ours leave traces, and so what they wrote past memory is known to be in the files.
-        in_files = [one for one in self._passes.all_blocks() if own is not None and one.in_files]
+        in_files = [one for one in self._passes.all_blocks() if is_ours(optimizer) and one.in_files]
         for param in params:
             param.changed_untraced()
         for block in in_files:
@@ -132,13 +110,13 @@ class OptimizerSteps:
             common.still_unwritten(unwritten)  # before anything is fetched
         if params:
             self._meter.steps += 1
-            self._meter.skipped_steps += own is not None and own.last_step_skipped
+            self._meter.skipped_steps += is_ours(optimizer) and optimizer.last_step_skipped
             self._passes.updates_changed()
             self._passes.executor.homes_changed()
 
     def _meet_other_ranks(self, optimizer: Optimizer, common: CommonHomes) -> None:
         """Waits until no rank reads homes, or saves those to be updated, and all ranks see the same contents."""
-        if self._own(optimizer) is None:
+        if not is_ours(optimizer):
             name = type(optimizer).__name__
             raise StateError(
                 f"{name} would step on every rank, on weights of which the node has one copy; use an optimizer of"
@@ -154,6 +132,11 @@ class OptimizerSteps:
     def _params_of(self, optimizer: Optimizer) -> list[ManagedParam]:
         held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}
         return [param for block in self._passes.all_blocks() for param in block.params if id(param.home) in held]
+
+
+def _not_finite(optimizer: Optimizer, *, wait: bool) -> int:
+    """How many steps took gradients that were not finite. `wait`: waits for steps under way, too."""
+    return optimizer.count_not_finite_steps(wait=wait) if is_ours(optimizer) else 0
 
 
 _hooks = hooked(
