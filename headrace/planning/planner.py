@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from headrace.planning.bounds import lower_bound
 from headrace.planning.plan import Plan, Prediction, Step
 from headrace.planning.problem import Problem
@@ -9,6 +11,7 @@ from headrace.planning.schedule import steps_of
 from headrace.planning.search import best_schedule
 
 
+@lru_cache(maxsize=16)
 def make_plan(problem: Problem) -> Plan:
     """The plan of the steady state, or of a single pass from an empty device if the problem is not cyclic.
 

@@ -120,7 +120,7 @@ def helps(run: Run) -> list[Help]:
     found: list[Help] = []
     case = run.option.case
     work, hardware = case.work, case.hardware
-    longest = max(run.busy_seconds, key=lambda lane: run.busy_seconds[lane]).value
+    longest = max(run.busy_seconds, key=lambda lane: run.busy_seconds[lane])
 
     def consider(change: str, tokens: float = 1.0, **changed: Any) -> None:
         option = option_of(replace(case, **changed))

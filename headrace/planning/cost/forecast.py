@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from headrace.planning.cost.floors import Floors, floors_of
-from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.shape import BlockKind
 from headrace.planning.cost.sharing import Sharing, sharing_of
 from headrace.planning.cost.step import StepForecast, forecast_step
@@ -66,8 +65,8 @@ class Run:
     visits: Plan
     step: StepForecast
     seconds: float
-    busy_seconds: dict[CostLane, float]
-    moved_bytes: dict[CostLane, int]
+    busy_seconds: dict[str, float]
+    moved_bytes: dict[str, int]
     sharing: Sharing | None = None
     in_use: dict[str, float] = field(default_factory=dict)
 
@@ -119,9 +118,7 @@ def forecast_of(option: Option) -> Run:
         plan = make_plan(_problem(option, count))
         steps.append(forecast_step(plan, traffic, case.share, option.method.overlap))
     alone = _by_lane([step.alone_seconds for step in steps], batches)
-    used = {lane.value: seconds for lane, seconds in alone.items()}
-    used["host memory"] = _of_all([step.dram_seconds for step in steps], batches)
-    total = max(_of_all([step.seconds for step in steps], batches), option.floors.longest, *used.values())
+    total = max(_of_all([step.seconds for step in steps], batches), option.floors.longest, *alone.values())
     # Waits for other lanes differ between one and two micro-batches, but a lane is busy at least while its tasks run.
     busy = _by_lane([step.busy_seconds for step in steps], batches)
     return Run(
@@ -129,10 +126,10 @@ def forecast_of(option: Option) -> Run:
         visits=plan,
         step=steps[-1],
         seconds=total,
-        busy_seconds={lane: min(total, max(alone[lane], busy[lane])) for lane in CostLane},
+        busy_seconds={lane: min(total, max(alone[lane], busy[lane])) for lane in busy},
         moved_bytes=_by_lane([one.moved_bytes for one in steps], batches),
         sharing=sharing_of(traffic, case),
-        in_use={name: took / total for name, took in used.items()},
+        in_use={name: took / total for name, took in alone.items()},
     )
 
 
@@ -141,9 +138,9 @@ def _of_all(values: Sequence[N], micro_batches: int) -> N:
     return values[-1] + (micro_batches - len(values)) * (values[-1] - values[0])
 
 
-def _by_lane(steps: Sequence[dict[CostLane, N]], micro_batches: int) -> dict[CostLane, N]:
+def _by_lane(steps: Sequence[dict[str, N]], micro_batches: int) -> dict[str, N]:
     """The value of all micro-batches, for each lane."""
-    return {lane: _of_all([step[lane] for step in steps], micro_batches) for lane in CostLane}
+    return {lane: _of_all([step[lane] for step in steps], micro_batches) for lane in steps[0]}
 
 
 def _problem(option: Option, batches: int) -> Problem:

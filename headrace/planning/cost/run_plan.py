@@ -107,8 +107,8 @@ class RunPlan:
         latency = {CostLane.ONLOAD: link, CostLane.OFFLOAD: link, CostLane.FETCH: disk, CostLane.SPILL: disk}
         shares = {}
         for lane, seconds in latency.items():
-            mine = [s for task, s in zip(step.tasks, step.spans, strict=True) if task.lane is lane and task.nbytes]
-            busy = sum(span.end - span.begin for span in mine)
+            mine = [task for task in step.tasks if task.lane is lane and task.nbytes]
+            busy = sum(task.end - task.begin for task in mine)
             shares[lane.value] = seconds * len(mine) / busy if busy else 0.0
         return shares
 
@@ -191,8 +191,8 @@ class RunPlan:
             "efficiency": None if run is None else run.efficiency,
             "resident_fraction": None if run is None else run.resident_fraction,
             "floors_seconds": None if run is None else dataclasses.asdict(run.floors),
-            "busy_seconds": None if run is None else {k.value: v for k, v in run.busy_seconds.items()},
-            "moved_bytes": None if run is None else {k.value: v for k, v in run.moved_bytes.items()},
+            "busy_seconds": None if run is None else run.busy_seconds,
+            "moved_bytes": None if run is None else run.moved_bytes,
             "in_use": None if run is None else run.in_use,
             "sharing": None if run is None or run.sharing is None else dataclasses.asdict(run.sharing),
             "latency_share": None if run is None else self.latency_share,
@@ -401,12 +401,12 @@ def _logits_bytes(plan: RunPlan) -> float:
 def _lanes(run: Run) -> list[str]:
     rows = [("lane", "busy", "of the step", "moved", "floor")]
     for lane, busy in run.busy_seconds.items():
-        floor = getattr(run.floors, f"{lane.value}_seconds")
+        floor = getattr(run.floors, f"{lane}_seconds")
         if not busy and not floor:
             continue
         moved = run.moved_bytes[lane]
         share = f"{busy / run.seconds:.0%}" if run.seconds else ""
-        rows.append((lane.value, seconds_text(busy), share, decimal_text(moved) if moved else "", seconds_text(floor)))
+        rows.append((lane, seconds_text(busy), share, decimal_text(moved) if moved else "", seconds_text(floor)))
     return columns(rows, right=True)
 
 
@@ -419,10 +419,10 @@ def _time_line(plan: RunPlan, run: Run) -> list[str]:
     lines = [f"{_pictured(plan, run)}:"]
     for lane in CostLane:
         busy = [0.0] * columns
-        for task, span in zip(step.tasks, step.spans, strict=True):
-            if task.lane is not lane or span.end <= span.begin:
+        for task in step.tasks:
+            if task.lane is not lane or task.end <= task.begin:
                 continue
-            first, last = span.begin / step.seconds * _LINE, span.end / step.seconds * _LINE
+            first, last = task.begin / step.seconds * _LINE, task.end / step.seconds * _LINE
             for column in range(math.floor(first), math.floor(last) + 1):
                 busy[column % columns] += max(0.0, min(last, column + 1) - max(first, column))
         busy = busy[:_LINE]
