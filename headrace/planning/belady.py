@@ -11,8 +11,6 @@ ahead needs room. It is left in one of two ways:
 The rule is walked cycle after cycle until the content at a boundary recurs, which yields a steady state of some cycles.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from headrace.planning.tape import Tape

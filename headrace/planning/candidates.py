@@ -1,7 +1,5 @@
 """Which sets of kept blocks are worth a try before any search?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from headrace.planning.belady import Room, sweep

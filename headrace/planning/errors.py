@@ -1,7 +1,5 @@
 """Which errors does planning itself raise?"""
 
-from __future__ import annotations
-
 from headrace.errors import BudgetError
 
 

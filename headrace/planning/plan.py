@@ -1,7 +1,5 @@
 """What does the planner hand to the executor?"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from headrace.planning.problem import Problem

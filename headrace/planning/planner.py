@@ -1,7 +1,5 @@
 """Which plan should the executor walk?"""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from headrace.planning.bounds import lower_bound

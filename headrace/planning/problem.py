@@ -1,7 +1,5 @@
 """What does the planner plan for?"""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ ones plus a constant) and takes memory only from loads that come behind it in th
 over one choice per gap and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final

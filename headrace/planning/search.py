@@ -5,8 +5,6 @@ blocks that stay for good (`candidates.py`). It then tries small changes of the 
 end as soon as a plan is within `CLOSE` of the lower bound.
 """
 
-from __future__ import annotations
-
 from headrace.planning.candidates import candidates
 from headrace.planning.improve import improve
 from headrace.planning.problem import Problem

@@ -1,7 +1,5 @@
 """What is one visit of the trace?"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -1,11 +1,7 @@
 """Which calls do what a plan says? As lines of Python to paste."""
 
-from __future__ import annotations
-
 from headrace.planning.cost.forecast import Run
 from headrace.planning.cost.work import Activations, Case, Overlap, Place
-
-__all__ = ["calls_of"]
 
 
 def calls_of(run: Run) -> list[str]:

@@ -1,7 +1,5 @@
 """Which method should a run take, what would help it most, and what would make it fit if nothing does?"""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,8 +12,6 @@ from headrace.planning.cost.tiers import DEVICE_RESERVE, HOST_RESERVE
 from headrace.planning.cost.wanted import Wanted, admitted
 from headrace.planning.cost.work import Activations, Case, Method, Overlap, Place, Spread, Training, Work
 from headrace.planning.text import decimal_text
-
-__all__ = ["Help", "Shortfall", "best_run", "helps", "options", "orders", "shortfall"]
 
 _HELPS = 1.02  # times the tokens/s: a change that gains less is not named
 _SIMPLER = 1.02  # a simpler method is taken when the best other one is not faster than this

@@ -9,8 +9,6 @@ from typing import Any
 
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 
-__all__ = ["LLAMAS", "check_config", "experts_of_config", "read_config", "shape_of_config", "stored_bits", "wide_bits"]
-
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed", "dim"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),

@@ -1,7 +1,5 @@
 """What can no schedule beat? For each lane, the seconds that its bytes or operations take alone, per optimizer step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +7,6 @@ from dataclasses import dataclass
 from headrace.formulas import tokens_to_hide
 from headrace.planning.cost.traffic import BlockTraffic
 from headrace.planning.cost.work import Activations, Case, Training
-
-__all__ = ["Floors", "floors_of", "hiding_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """How does one method run? The planner's plan of its visits, and the step that results on the lanes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,8 +15,6 @@ from headrace.planning.plan import Plan
 from headrace.planning.planner import make_plan
 from headrace.planning.problem import Problem
 from headrace.planning.visit import Phase, Visit
-
-__all__ = ["SIMULATED_MICRO_BATCHES", "Option", "Run", "forecast_of", "option_of", "run_of"]
 
 N = TypeVar("N", int, float)
 

@@ -1,15 +1,11 @@
 """Which embeddings travel by rows, and what do lookups load? As `weights/model/partition.py` decides, in numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headrace.planning.cost.experts import NO_EXPERTS, PartLoads, can_cut, others_of
 from headrace.planning.cost.shape import BlockShape
 from headrace.planning.cost.work import Case
 from headrace.planning.tables import FEWEST_ROWS, goes_by_rows
-
-__all__ = ["room_for_rows", "row_loads", "tables_of", "without_table", "without_tables"]
 
 Tables = frozenset[int]
 

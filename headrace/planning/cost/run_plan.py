@@ -1,7 +1,5 @@
 """What does a plan of a run say? Everything that `headrace plan` prints, as frozen data."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -24,8 +22,6 @@ from headrace.planning.cost.traffic import traffic_of
 from headrace.planning.cost.wanted import Wanted
 from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 from headrace.planning.text import columns, decimal_text, seconds_text
-
-__all__ = ["RunPlan", "compare_text", "plan_run"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-__all__ = ["BlockKind", "BlockShape", "ModelShape"]
-
 
 class BlockKind(Enum):
     """What a block is to the model."""

@@ -1,7 +1,5 @@
 """How many bytes does a run hold in each tier, and for what?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +13,6 @@ from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, S
 from headrace.planning.cost.work import Activations, Case, Overlap, Place, Training
 from headrace.planning.resting import on_disk
 from headrace.planning.tables import kept_free_for_rows
-
-__all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
 UPDATE_BYTES = 48 << 20  # of the device: what passes through when the device updates what rests on the host

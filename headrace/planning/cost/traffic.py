@@ -1,7 +1,5 @@
 """What does each block move and compute in a step? Counted once for each option; floors and tasks are made of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,16 +10,6 @@ from headrace.planning.cost.rows import row_loads, without_table
 from headrace.planning.cost.shape import BlockKind, BlockShape
 from headrace.planning.cost.sharing import Crossing, crossing_of
 from headrace.planning.cost.work import Activations, Case, Method, Place, Training, Work
-
-__all__ = [
-    "ACTIVATION_LAYERS",
-    "GRADIENT_BLOCKS",
-    "STAGED_BLOCKS",
-    "BlockTraffic",
-    "block_seconds",
-    "leaving_layers",
-    "traffic_of",
-]
 
 # How many of each the engine holds at once.
 ACTIVATION_LAYERS = 2  # on the device, if activations leave
@@ -106,7 +94,9 @@ def traffic_of(
             activation_bytes=round(block.activation_bytes(work.tokens)) if leaves else 0,
             activations_spill=method.activations is Activations.SPILLED,
             over_link=case.shares and share.peer == OVER_LINK,
-            parts=row_loads(block, case, work.tokens, from_disk) if by_rows else pass_loads(block, case, cut, from_disk),
+            parts=row_loads(block, case, work.tokens, from_disk)
+            if by_rows
+            else pass_loads(block, case, cut, from_disk),
         )
 
     return tuple(
