@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeVar
 
 from headrace.planning.cost.floors import Floors, floors_of
@@ -12,9 +13,8 @@ from headrace.planning.cost.tiers import Tiers, tiers_of
 from headrace.planning.cost.traffic import BlockTraffic, traffic_of
 from headrace.planning.cost.work import Case, Method, Overlap, Place
 from headrace.planning.plan import Plan
-from headrace.planning.planner import make_plan
-from headrace.planning.problem import Problem
-from headrace.planning.visit import Phase, Visit
+from headrace.planning.problem import Phase, Problem, Visit
+from headrace.planning.search import make_plan
 
 N = TypeVar("N", int, float)
 
@@ -111,7 +111,7 @@ def forecast_of(option: Option) -> Run:
     batches = case.work.micro_batches
     steps = []
     for count in range(1, min(batches, SIMULATED_MICRO_BATCHES) + 1):
-        plan = make_plan(_problem(option, count))
+        plan = planned(_problem(option, count))
         steps.append(forecast_step(plan, traffic, case.share, option.method.overlap))
     alone = _by_lane([step.alone_seconds for step in steps], batches)
     total = max(_of_all([step.seconds for step in steps], batches), option.floors.longest, *alone.values())
@@ -127,6 +127,12 @@ def forecast_of(option: Option) -> Run:
         sharing=sharing_of(traffic, case),
         in_use={name: took / total for name, took in alone.items()},
     )
+
+
+@lru_cache(maxsize=64)
+def planned(problem: Problem) -> Plan:
+    """The plan of these visits: options that are compared often have the same ones."""
+    return make_plan(problem)
 
 
 def _of_all(values: Sequence[N], micro_batches: int) -> N:

@@ -12,7 +12,7 @@ from headrace.planning.cost.call import calls_of
 from headrace.planning.cost.choose import Help, Shortfall, best_run, helps, options, orders, shortfall
 from headrace.planning.cost.decoding import Decoding, DecodingRate, decoding_of
 from headrace.planning.cost.floors import Floors, hiding_tokens
-from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Option, Run
+from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Option, Run, planned
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.packing import mean_read_share
@@ -227,6 +227,7 @@ def plan_run(
     `expert_hit_rate`: the share of the experts that decoding wants and finds on the device. Raises ValueError when no
     method is as wanted.
     """
+    planned.cache_clear()
     spread = spread or Spread()
     idle = max(0, hardware.devices - spread.ranks)
     hardware = replace(hardware, devices=spread.ranks)  # unused devices share nothing
