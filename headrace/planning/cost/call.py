@@ -6,7 +6,7 @@ from headrace.planning.cost.work import Activations, Case, Overlap, Place
 
 def calls_of(run: Run) -> list[str]:
     """The calls of the run, in their order; none if everything stays on the device."""
-    case, method = run.option.case, run.method
+    case, method = run.case, run.method
     calls = []
     if case.trains and method.activations is Activations.RECOMPUTED:
         calls.append("model.gradient_checkpointing_enable()")

@@ -26,15 +26,10 @@ class Help:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shortfall:
-    """Why nothing fits: the method that lacks least, and what would make it fit."""
+class Shortfall(Option):
+    """Where nothing fits, the method that lacks least, and what would make it fit."""
 
-    option: Option
     fixes: tuple[str, ...]
-
-    @property
-    def lacks(self) -> tuple[tuple[Place, int], ...]:
-        return self.option.lacks
 
 
 def options(
@@ -101,7 +96,7 @@ def _groups(work: Work, method: Method) -> list[int]:
 
 def orders(run: Run) -> dict[int, float]:
     """Seconds of the step by how many micro-batches go through a block together, if they fit; {}: no choice."""
-    case, found = run.option.case, {}
+    case, found = run.case, {}
     for together in _groups(case.work, run.method) if case.spread.data == 1 else ():
         if together == run.method.together:
             found[together] = run.seconds
@@ -114,7 +109,7 @@ def orders(run: Run) -> dict[int, float]:
 def helps(run: Run) -> list[Help]:
     """What would speed the run up, most first: each change with the gain in tokens per second."""
     found: list[Help] = []
-    case = run.option.case
+    case = run.case
     work, hardware = case.work, case.hardware
     longest = max(run.busy_seconds, key=lambda lane: run.busy_seconds[lane])
 
@@ -186,7 +181,7 @@ def shortfall(considered: list[Option]) -> Shortfall:
                 fixes.append("a disk for the optimizer's state")
         else:
             fixes.append(f"{decimal_text(_up(total * hardware.devices), 4)} of disk in the node")
-    return Shortfall(option=closest, fixes=tuple(fixes))
+    return Shortfall(**vars(closest), fixes=tuple(fixes))
 
 
 def _host_memory(option: Option) -> int:

@@ -48,8 +48,8 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One method on one machine: the plan of its visits and one step of it.
+class Run(Option):
+    """An option that fits, with the plan of its visits and one step of it.
 
     `step` is simulated with at most two micro-batches, or groups that go together; `seconds`, and `busy_seconds` and
     `moved_bytes` of each lane, count all of them. `sharing` says how the devices of a node share one copy; None: they
@@ -57,7 +57,6 @@ class Run:
     A share near 1 is what bounds the step.
     """
 
-    option: Option
     visits: Plan
     step: StepForecast
     seconds: float
@@ -65,18 +64,6 @@ class Run:
     moved_bytes: dict[str, int]
     sharing: Sharing | None = None
     in_use: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def method(self) -> Method:
-        return self.option.method
-
-    @property
-    def tiers(self) -> Tiers:
-        return self.option.tiers
-
-    @property
-    def floors(self) -> Floors:
-        return self.option.floors
 
     @property
     def efficiency(self) -> float:
@@ -118,7 +105,7 @@ def forecast_of(option: Option) -> Run:
     # Waits for other lanes differ between one and two micro-batches, but a lane is busy at least while its tasks run.
     busy = _by_lane([step.busy_seconds for step in steps], batches)
     return Run(
-        option=option,
+        **vars(option),
         visits=plan,
         step=steps[-1],
         seconds=total,
