@@ -40,10 +40,11 @@ class HardwareNotFound(HeadraceError, ValueError):  # noqa: N818 - the name says
 def cached_probe() -> Hardware:
     """What `probe()` last measured on this machine. Raises HardwareNotFound if it never has."""
     path = cache_path()
-    if not path.exists():
-        raise HardwareNotFound("this machine has not been measured; run headrace probe, or name a machine: " + _known())
     try:
         return Hardware.from_json(path.read_text())
+    except FileNotFoundError:
+        measure = "this machine has not been measured; run headrace probe, or name a machine: "
+        raise HardwareNotFound(measure + _known()) from None
     except OSError as error:
         raise HardwareNotFound(
             f"the measurement {path} cannot be read ({error.strerror}); run headrace probe again, or name a machine: "
@@ -53,12 +54,9 @@ def cached_probe() -> Hardware:
 
 def probed_rates(device: torch.device) -> dict[str, float]:
     """Bytes per second of each lane as `probe()` measured them for `device`; empty when it has not, or is damaged."""
-    path = cache_path()
-    if not path.exists():
-        return {}
     try:
-        hardware = Hardware.from_json(path.read_text())
-    except (ValueError, OSError):  # damaged, or of another version: `plan` says so, a report does without
+        hardware = cached_probe()
+    except ValueError:  # damaged, or of another version: `plan` says so, a report does without
         return {}
     if not hardware.name.endswith(f"({device})"):
         return {}

@@ -94,12 +94,12 @@ def _shape_of_module(model: "torch.nn.Module", sequence_length: int, adapts: boo
     except Exception:  # from the model's own code, which may read values; its parameters are counted all the same
         return shape_of_module(model)
     counted = shape_of_module(model, first=run.first)
-    tokens, layers = BATCH * sequence_length, iter(range(len(names)))
+    tokens = BATCH * sequence_length
     blocks = []
     for block in counted.blocks:
         if block.kind is BlockKind.LAYER:
             found = _with(block, run.layers[block.name], tokens, sequence_length)
-            blocks.append(dataclasses.replace(found, name=f"layer {next(layers)}"))
+            blocks.append(dataclasses.replace(found, name="layer"))
         elif block.kind is BlockKind.EMBEDDING:
             rows = 0 if run.tied else _row_parameters(model, run)
             blocks.append(dataclasses.replace(_with(block, run.before, tokens, sequence_length), row_parameters=rows))

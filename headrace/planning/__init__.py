@@ -2,20 +2,17 @@
 
 from headrace.planning.activations import ActivationPlan, ActivationProblem, Saved, plan_activations
 from headrace.planning.bounds import bytes_bound, lower_bound
-from headrace.planning.errors import BudgetTooSmall
 from headrace.planning.keeping import Keeping, Key, passes_through
 from headrace.planning.plan import Plan, Prediction, Step
-from headrace.planning.planner import make_plan
-from headrace.planning.problem import Problem
+from headrace.planning.problem import Phase, Problem, Visit
 from headrace.planning.resting import on_disk
+from headrace.planning.search import make_plan
 from headrace.planning.tables import FEWEST_ROWS, goes_by_rows, kept_free_for_rows
-from headrace.planning.visit import Phase, Visit
 
 __all__ = [
     "FEWEST_ROWS",
     "ActivationPlan",
     "ActivationProblem",
-    "BudgetTooSmall",
     "Keeping",
     "Key",
     "Phase",

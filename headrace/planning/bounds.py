@@ -21,8 +21,6 @@ Note "four bounds". The steady state of any schedule takes, per cycle, at least
    what is feasible for T is feasible for more.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator

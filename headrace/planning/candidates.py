@@ -1,10 +1,18 @@
-"""Which sets of kept blocks are worth a try before any search?"""
+"""Which sets of kept blocks are worth a try before any search? What Belady's rule keeps, with room for loads in flight.
 
-from __future__ import annotations
+Belady's rule (evict what is used farthest in the future) moves the fewest bytes when nothing is loaded ahead. Loading
+ahead needs room. It is left in one of two ways:
+
+- `reserve` bytes stay free at every slot: newcomers with a far next use do not stay, so the same blocks do every cycle;
+- there is room for what the next `lookahead` visits lack: the block used farthest ahead gives way at that moment, the
+  newcomer stays, and kept blocks may take turns from cycle to cycle. That saves bytes: a cycle of n equal blocks with
+  room for k misses n (n - k) / (n - 1) per cycle instead of n - k + 1.
+
+The rule is walked cycle after cycle until the content at a boundary recurs, which yields a steady state of some cycles.
+"""
 
 from collections.abc import Iterator
 
-from headrace.planning.belady import Room, sweep
 from headrace.planning.tape import Tape, make_tape
 
 _SLOTS = 3200  # the longest tape on which taking turns over several cycles is tried: n - 1 cycles of n equal blocks
@@ -16,8 +24,8 @@ def candidates(tape: Tape) -> Iterator[tuple[Tape, list[bool]]]:
     seen: set[tuple[bool, ...]] = set()
     turning = []
     rounds = max(3, _SLOTS // tape.slots) if tape.ring else 1
-    for room in _rooms(tape):
-        cycles = sweep(tape, room, rounds=rounds)
+    for walk in _walks(tape):
+        cycles = walk.period(rounds)
         key = tuple(keep for cycle in cycles for keep in cycle)
         if key not in seen:
             seen.add(key)
@@ -29,15 +37,15 @@ def candidates(tape: Tape) -> Iterator[tuple[Tape, list[bool]]]:
         yield make_tape(tape.problem, cycles=count), kept
 
 
-def _rooms(tape: Tape) -> Iterator[Room]:
+def _walks(tape: Tape) -> "Iterator[_Walk]":
     largest = max((gap.size for gap in tape.gaps), default=0)
     for reserve in sorted({min(tape.budget, largest * halves // 2) for halves in range(10)}):
-        yield Room(reserve=reserve)
+        yield _Walk(tape, reserve=reserve)
     if tape.ring:
         for pinned in _even_sets(tape):
-            yield Room(lookahead=2, pinned=pinned)
+            yield _Walk(tape, lookahead=2, pinned=pinned)
     for visits in range(1, 5):
-        yield Room(lookahead=visits)
+        yield _Walk(tape, lookahead=visits)
 
 
 def _even_sets(tape: Tape) -> list[frozenset[int]]:
@@ -58,3 +66,80 @@ def _even_sets(tape: Tape) -> list[frozenset[int]]:
         if chosen and held < tape.budget:
             found[frozenset(chosen)] = None
     return list(found)
+
+
+class _Walk:
+    """The content of the device while the rule walks the slots of a one-cycle tape. `pinned` blocks go last."""
+
+    def __init__(
+        self, tape: Tape, *, reserve: int = 0, lookahead: int = 0, pinned: frozenset[int] = frozenset()
+    ) -> None:
+        self.tape = tape
+        self.reserve, self.lookahead, self.pinned = reserve, lookahead, pinned
+        self.held: dict[int, int] = {}  # gap through which a block is kept -> slot of its end, counted over all rounds
+        self.bytes = 0
+        self.ending: list[list[int]] = [[] for _ in range(tape.slots)]
+        begins: dict[tuple[int, int], int] = {}
+        for index, gap in enumerate(tape.gaps):
+            self.ending[gap.end].append(index)
+            begins[gap.block, gap.begin % tape.slots if tape.ring else gap.begin] = index
+            if not tape.ring and gap.begin == 0:
+                self._keep(index, gap.end)
+        self.following = [begins.get((gap.block, gap.end)) for gap in tape.gaps]
+
+    def period(self, rounds: int) -> list[list[bool]]:
+        """What is kept in each round of one period (in the last of `rounds` when no period is found)."""
+        seen: dict[frozenset[int], int] = {}
+        history: list[list[bool]] = []
+        for turn in range(rounds):
+            content = frozenset(self.held)
+            if content in seen:
+                return history[seen[content] :]
+            seen[content] = turn
+            history.append(self._round(turn))
+        return history[-1:]
+
+    def _round(self, turn: int) -> list[bool]:
+        tape, gaps = self.tape, self.tape.gaps
+        kept = [False] * len(gaps)
+        for slot in range(tape.slots):
+            for index in self.ending[slot]:
+                kept[index] = gaps[index].free
+                if self.held.pop(index, None) is not None:
+                    kept[index] = True
+                    self.bytes -= gaps[index].size
+            self._make_room(tape.budget - tape.base[slot] - self._missing(slot))
+            for index in self.ending[slot]:
+                ahead = self.following[index]
+                if ahead is not None:
+                    passes = 1 if gaps[ahead].end <= slot else 0
+                    self._keep(ahead, (turn + passes) * tape.slots + gaps[ahead].end)
+            self._make_room(tape.budget - self.reserve)
+        return kept
+
+    def _keep(self, index: int, end: int) -> None:
+        gap = self.tape.gaps[index]
+        if gap.keepable and not gap.free:
+            self.held[index] = end
+            self.bytes += gap.size
+
+    def _missing(self, slot: int) -> int:
+        """Bytes of the blocks that the next visits need and the device lacks."""
+        missing = 0
+        for ahead in range(slot + 1, slot + 1 + self.lookahead):
+            for index in self.ending[ahead % self.tape.slots]:
+                gap = self.tape.gaps[index]
+                if index not in self.held and not gap.free:
+                    missing += gap.size
+        return missing
+
+    def _make_room(self, limit: int) -> None:
+        """Give up the blocks used farthest ahead, until `limit` holds; pinned blocks last."""
+        pinned, gaps = self.pinned, self.tape.gaps
+        while self.bytes > limit and self.held:
+            going = [index for index in self.held if gaps[index].block not in pinned] if pinned else self.held
+            if not going and self.bytes <= self.tape.budget:
+                return
+            victim = max(going or self.held, key=self.held.__getitem__)
+            del self.held[victim]
+            self.bytes -= gaps[victim].size

@@ -7,8 +7,6 @@ and then of their pairs, or the first that saves 1%, until none helps. Work is c
 seconds, so the same problem gets the same plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 

@@ -7,8 +7,6 @@ use nearly all of a layer go before any others, the last one first. See docs/des
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-__all__ = ["Keeping", "Key", "passes_through"]
-
 Key = tuple[int, int]  # layer, expert
 
 _HALF_LIFE = 64  # after so many calls of its layer, a use counts half

@@ -1,7 +1,5 @@
 """What does the planner hand to the executor?"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from headrace.planning.problem import Problem
@@ -101,20 +99,12 @@ def _table(plan: Plan) -> list[str]:
 def _ahead(plan: Plan) -> int:
     """The largest number of visits between a load's issue and its use."""
     visits = plan.problem.visits
-    period = len(visits)
-    farthest = 0
-    for steps in plan.cycles:
-        for index, step in enumerate(steps):
-            farthest = max(farthest, *(_until_use(plan.problem, index, block) for block in step.loads), 0)
-    return min(farthest, period)
 
+    def until_use(index: int, block: int) -> int:
+        return next(n for n in range(len(visits) + 1) if block in visits[(index + n) % len(visits)].blocks)
 
-def _until_use(problem: Problem, index: int, block: int) -> int:
-    period = len(problem.visits)
-    for distance in range(period + 1):
-        if block in problem.visits[(index + distance) % period].blocks:
-            return distance
-    return 0
+    steps = [pair for cycle in plan.cycles for pair in enumerate(cycle)]
+    return max((until_use(index, block) for index, step in steps for block in step.loads), default=0)
 
 
 def _list(blocks: tuple[int, ...]) -> str:

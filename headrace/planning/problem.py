@@ -1,12 +1,31 @@
 """What does the planner plan for?"""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
+from enum import Enum
 
-from headrace.planning.errors import BudgetTooSmall
-from headrace.planning.visit import Visit
+from headrace.errors import BudgetError
+
+
+class Phase(Enum):
+    """The pass of the model that a visit belongs to. The planner ignores it; texts and traces show it."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """One use of blocks on the device: all of `blocks` must be present while it computes for `compute_seconds`.
+
+    `other_load_seconds`: how long other copies that are issued during the visit (activations, single experts, rows
+    of tables) take the onload lane. They come behind the visit's own loads.
+    """
+
+    blocks: tuple[int, ...]
+    phase: Phase = Phase.FORWARD
+    compute_seconds: float
+    other_load_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +42,7 @@ class Problem:
     - `max_ahead`: a block is loaded at most so many visits before its use (0: on demand only). None: no limit.
     - `by_rows`: tables that travel row by row, outside of the plan, in memory that does not count in the budget.
 
-    Raises ValueError for numbers that make no sense, and BudgetTooSmall when a visit does not fit.
+    Raises ValueError for numbers that make no sense, and BudgetError when a visit does not fit.
     """
 
     block_bytes: tuple[int, ...]
@@ -86,10 +105,9 @@ class Problem:
         for index, visit in enumerate(self.visits):
             own = sum(self.block_bytes[block] for block in visit.blocks if block not in self.residents)
             if own + resident_bytes > self.budget_bytes:
-                raise BudgetTooSmall(
-                    visit=index,
-                    blocks=visit.blocks,
-                    needed_bytes=own + resident_bytes,
-                    resident_bytes=resident_bytes,
-                    budget_bytes=self.budget_bytes,
+                raise BudgetError(
+                    f"visit {index} needs blocks {list(visit.blocks)}: {own + resident_bytes:,} bytes on the device"
+                    f" together with {resident_bytes:,} bytes of residents, but the budget is {self.budget_bytes:,}"
+                    f" bytes; raise the budget to at least {own + resident_bytes:,} bytes, keep fewer blocks resident,"
+                    " or cut the model into smaller blocks"
                 )

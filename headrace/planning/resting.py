@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-__all__ = ["on_disk"]
-
 
 def on_disk(sizes: Iterable[int], room_bytes: int) -> frozenset[int]:
     """The numbers of the blocks that rest on disk. `sizes`: the bytes of each, in the order in which they are used.

@@ -9,8 +9,6 @@ ones plus a constant) and takes memory only from loads that come behind it in th
 over one choice per gap and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -93,43 +91,22 @@ def make_schedule(tape: Tape, choices: Sequence[int]) -> Schedule | None:
 
 def _issue_slots(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] | None:
     """The first slot from which each load fits until its use, in lane order. None when a ring does not settle."""
-    issues: list[int] = []
     if not tape.carries:
-        _issue_round(tape, loads, list(held), 0, issues)
-        return issues
-    count, slots = len(loads), tape.slots
-    if not count:
-        return issues
-    # Half a round to get going, then a whole one. It has settled if its second half issues the same loads at the same
-    # slots (as far back as loads that it issued in the round before can reach), because the next round would, too.
-    half = next((place for place, gap in enumerate(loads) if 2 * gap.end >= slots), count - 1)
-    used = held * 2
-    _issue_round(tape, loads[half:], used, 0, issues)
-    start, issues = issues, []
-    _issue_round(tape, loads, used, slots, issues, start[-1])
-    same = count
-    while same > half and start[same - 1 - half] == issues[same - 1]:
-        same -= 1
-    if same < count and (same == 0 or slots + min(issues) > loads[same - 1].end):
-        return issues
-    return _settled_issues(tape, loads, held)
-
-
-def _settled_issues(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] | None:
+        return _issue_round(tape, loads, list(held), 0, 0)
     before: list[int] = []
     used = held * 8
     last = 0
     for turn in range(8):
-        issues: list[int] = []
-        _issue_round(tape, loads, used, turn * tape.slots, issues, last)
+        issues = _issue_round(tape, loads, used, turn * tape.slots, last)
         if issues == before:
             return issues
         before, last = issues, issues[-1] + turn * tape.slots
     return None
 
 
-def _issue_round(tape: Tape, loads: list[Gap], used: list[int], offset: int, issues: list[int], last: int = 0) -> None:
-    """Append the slots (relative to the round at `offset`) that issue one round of loads, none before `last`."""
+def _issue_round(tape: Tape, loads: list[Gap], used: list[int], offset: int, last: int) -> list[int]:
+    """The slots (relative to the round at `offset`) that issue one round of loads, none before `last`."""
+    issues = []
     budget = tape.budget
     for gap in loads:
         size = gap.size
@@ -143,6 +120,7 @@ def _issue_round(tape: Tape, loads: list[Gap], used: list[int], offset: int, iss
             used[slot] += size
         last = slot
         issues.append(slot - offset)
+    return issues
 
 
 class _Lanes:

@@ -1,16 +1,16 @@
-"""What should be kept between which uses?
+"""Which plan should the executor walk? What should be kept between which uses?
 
 The search begins with candidates: Belady's rule with different room for loads in flight, and evenly spread sets of
 blocks that stay for good (`candidates.py`). It then tries small changes of the best of them (`improve.py`). Both parts
 end as soon as a plan is within `CLOSE` of the lower bound.
 """
 
-from __future__ import annotations
-
+from headrace.planning.bounds import lower_bound
 from headrace.planning.candidates import candidates
 from headrace.planning.improve import improve
+from headrace.planning.plan import Plan, Prediction, Step
 from headrace.planning.problem import Problem
-from headrace.planning.schedule import AHEAD, KEEP, Schedule, make_schedule
+from headrace.planning.schedule import AHEAD, KEEP, Schedule, make_schedule, steps_of
 from headrace.planning.tape import Tape, make_tape
 
 CLOSE = 1.005  # times the lower bound: good enough to stop
@@ -24,7 +24,41 @@ _SHORT = 40  # up to so many slots, every candidate is improved, and a one-cycle
 _LONG = 120  # up to so many slots, a plan of several cycles is improved
 
 
-def best_schedule(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
+def make_plan(problem: Problem) -> Plan:
+    """The plan of the steady state, or of a single pass from an empty device if the problem is not cyclic.
+
+    The same problem always gets the same plan.
+    """
+    compute = problem.compute_seconds
+    bound = lower_bound(problem) if problem.cyclic else compute
+    tape, schedule = _best_schedule(problem, bound)
+    steps, start = steps_of(tape, schedule)
+    seconds = schedule.seconds / tape.cycles
+    predicted = Prediction(
+        cycle_seconds=seconds,
+        compute_seconds=compute,
+        stall_seconds=max(0.0, seconds - compute),
+        lower_bound_seconds=bound,
+        onload_bytes=round(schedule.load_bytes / tape.cycles),
+        onloads=len(schedule.loads) / tape.cycles,
+        peak_bytes=_peak_bytes(problem, steps, start),
+    )
+    return Plan(problem=problem, cycles=steps, start=start, predicted=predicted)
+
+
+def _peak_bytes(problem: Problem, steps: tuple[tuple[Step, ...], ...], start: frozenset[int]) -> int:
+    """The peak of one round from `start`: a block counts from its load's issue to its eviction by the host."""
+    sizes = {block: size for block, size in enumerate(problem.block_bytes) if block not in problem.residents}
+    held = peak = problem.resident_bytes + sum(sizes.get(block, 0) for block in start)
+    for cycle in steps:
+        for step in cycle:
+            held -= sum(sizes[block] for block in step.evictions)
+            held += sum(sizes.get(block, 0) for block in step.loads)
+            peak = max(peak, held)
+    return peak
+
+
+def _best_schedule(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
     """The best steady state or single pass that the search finds. `bound`: seconds that no schedule can beat."""
     tape, goal = make_tape(problem, ring=problem.cyclic), bound * CLOSE
     leaders: dict[int, tuple[Tape, Schedule]] = {}  # number of cycles -> the best schedule over so many

@@ -1,7 +1,5 @@
 """Does an embedding's table travel by rows, where not all weights stay on the device? And what room do rows have?"""
 
-__all__ = ["FEWEST_ROWS", "goes_by_rows", "kept_free_for_rows"]
-
 FEWEST_ROWS = 16  # the device has room for at least so many rows; a lookup of more may have to take turns
 
 _MOST_SHARE = 1 / 4  # of the room for weights: more rows evict blocks

@@ -7,8 +7,6 @@ the block is *kept* through the gap, or it is evicted at slot `begin + 1` and lo
 late. Only this choice has to be made for each gap: see `schedule.py` for why everything else follows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from headrace.planning.problem import Problem

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["columns", "decimal_text", "indices_text", "seconds_text", "size_text"]
-
 
 def size_text(count: int) -> str:
     """Bytes in the largest binary unit that keeps the number at 1 or above."""

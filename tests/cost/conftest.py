@@ -9,7 +9,7 @@ import pytest
 
 import headrace
 from headrace.planning import search
-from headrace.planning.cost import Hardware, RunPlan
+from headrace.planning.cost import Hardware, RunPlan, forecast
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -102,6 +102,7 @@ def planned_case(model: str, machine: str) -> RunPlan:
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Visits are planned with fewer trials, alike for whatever is compared."""
     monkeypatch.setattr(search, "TRIALS", 100)
+    forecast.planned.cache_clear()
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_activations_on_disk_pass_through_the_drive_both_ways() -> None:
     saved = sum(block.activation_bytes(plan.work.tokens) for block in layers)
     leaving = saved - layers[-1].activation_bytes(plan.work.tokens)  # backward begins with the last one
     for lane in ("fetch", "spill"):
-        moved = [{k.value: v for k, v in run.step.moved_bytes.items()}[lane] for run in (ours, other)]
+        moved = [run.step.moved_bytes[lane] for run in (ours, other)]
         assert moved[0] - moved[1] == pytest.approx(leaving, rel=1e-9)
     on = {place: run.tiers.total(place) for place in Place for run in (ours,)}
     assert on[Place.DISK] == other.tiers.total(Place.DISK) + round(saved)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from headrace.planning import BudgetTooSmall, Problem, Visit, make_plan
+from headrace.errors import BudgetError
+from headrace.planning import Problem, Visit, make_plan
 from tests.planning.simulator import simulate
 
 
@@ -37,7 +38,7 @@ def test_steady_state_returns_to_its_start():
 
 
 def test_a_budget_below_a_visit_is_refused_with_the_numbers():
-    with pytest.raises(BudgetTooSmall, match=r"visit 0 .* needs|100 bytes.*99 bytes"):
+    with pytest.raises(BudgetError, match=r"visit 0 .* needs|100 bytes.*99 bytes"):
         chain(count=2, budget=99, load=1.0)
 
 

@@ -1,16 +1,12 @@
 """Which calls do what a plan says? As lines of Python to paste."""
 
-from __future__ import annotations
-
 from headrace.planning.cost.forecast import Run
 from headrace.planning.cost.work import Activations, Case, Overlap, Place
-
-__all__ = ["calls_of"]
 
 
 def calls_of(run: Run) -> list[str]:
     """The calls of the run, in their order; none if everything stays on the device."""
-    case, method = run.option.case, run.method
+    case, method = run.case, run.method
     calls = []
     if case.trains and method.activations is Activations.RECOMPUTED:
         calls.append("model.gradient_checkpointing_enable()")

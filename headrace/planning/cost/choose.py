@@ -1,7 +1,5 @@
 """Which method should a run take, what would help it most, and what would make it fit if nothing does?"""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,8 +12,6 @@ from headrace.planning.cost.tiers import DEVICE_RESERVE, HOST_RESERVE
 from headrace.planning.cost.wanted import Wanted, admitted
 from headrace.planning.cost.work import Activations, Case, Method, Overlap, Place, Spread, Training, Work
 from headrace.planning.text import decimal_text
-
-__all__ = ["Help", "Shortfall", "best_run", "helps", "options", "orders", "shortfall"]
 
 _HELPS = 1.02  # times the tokens/s: a change that gains less is not named
 _SIMPLER = 1.02  # a simpler method is taken when the best other one is not faster than this
@@ -30,15 +26,10 @@ class Help:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shortfall:
-    """Why nothing fits: the method that lacks least, and what would make it fit."""
+class Shortfall(Option):
+    """Where nothing fits, the method that lacks least, and what would make it fit."""
 
-    option: Option
     fixes: tuple[str, ...]
-
-    @property
-    def lacks(self) -> tuple[tuple[Place, int], ...]:
-        return self.option.lacks
 
 
 def options(
@@ -105,7 +96,7 @@ def _groups(work: Work, method: Method) -> list[int]:
 
 def orders(run: Run) -> dict[int, float]:
     """Seconds of the step by how many micro-batches go through a block together, if they fit; {}: no choice."""
-    case, found = run.option.case, {}
+    case, found = run.case, {}
     for together in _groups(case.work, run.method) if case.spread.data == 1 else ():
         if together == run.method.together:
             found[together] = run.seconds
@@ -118,9 +109,9 @@ def orders(run: Run) -> dict[int, float]:
 def helps(run: Run) -> list[Help]:
     """What would speed the run up, most first: each change with the gain in tokens per second."""
     found: list[Help] = []
-    case = run.option.case
+    case = run.case
     work, hardware = case.work, case.hardware
-    longest = max(run.busy_seconds, key=lambda lane: run.busy_seconds[lane]).value
+    longest = max(run.busy_seconds, key=lambda lane: run.busy_seconds[lane])
 
     def consider(change: str, tokens: float = 1.0, **changed: Any) -> None:
         option = option_of(replace(case, **changed))
@@ -190,7 +181,7 @@ def shortfall(considered: list[Option]) -> Shortfall:
                 fixes.append("a disk for the optimizer's state")
         else:
             fixes.append(f"{decimal_text(_up(total * hardware.devices), 4)} of disk in the node")
-    return Shortfall(option=closest, fixes=tuple(fixes))
+    return Shortfall(**vars(closest), fixes=tuple(fixes))
 
 
 def _host_memory(option: Option) -> int:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
-
-__all__ = ["LLAMAS", "check_config", "experts_of_config", "read_config", "shape_of_config", "stored_bits", "wide_bits"]
 
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed", "dim"),
@@ -114,7 +111,7 @@ def shape_of_config(config: Mapping[str, Any], *, adapts: bool = False) -> Model
         saved_bytes=4.0 * (hidden + 1 + vocabulary) + (8 if adapts else 2 * nbytes * hidden),
         logit_bytes=vocabulary * (nbytes + 4.0 * (nbytes < 4)),
     )
-    layers = [replace(layer, name=f"layer {index}") for index in range(numbers.need("layers"))]
+    layers = [layer] * numbers.need("layers")
     title = str(config.get("_name_or_path") or numbers.kind or "model")
     return ModelShape(name=title, blocks=(embedding, *layers, last), tied=tied)
 

@@ -1,7 +1,5 @@
 """How fast does a model write, one token of each sequence at a time? It depends on the experts on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +11,6 @@ from headrace.planning.cost.rows import room_for_rows, row_loads, without_tables
 from headrace.planning.cost.shape import BlockKind, BlockShape
 from headrace.planning.cost.tiers import Tiers
 from headrace.planning.cost.work import Case, Place, Work
-
-__all__ = ["Decoding", "DecodingRate", "decoding_of"]
 
 _HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99)
 _CACHE_ELEMENT_BYTES = 2

@@ -3,26 +3,12 @@
 What `weights/model/partition.py` and `weights/movement/slices.py` decide, in numbers: see docs/design/experts.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.shape import BlockShape, ModelShape
 from headrace.planning.cost.work import Case, Training
 from headrace.planning.keeping import passes_through
-
-__all__ = [
-    "NO_EXPERTS",
-    "ExpertCut",
-    "PartLoads",
-    "can_cut",
-    "cut_of",
-    "least_cut_bytes",
-    "loads_of",
-    "others_of",
-    "pass_loads",
-]
 
 _WHOLE_BITS = 16  # bits of a weight; experts that are stored in fewer travel as stored, with their layer
 

@@ -1,7 +1,5 @@
 """What can no schedule beat? For each lane, the seconds that its bytes or operations take alone, per optimizer step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +7,6 @@ from dataclasses import dataclass
 from headrace.formulas import tokens_to_hide
 from headrace.planning.cost.traffic import BlockTraffic
 from headrace.planning.cost.work import Activations, Case, Training
-
-__all__ = ["Floors", "floors_of", "hiding_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +116,12 @@ def hiding_tokens(traffic: Sequence[BlockTraffic], case: Case) -> dict[str, floa
         name: sum(getattr(own, name) or 0 for own in traffic)
         for name in ("load_bytes", "fetch_bytes", "update_bytes", "state_bytes", "spill_bytes")
     }
-    hidden: dict[str, float] = {}
-    if method.streamed:
-        hidden["onload"] = tokens(passes * moved["load_bytes"], share.onload_bytes_per_second)
-    if moved["fetch_bytes"]:
-        hidden["fetch of weights"] = tokens(passes * moved["fetch_bytes"], share.disk_read_bytes_per_second)
-    if moved["update_bytes"]:
-        hidden["update"] = tokens(moved["update_bytes"], share.update_rate)
-    if moved["state_bytes"]:
-        slower = min(share.disk_read_bytes_per_second, share.disk_write_bytes_per_second)
-        hidden["state on disk"] = tokens(moved["state_bytes"] + moved["spill_bytes"], slower)
-    return hidden
+    slower = min(share.disk_read_bytes_per_second, share.disk_write_bytes_per_second)
+    state_bytes = moved["state_bytes"] and moved["state_bytes"] + moved["spill_bytes"]
+    lanes = (
+        ("onload", method.streamed, passes * moved["load_bytes"], share.onload_bytes_per_second),
+        ("fetch of weights", moved["fetch_bytes"], passes * moved["fetch_bytes"], share.disk_read_bytes_per_second),
+        ("update", moved["update_bytes"], moved["update_bytes"], share.update_rate),
+        ("state on disk", state_bytes, state_bytes, slower),
+    )
+    return {name: tokens(nbytes, rate) for name, used, nbytes, rate in lanes if used}

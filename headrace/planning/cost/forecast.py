@@ -1,13 +1,11 @@
 """How does one method run? The planner's plan of its visits, and the step that results on the lanes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeVar
 
 from headrace.planning.cost.floors import Floors, floors_of
-from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.shape import BlockKind
 from headrace.planning.cost.sharing import Sharing, sharing_of
 from headrace.planning.cost.step import StepForecast, forecast_step
@@ -15,11 +13,8 @@ from headrace.planning.cost.tiers import Tiers, tiers_of
 from headrace.planning.cost.traffic import BlockTraffic, traffic_of
 from headrace.planning.cost.work import Case, Method, Overlap, Place
 from headrace.planning.plan import Plan
-from headrace.planning.planner import make_plan
-from headrace.planning.problem import Problem
-from headrace.planning.visit import Phase, Visit
-
-__all__ = ["SIMULATED_MICRO_BATCHES", "Option", "Run", "forecast_of", "option_of", "run_of"]
+from headrace.planning.problem import Phase, Problem, Visit
+from headrace.planning.search import make_plan
 
 N = TypeVar("N", int, float)
 
@@ -53,8 +48,8 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One method on one machine: the plan of its visits and one step of it.
+class Run(Option):
+    """An option that fits, with the plan of its visits and one step of it.
 
     `step` is simulated with at most two micro-batches, or groups that go together; `seconds`, and `busy_seconds` and
     `moved_bytes` of each lane, count all of them. `sharing` says how the devices of a node share one copy; None: they
@@ -62,26 +57,13 @@ class Run:
     A share near 1 is what bounds the step.
     """
 
-    option: Option
     visits: Plan
     step: StepForecast
     seconds: float
-    busy_seconds: dict[CostLane, float]
-    moved_bytes: dict[CostLane, int]
+    busy_seconds: dict[str, float]
+    moved_bytes: dict[str, int]
     sharing: Sharing | None = None
     in_use: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def method(self) -> Method:
-        return self.option.method
-
-    @property
-    def tiers(self) -> Tiers:
-        return self.option.tiers
-
-    @property
-    def floors(self) -> Floors:
-        return self.option.floors
 
     @property
     def efficiency(self) -> float:
@@ -116,24 +98,28 @@ def forecast_of(option: Option) -> Run:
     batches = case.work.micro_batches
     steps = []
     for count in range(1, min(batches, SIMULATED_MICRO_BATCHES) + 1):
-        plan = make_plan(_problem(option, count))
+        plan = planned(_problem(option, count))
         steps.append(forecast_step(plan, traffic, case.share, option.method.overlap))
     alone = _by_lane([step.alone_seconds for step in steps], batches)
-    used = {lane.value: seconds for lane, seconds in alone.items()}
-    used["host memory"] = _of_all([step.dram_seconds for step in steps], batches)
-    total = max(_of_all([step.seconds for step in steps], batches), option.floors.longest, *used.values())
+    total = max(_of_all([step.seconds for step in steps], batches), option.floors.longest, *alone.values())
     # Waits for other lanes differ between one and two micro-batches, but a lane is busy at least while its tasks run.
     busy = _by_lane([step.busy_seconds for step in steps], batches)
     return Run(
-        option=option,
+        **vars(option),
         visits=plan,
         step=steps[-1],
         seconds=total,
-        busy_seconds={lane: min(total, max(alone[lane], busy[lane])) for lane in CostLane},
+        busy_seconds={lane: min(total, max(alone[lane], busy[lane])) for lane in busy},
         moved_bytes=_by_lane([one.moved_bytes for one in steps], batches),
         sharing=sharing_of(traffic, case),
-        in_use={name: took / total for name, took in used.items()},
+        in_use={name: took / total for name, took in alone.items()},
     )
+
+
+@lru_cache(maxsize=64)
+def planned(problem: Problem) -> Plan:
+    """The plan of these visits: options that are compared often have the same ones."""
+    return make_plan(problem)
 
 
 def _of_all(values: Sequence[N], micro_batches: int) -> N:
@@ -141,9 +127,9 @@ def _of_all(values: Sequence[N], micro_batches: int) -> N:
     return values[-1] + (micro_batches - len(values)) * (values[-1] - values[0])
 
 
-def _by_lane(steps: Sequence[dict[CostLane, N]], micro_batches: int) -> dict[CostLane, N]:
+def _by_lane(steps: Sequence[dict[str, N]], micro_batches: int) -> dict[str, N]:
     """The value of all micro-batches, for each lane."""
-    return {lane: _of_all([step[lane] for step in steps], micro_batches) for lane in CostLane}
+    return {lane: _of_all([step[lane] for step in steps], micro_batches) for lane in steps[0]}
 
 
 def _problem(option: Option, batches: int) -> Problem:

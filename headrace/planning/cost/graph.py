@@ -4,8 +4,6 @@ The tasks are what the executor does, visit by visit: compute, the loads that th
 activations that leave, the update, and the disk's reads and writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from headrace.planning.cost.hardware import Hardware
@@ -13,9 +11,7 @@ from headrace.planning.cost.lanes import CostLane, Task
 from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, BlockTraffic
 from headrace.planning.cost.work import Overlap
 from headrace.planning.plan import Plan
-from headrace.planning.visit import Phase, Visit
-
-__all__ = ["StepGraph"]
+from headrace.planning.problem import Phase, Visit
 
 _GRADIENT_PARTS = 4  # a block's gradients leave in at most so many, while the rest of its backward still computes
 _GRADIENT_PART_BYTES = 4 * 2**20

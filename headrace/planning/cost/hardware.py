@@ -17,21 +17,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-__all__ = [
-    "DEVICES",
-    "DRIVES",
-    "FABRIC",
-    "HOSTS",
-    "MACHINES",
-    "NO_PEERS",
-    "OVER_LINK",
-    "PEERS",
-    "Hardware",
-    "machine",
-    "nearest",
-    "share_of",
-]
-
 # How the devices of a node reach each other: over links of their own (NVLink, Infinity Fabric), over each one's link to
 # the host (PCIe), or not at all: through host memory.
 FABRIC, OVER_LINK, NO_PEERS = "fabric", "pcie", "none"

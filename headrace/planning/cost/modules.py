@@ -1,7 +1,5 @@
 """Which blocks does a live model have? Counted from its parameters, by name; nothing is read or allocated."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Iterator
@@ -9,8 +7,6 @@ from typing import Any, Protocol
 
 from headrace.planning.cost.configs import experts_of_config, read_config
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
-
-__all__ = ["adapted_of", "is_module", "layers_of", "shape_of_module"]
 
 _REPEATED = re.compile(r"(.*?\.)?\d+(?=\.)")
 _EXPERTS = re.compile(r"(.*\.|^)experts\.")

@@ -1,13 +1,9 @@
 """Which weights on disk are read packed, and what share of their bytes is that? See docs/design/packed.md."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from headrace.planning.cost.shape import BlockKind, BlockShape
 from headrace.planning.cost.work import Case, Place, Training
-
-__all__ = ["LEFT_FREE_BYTES", "TIMES_AS_FAST", "mean_read_share", "packed_bytes", "packs", "read_share"]
 
 _PACKED_SHARE = 0.75  # of the bytes: 12 bits of 16; trained weights have been measured at 12.006 to 12.101
 _UNPACKED_BYTES_PER_SECOND = 38e9  # by one thread in its caches, with AVX2

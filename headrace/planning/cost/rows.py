@@ -1,15 +1,11 @@
 """Which embeddings travel by rows, and what do lookups load? As `weights/model/partition.py` decides, in numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headrace.planning.cost.experts import NO_EXPERTS, PartLoads, can_cut, others_of
 from headrace.planning.cost.shape import BlockShape
 from headrace.planning.cost.work import Case
 from headrace.planning.tables import FEWEST_ROWS, goes_by_rows
-
-__all__ = ["room_for_rows", "row_loads", "tables_of", "without_tables"]
 
 Tables = frozenset[int]
 
@@ -29,15 +25,17 @@ def tables_of(case: Case) -> Tables:
 
 
 def without_tables(case: Case, tables: Tables) -> Case:
-    """The case with what visits the device: none of these tables; the gradients of the rows that were looked up."""
+    """The case with what visits the device: none of these tables, but the gradients of rows."""
 
-    def visiting(index: int, block: BlockShape) -> BlockShape:
-        if index not in tables:
-            return block
-        return replace(block, parameters=0, trainable=min(block.trainable, _looked_up(block, case.work.tokens)))
+    blocks = list(case.shape.blocks)
+    for index in tables:
+        blocks[index] = without_table(blocks[index], case.work.tokens)
+    return replace(case, shape=replace(case.shape, blocks=tuple(blocks)))
 
-    blocks = tuple(visiting(index, block) for index, block in enumerate(case.shape.blocks))
-    return replace(case, shape=replace(case.shape, blocks=blocks))
+
+def without_table(block: BlockShape, tokens: int) -> BlockShape:
+    """What visits the device of an embedding whose table travels by rows, for lookups of so many tokens."""
+    return replace(block, parameters=0, trainable=min(block.trainable, _looked_up(block, tokens)))
 
 
 def row_loads(block: BlockShape, case: Case, tokens: int, from_disk: float) -> PartLoads:

@@ -1,8 +1,5 @@
 """What does a plan of a run say? Everything that `headrace plan` prints, as frozen data."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -14,7 +11,7 @@ from headrace.planning.cost.call import calls_of
 from headrace.planning.cost.choose import Help, Shortfall, best_run, helps, options, orders, shortfall
 from headrace.planning.cost.decoding import Decoding, DecodingRate, decoding_of
 from headrace.planning.cost.floors import Floors, hiding_tokens
-from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Option, Run
+from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Option, Run, planned
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.packing import mean_read_share
@@ -24,8 +21,6 @@ from headrace.planning.cost.traffic import traffic_of
 from headrace.planning.cost.wanted import Wanted
 from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 from headrace.planning.text import columns, decimal_text, seconds_text
-
-__all__ = ["RunPlan", "compare_text", "plan_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +59,7 @@ class RunPlan:
         found = self.run or self.shortfall
         if found is None:
             raise ValueError("neither a run nor a shortfall was found: please report this problem")
-        return found.option
+        return found
 
     @property
     def tiers(self) -> Tiers:
@@ -107,8 +102,8 @@ class RunPlan:
         latency = {CostLane.ONLOAD: link, CostLane.OFFLOAD: link, CostLane.FETCH: disk, CostLane.SPILL: disk}
         shares = {}
         for lane, seconds in latency.items():
-            mine = [s for task, s in zip(step.tasks, step.spans, strict=True) if task.lane is lane and task.nbytes]
-            busy = sum(span.end - span.begin for span in mine)
+            mine = [task for task in step.tasks if task.lane is lane and task.nbytes]
+            busy = sum(task.end - task.begin for task in mine)
             shares[lane.value] = seconds * len(mine) / busy if busy else 0.0
         return shares
 
@@ -165,7 +160,7 @@ class RunPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON. `docs/json.md` describes all keys, and says when `version` changes."""
-        run = self.run
+        run, of_run = self.run, ("efficiency", "resident_fraction", "busy_seconds", "moved_bytes", "in_use")
         return {
             "version": 1,
             "model": {
@@ -175,10 +170,10 @@ class RunPlan:
                 "trainable_parameters": self.model.trainable,
             },
             "hardware": json.loads(self.hardware.to_json()),
-            "work": _plain(dataclasses.asdict(self.work)),
-            "spread": dataclasses.asdict(self.spread),
+            "work": _plain(self.work),
+            "spread": _plain(self.spread),
             "fits": self.fits,
-            "method": _plain(dataclasses.asdict(self.method)),
+            "method": _plain(self.method),
             "strategy": self.method.text(self.work.training),
             "runnable": not self.not_run,
             "not_run": list(self.not_run),
@@ -188,19 +183,15 @@ class RunPlan:
             "capacity_bytes": {place.value: nbytes for place, nbytes in self.tiers.capacity.items()},
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
-            "efficiency": None if run is None else run.efficiency,
-            "resident_fraction": None if run is None else run.resident_fraction,
-            "floors_seconds": None if run is None else dataclasses.asdict(run.floors),
-            "busy_seconds": None if run is None else {k.value: v for k, v in run.busy_seconds.items()},
-            "moved_bytes": None if run is None else {k.value: v for k, v in run.moved_bytes.items()},
-            "in_use": None if run is None else run.in_use,
-            "sharing": None if run is None or run.sharing is None else dataclasses.asdict(run.sharing),
-            "latency_share": None if run is None else self.latency_share,
+            **{name: run and getattr(run, name) for name in of_run},
+            "floors_seconds": run and _plain(run.floors),
+            "sharing": run and run.sharing and _plain(run.sharing),
+            "latency_share": run and self.latency_share,
             "hiding_tokens": {lane: n if math.isfinite(n) else None for lane, n in self.hiding_tokens.items()},
             "written_bytes_per_step": self.written_bytes,
             "wear_steps": self.wear_steps,
             "codec_cores": self.codec_cores,
-            "helps": [dataclasses.asdict(help) for help in self.helps],
+            "helps": [_plain(help) for help in self.helps],
             "orders": {str(together): seconds for together, seconds in self.orders.items()},
             "decoding": None if self.decoding is None else self.decoding.to_dict(),
             "options": [
@@ -211,7 +202,7 @@ class RunPlan:
                 }
                 for option in self.options
             ],
-            "fixes": [] if self.shortfall is None else list(self.shortfall.fixes),
+            "fixes": list(self.shortfall.fixes) if self.shortfall else [],
         }
 
 
@@ -231,6 +222,7 @@ def plan_run(
     `expert_hit_rate`: the share of the experts that decoding wants and finds on the device. Raises ValueError when no
     method is as wanted.
     """
+    planned.cache_clear()
     spread = spread or Spread()
     idle = max(0, hardware.devices - spread.ranks)
     hardware = replace(hardware, devices=spread.ranks)  # unused devices share nothing
@@ -238,7 +230,7 @@ def plan_run(
     run = best_run(considered)
     decoding = None
     if run is not None:
-        decoding = decoding_of(run.option.case, run.tiers, expert_hit_rate)
+        decoding = decoding_of(run.case, run.tiers, expert_hit_rate)
     return RunPlan(
         model=model,
         work=work,
@@ -254,9 +246,9 @@ def plan_run(
     )
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with enums replaced by their values."""
-    return {key: getattr(value, "value", value) for key, value in fields.items()}
+def _plain(settings: object) -> dict[str, Any]:
+    """Its fields, with enums replaced by their values."""
+    return {key: getattr(value, "value", value) for key, value in vars(settings).items()}
 
 
 # how it reads ---------------------------------------------------------------------------------------------------------
@@ -279,7 +271,6 @@ _RESOURCES = {
 
 
 def _text(plan: RunPlan) -> str:
-    """The plan as text."""
     lines = [*_head(plan), "", *_tiers(plan)]
     if plan.run is None:
         lines += ["", *_missing(plan)]
@@ -298,11 +289,7 @@ def compare_text(plans: Sequence[tuple[str, RunPlan]]) -> str:
         tiers = [decimal_text(plan.tiers.total(place)) for place in Place]
         strategy = plan.method.text(plan.work.training)
         if plan.run is None:
-            lacks = ", ".join(
-                f"{place.value} lacks {decimal_text(plan.tiers.short(place))}"
-                for place in Place
-                if plan.tiers.short(place)
-            )
+            lacks = ", ".join(f"{place.value} lacks {decimal_text(lack)}" for place, lack in plan._option.lacks)
             rows.append((name, f"does not fit: {lacks}", "", "", "", *tiers))
         else:
             speed = f"{plan.tokens_per_second:,.0f}"
@@ -321,14 +308,15 @@ def _head(plan: RunPlan) -> list[str]:
         count += f", {model.trainable / 1e6:.3g}M trained in adapters"
     batches = f"{work.micro_batches} x " if work.micro_batches > 1 else ""
     tokens = f"{batches}{work.batch_size} x {work.sequence_length:,} tokens"
-    degrees = [f"data {spread.data}"] if spread.data > 1 else []
-    if spread.nodes > 1:
-        degrees.append(f"on {spread.nodes} nodes")
-    if spread.zero_stage:
-        degrees.append(f"ZeRO stage {spread.zero_stage}")
-    over = f", {', '.join(degrees)}" if degrees else ""
-    lines = [
-        *_idle(plan),
+    over = f", data {spread.data}" if spread.data > 1 else ""
+    over += f", on {spread.nodes} nodes" if spread.nodes > 1 else ""
+    over += f", ZeRO stage {spread.zero_stage}" if spread.zero_stage else ""
+    lines = []
+    if plan.idle_devices:
+        there = plan.hardware.devices + plan.idle_devices
+        to_use = f"to use them all: --devices {there}, devices={there}"
+        lines.append(f"idle      {plan.idle_devices} of {there} devices; {to_use}")
+    lines += [
         f"model     {model.name}: {count}, {model.layers} layers, weights {decimal_text(model.weight_bytes)}",
         f"work      {work.training.value}: {tokens} a step{over}",
         f"hardware  {plan.hardware.name}: {decimal_text(plan.hardware.device_memory_bytes)} on each of "
@@ -349,13 +337,6 @@ def _head(plan: RunPlan) -> list[str]:
     return lines
 
 
-def _idle(plan: RunPlan) -> list[str]:
-    if not plan.idle_devices:
-        return []
-    there = plan.hardware.devices + plan.idle_devices
-    return [f"idle      {plan.idle_devices} of {there} devices; to use them all: --devices {there}, devices={there}"]
-
-
 def _bound(run: Run) -> str:
     """What is in use for most of the step, and the shares of the step for which the others are."""
     used = sorted(run.in_use.items(), key=lambda item: -item[1])
@@ -368,9 +349,8 @@ def _bound(run: Run) -> str:
 
 def _tiers(plan: RunPlan) -> list[str]:
     tiers = plan.tiers
-    purposes = list(dict.fromkeys(held.purpose for held in tiers.held))
     rows = [("bytes per device", *(place.value for place in Place))]
-    for purpose in purposes:
+    for purpose in dict.fromkeys(held.purpose for held in tiers.held):
         cells = []
         for place in Place:
             nbytes = sum(h.nbytes for h in tiers.held if h.place is place and h.purpose == purpose)
@@ -380,8 +360,8 @@ def _tiers(plan: RunPlan) -> list[str]:
             rows.append(("  logits of them", decimal_text(logits), "", ""))
     rows.append(("in all", *(decimal_text(tiers.total(place)) for place in Place)))
     rows.append(("of", *(decimal_text(tiers.capacity[place]) for place in Place)))
-    if not tiers.fits:
-        rows.append(("lacks", *(decimal_text(tiers.short(place)) if tiers.short(place) else "" for place in Place)))
+    if lacks := dict(plan._option.lacks):
+        rows.append(("lacks", *(decimal_text(lacks[place]) if place in lacks else "" for place in Place)))
     return columns(rows, right=True)
 
 
@@ -401,12 +381,12 @@ def _logits_bytes(plan: RunPlan) -> float:
 def _lanes(run: Run) -> list[str]:
     rows = [("lane", "busy", "of the step", "moved", "floor")]
     for lane, busy in run.busy_seconds.items():
-        floor = getattr(run.floors, f"{lane.value}_seconds")
+        floor = getattr(run.floors, f"{lane}_seconds")
         if not busy and not floor:
             continue
         moved = run.moved_bytes[lane]
         share = f"{busy / run.seconds:.0%}" if run.seconds else ""
-        rows.append((lane.value, seconds_text(busy), share, decimal_text(moved) if moved else "", seconds_text(floor)))
+        rows.append((lane, seconds_text(busy), share, decimal_text(moved) if moved else "", seconds_text(floor)))
     return columns(rows, right=True)
 
 
@@ -419,10 +399,10 @@ def _time_line(plan: RunPlan, run: Run) -> list[str]:
     lines = [f"{_pictured(plan, run)}:"]
     for lane in CostLane:
         busy = [0.0] * columns
-        for task, span in zip(step.tasks, step.spans, strict=True):
-            if task.lane is not lane or span.end <= span.begin:
+        for task in step.tasks:
+            if task.lane is not lane or task.end <= task.begin:
                 continue
-            first, last = span.begin / step.seconds * _LINE, span.end / step.seconds * _LINE
+            first, last = task.begin / step.seconds * _LINE, task.end / step.seconds * _LINE
             for column in range(math.floor(first), math.floor(last) + 1):
                 busy[column % columns] += max(0.0, min(last, column + 1) - max(first, column))
         busy = busy[:_LINE]
@@ -460,7 +440,7 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
             f"wear      {decimal_text(plan.written_bytes)} written to disk a step: the drives are guaranteed "
             f"{plan.wear_steps:,.0f} steps"
         )
-    share = mean_read_share(run.option.case)
+    share = mean_read_share(run.case)
     if share < _TOLD_SHARE:
         lines.append(f"packed    weights that have come a few times are read in {share:.2f} of their bytes")
     if plan.codec_cores:
@@ -520,10 +500,7 @@ def _decoding(decoding: Decoding) -> list[str]:
 
 
 def _missing(plan: RunPlan) -> list[str]:
-    if plan.shortfall is None:
-        return []
     lines = [f"closest   {plan.method.text(plan.work.training)}"]
-    for place, lack in plan.shortfall.lacks:
+    for place, lack in plan._option.lacks:
         lines.append(f"lacks     {decimal_text(lack)} of {place.value} memory for each device")
-    lines += [f"would fit {fix}" for fix in plan.shortfall.fixes]
-    return lines
+    return [*lines, *(f"would fit {fix}" for fix in (plan.shortfall.fixes if plan.shortfall else ()))]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-
-__all__ = ["BlockKind", "BlockShape", "ModelShape"]
+from functools import cached_property
 
 
 class BlockKind(Enum):
@@ -104,7 +103,7 @@ class ModelShape:
         if not self.blocks:
             raise ValueError(f"model {self.name!r} has no blocks, so there is nothing to plan")
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(block.parameters for block in self.blocks)
 
@@ -113,11 +112,11 @@ class ModelShape:
         """Parameters that one token meets: multiplied with, or looked up in an embedding that is not the head's."""
         return sum(block.active_parameters or (0 if self.tied else block.parameters) for block in self.blocks)
 
-    @property
+    @cached_property
     def trainable(self) -> int:
         return sum(block.trainable for block in self.blocks)
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         return sum(block.weight_bytes for block in self.blocks)
 

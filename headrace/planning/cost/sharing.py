@@ -16,16 +16,12 @@ of the node's network. If devices reach each other over the link to the host (PC
 shared copy takes time on that link.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.planning.cost.hardware import FABRIC, NO_PEERS, Hardware
 from headrace.planning.cost.shape import BlockShape
 from headrace.planning.cost.work import Case, Spread, Training
-
-__all__ = ["Crossing", "Sharing", "crossing_of", "sharing_of"]
 
 _TIE = 1.0 - 1e-9  # no collective where it saves nothing
 # Passes over host memory for each byte that a ring sends between hosts: it is read to be sent, and written where it

@@ -4,19 +4,17 @@ What the executor does is laid out as tasks (`graph.py`), which run on lanes (`l
 run; the last one is the answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.planning.cost.graph import StepGraph
 from headrace.planning.cost.hardware import Hardware
-from headrace.planning.cost.lanes import CostLane, Span, Task, run_lanes
+from headrace.planning.cost.lanes import CostLane, Task, run_lanes
 from headrace.planning.cost.traffic import BlockTraffic
 from headrace.planning.cost.work import Overlap
 from headrace.planning.plan import Plan
 
-__all__ = ["Stall", "StepForecast", "forecast_step"]
+HOST_MEMORY = "host memory"
 
 _SETTLED = 2  # steps before the one that is measured, and rounds of a plan that takes turns
 
@@ -33,21 +31,18 @@ class Stall:
 
 @dataclass(frozen=True, kw_only=True)
 class StepForecast:
-    """One settled step: seconds, and what ran when (`tasks` and `spans` beside each other, from the step's begin).
+    """One settled step: its seconds, and its `tasks`, which begin and end as counted from the step's begin.
 
-    `alone_seconds`: the time of each lane's tasks if they did not share host memory; `dram_seconds`: the time of all
-    that passes through host memory.
+    `alone_seconds`: the time of each lane's tasks if they did not share host memory, and the time of all that passes
+    through host memory.
     """
 
     seconds: float
-    compute_seconds: float
-    busy_seconds: dict[CostLane, float]
-    alone_seconds: dict[CostLane, float]
-    dram_seconds: float
-    moved_bytes: dict[CostLane, int]
+    busy_seconds: dict[str, float]
+    alone_seconds: dict[str, float]
+    moved_bytes: dict[str, int]
     stalls: tuple[Stall, ...]
     tasks: tuple[Task, ...]
-    spans: tuple[Span, ...]
 
 
 def forecast_step(
@@ -60,38 +55,45 @@ def forecast_step(
     graph = StepGraph(plan, traffic, hardware, overlap)
     turns = len(plan.cycles)
     ends = [graph.step(cycle) for cycle in range(turns * _SETTLED + turns)]
-    spans = run_lanes(
+    run_lanes(
         graph.tasks,
         dram_rate=hardware.dram_bytes_per_second,
         duplex_share=hardware.duplex_share,
         disk_duplex_share=hardware.disk_duplex_share,
     )
     first, last = ends[turns * _SETTLED - 1], ends[-1]
-    begin = spans[first].end
-    seconds = (spans[last].end - begin) / turns
-    # Without loads for the step after it.
-    tasks, spans_of_step = graph.tasks[first + 1 : last + 1], spans[first + 1 : last + 1]
-    busy, alone = dict.fromkeys(CostLane, 0.0), dict.fromkeys(CostLane, 0.0)
-    moved = dict.fromkeys(CostLane, 0)
-    stalls, last_end = [], begin
-    for task, span in zip(tasks, spans_of_step, strict=True):
-        busy[task.lane] += (span.end - span.begin) / turns
+    begin = graph.tasks[first].end
+    seconds = (graph.tasks[last].end - begin) / turns
+    tasks = graph.tasks[first + 1 : last + 1]  # without loads for the step after it
+    busy: dict[str, float] = dict.fromkeys(CostLane, 0.0)
+    alone: dict[str, float] = dict.fromkeys(CostLane, 0.0)
+    moved: dict[str, int] = dict.fromkeys(CostLane, 0)
+    stalls, computed = [], begin
+    for task in tasks:
+        busy[task.lane] += (task.end - task.begin) / turns
         alone[task.lane] += task.seconds / turns
         moved[task.lane] += task.nbytes
         if task.lane is CostLane.COMPUTE:
-            waited = span.begin - last_end
-            if waited > 1e-9 * max(seconds, 1e-9) and span.waited_for >= 0:
-                source = graph.tasks[span.waited_for]
+            waited = task.begin - computed
+            source = _last_of_others(task, graph.tasks)
+            if waited > 1e-9 * max(seconds, 1e-9) and source is not None:
                 stalls.append(Stall(name=task.name, lane=source.lane, waited_for=source.name, seconds=waited))
-            last_end = span.end
+            computed = task.end
+    for task in tasks:
+        task.begin, task.end = task.begin - begin, task.end - begin
+    alone[HOST_MEMORY] = sum(task.dram_bytes for task in tasks) / hardware.dram_bytes_per_second / turns
     return StepForecast(
         seconds=seconds,
-        compute_seconds=busy[CostLane.COMPUTE],
         busy_seconds=busy,
         alone_seconds=alone,
-        dram_seconds=sum(task.dram_bytes for task in tasks) / hardware.dram_bytes_per_second / turns,
         moved_bytes={lane: nbytes // turns for lane, nbytes in moved.items()},
         stalls=tuple(stalls),
         tasks=tuple(tasks),
-        spans=tuple(Span(span.begin - begin, span.end - begin, span.waited_for) for span in spans_of_step),
     )
+
+
+def _last_of_others(task: Task, tasks: Sequence[Task]) -> Task | None:
+    """The task of another lane that it waited for last; None if its own lane was busy until then."""
+    others = [other for other in map(tasks.__getitem__, task.after) if other.lane is not task.lane]
+    last = max(others, key=lambda other: other.end, default=None)
+    return last if last is not None and last.end >= task.begin * (1 - 1e-12) - 1e-12 else None

@@ -1,7 +1,5 @@
 """How many bytes does a run hold in each tier, and for what?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +13,6 @@ from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, S
 from headrace.planning.cost.work import Activations, Case, Overlap, Place, Training
 from headrace.planning.resting import on_disk
 from headrace.planning.tables import kept_free_for_rows
-
-__all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
 UPDATE_BYTES = 48 << 20  # of the device: what passes through when the device updates what rests on the host
@@ -138,7 +134,7 @@ def activation_bytes(case: Case) -> tuple[int, int]:
         inputs = tokens * sum(block.input_bytes for block in layers)
         return round(inputs + max(head, largest / case.method.together)), 0
     here = ACTIVATION_LAYERS * largest
-    if all(_keeps_up(block, case) for block in layers):
+    if all(_keeps_up(block, case) for block in set(layers)):
         with_inputs = (block.activation_bytes(tokens) + tokens * block.input_bytes for block in layers)
         here = min(here, max(with_inputs, default=0.0))
     return round(head + here), round(sum(sizes) if kept is Activations.OFFLOADED else largest)
@@ -194,7 +190,7 @@ def _training(case: Case) -> Iterable[Held]:
         if method.state is Place.DISK:
             own = (_of_copy(spread.divided(per * block.trainable, 1), case) for block in shape.blocks)
             yield Held(Place.HOST, "staging", min(own_state, _largest(own, STAGED_BLOCKS)))
-    if any(crossing_of(block, case).sum_bytes for block in shape.blocks):
+    if any(crossing_of(block, case).sum_bytes for block in set(shape.blocks)):
         # Each device's own gradients, until they are added up.
         yield Held(Place.HOST, "gradients to be summed", round(method.host_share * of_blocks))
     if work.training is Training.ADAPTER:

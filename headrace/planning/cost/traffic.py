@@ -1,26 +1,15 @@
 """What does each block move and compute in a step? Counted once for each option; floors and tasks are made of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from functools import cache
 
 from headrace.planning.cost.experts import NO_EXPERTS, ExpertCut, PartLoads, others_of, pass_loads
 from headrace.planning.cost.hardware import OVER_LINK, Hardware
 from headrace.planning.cost.packing import packs, read_share
-from headrace.planning.cost.rows import row_loads, without_tables
+from headrace.planning.cost.rows import row_loads, without_table
 from headrace.planning.cost.shape import BlockKind, BlockShape
 from headrace.planning.cost.sharing import Crossing, crossing_of
 from headrace.planning.cost.work import Activations, Case, Method, Place, Training, Work
-
-__all__ = [
-    "ACTIVATION_LAYERS",
-    "GRADIENT_BLOCKS",
-    "STAGED_BLOCKS",
-    "BlockTraffic",
-    "block_seconds",
-    "leaving_layers",
-    "traffic_of",
-]
 
 # How many of each the engine holds at once.
 ACTIVATION_LAYERS = 2  # on the device, if activations leave
@@ -72,17 +61,17 @@ def traffic_of(
     weights rest on disk.
     """
     work, spread, method, share = case.work, case.spread, case.method, case.share
-    without = without_tables(case, tables).shape.blocks
     held = 1 / spread.ranks if case.shares else 1.0
     packed, leaving = packs(case), leaving_layers(case)
 
-    def of_block(index: int, block: BlockShape) -> BlockTraffic:
-        visiting = without[index] if cut is None else others_of(without[index])
+    @cache  # most blocks are alike
+    def of_block(block: BlockShape, by_rows: bool, from_disk: bool, leaves: bool) -> BlockTraffic:
+        computing = without_table(block, work.tokens) if by_rows else block
+        visiting = computing if cut is None else others_of(computing)
         crossing = crossing_of(visiting, case)
         read = read_share(visiting) if packed else 1.0
-        fetched = round(held * round(read * visiting.weight_bytes)) if index in on_disk else 0
-        from_disk = float(index in on_disk)
-        forward, backward = block_seconds(without[index], work, share)
+        fetched = round(held * round(read * visiting.weight_bytes)) if from_disk else 0
+        forward, backward = block_seconds(computing, work, share)
         again = recompute_seconds(block, work, method, forward)
         own = spread.divided(block.trainable, 1) if case.trains else 0.0
         trained = held * int(method.host_share * own) if method.state is not Place.DEVICE else 0.0
@@ -102,15 +91,18 @@ def traffic_of(
             state_bytes=round((work.master_bytes + work.state_bytes) * trained) if method.state is Place.DISK else 0,
             fetch_bytes=fetched,
             spill_bytes=fetched if work.training is Training.FULL and trained else 0,
-            activation_bytes=round(block.activation_bytes(work.tokens)) if index in leaving else 0,
+            activation_bytes=round(block.activation_bytes(work.tokens)) if leaves else 0,
             activations_spill=method.activations is Activations.SPILLED,
             over_link=case.shares and share.peer == OVER_LINK,
             parts=row_loads(block, case, work.tokens, from_disk)
-            if index in tables
+            if by_rows
             else pass_loads(block, case, cut, from_disk),
         )
 
-    return tuple(of_block(index, block) for index, block in enumerate(case.shape.blocks))
+    return tuple(
+        of_block(block, index in tables, index in on_disk, index in leaving)
+        for index, block in enumerate(case.shape.blocks)
+    )
 
 
 def _load_seconds(crossing: Crossing, fetch_bytes: int, share: Hardware) -> float:

@@ -1,13 +1,9 @@
 """Which methods does a user ask for, of all that a plan considers? By a name, by its parts, or by the host's share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 from headrace.planning.cost.work import Activations, Method, Place, Training
-
-__all__ = ["METHODS", "Wanted", "admitted", "wanted"]
 
 METHODS = {
     "none": "weights=device,state=device",

@@ -10,8 +10,6 @@ from functools import cached_property
 from headrace.planning.cost.hardware import Hardware, share_of
 from headrace.planning.cost.shape import ModelShape
 
-__all__ = ["Activations", "Case", "Method", "Overlap", "Place", "Spread", "Training", "Work"]
-
 
 class Training(Enum):
     """What is trained."""
