@@ -1,7 +1,6 @@
 """How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
 
 import contextlib
-import dataclasses
 import math
 import os
 import time
@@ -36,7 +35,7 @@ from headrace.memory.disk import Checkpoint, StagingRing
 from headrace.memory.ledger import Ledger, Tier
 from headrace.micro_batches import MicroBatches
 from headrace.planning import Plan
-from headrace.report import Planned, Report, RunRecord, Stats
+from headrace.report import Report, RunRecord, Stats
 from headrace.runtime.device import is_accelerator, resolve_device
 from headrace.runtime.grad_scaler import grad_scaler_waits
 from headrace.runtime.lanes import Lane, open_lanes
@@ -487,7 +486,7 @@ class Offloaded(live.Handle, live.ModelHandle):
                 stats=self.stats(),
                 spans=tuple(self._meter.spans(moved, waited)),
                 samples=tuple(self._meter.samples()),
-                planned=None if self.plan is None else Planned(**dataclasses.asdict(self.plan.predicted)),
+                planned=None if self.plan is None else self.plan.predicted,
                 rates=probed_rates(self._device),
                 activations=() if activations is None else activations.summary(),
                 ranks=() if self._way is None else (self._way.row,),

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from headrace.cli import nearest
-from headrace.cli.progress import BarProgress, LineProgress, describe_evaluation
 from headrace.config import counted, format_bytes
 from headrace.errors import TrainInputError
 from headrace.train.config import TrainConfig, flag, kinds_of, refuse_idle, words_of
-from headrace.train.progress import Progress
+from headrace.train.progress import BarProgress, LineProgress, Progress, describe_evaluation
 
 if TYPE_CHECKING:
     from headrace.train.trainer import TrainResult

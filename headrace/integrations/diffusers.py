@@ -1,7 +1,6 @@
 """How do diffusers' models and pipelines run larger than the device? A model from its directory, all parts as one."""
 
 import contextlib
-import json
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,29 +47,20 @@ def offload_pipeline(pipeline: "DiffusionPipeline", **settings: Any) -> Offloade
     return handle
 
 
-def open_component(directory: Path) -> "tuple[ModelMixin, Checkpoint]":
-    """The model that diffusers saved to a directory, with parameters on meta, and the model's files."""
+def open_component(directory: Path, config: dict[str, Any]) -> "tuple[ModelMixin, Checkpoint]":
+    """The model that diffusers saved with this config, with parameters on meta, and the model's files."""
     import diffusers  # imported here because it is optional and takes seconds
 
-    try:
-        config = json.loads((directory / "config.json").read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{directory / 'config.json'} cannot be read as JSON: {error}") from error
-    model_class = _module_class(diffusers, config["_class_name"])
-    if model_class is None:
+    name = config["_class_name"]
+    model_class: Any = getattr(diffusers, name, None)
+    if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
         raise CheckpointError(
-            f"{directory / 'config.json'} names the class {config['_class_name']!r}, which this diffusers"
-            f" ({diffusers.__version__}) does not have; install a version that does"
+            f"{directory / 'config.json'} names the class {name!r}, which this diffusers ({diffusers.__version__}) does"
+            " not have; install a version that does"
         )
     with _parameters_on_meta():
         model = model_class.from_config(config)
     return model.eval(), Checkpoint(directory, Ledger())
-
-
-def _module_class(library: Any, name: str) -> Any:
-    """The library's module class of this name; None if it has none."""
-    found = getattr(library, name, None)
-    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
 @contextlib.contextmanager

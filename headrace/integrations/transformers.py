@@ -75,15 +75,16 @@ def from_pretrained(
     neither a directory nor a config, and what `headrace.offload` raises. Needs transformers.
     """
     if not isinstance(path_or_config, str | os.PathLike):
-        model = _new_model(_checked(path_or_config), settings.get("disk"))
+        model = _new_model(path_or_config, settings.get("disk"))
         return model, offload(model.requires_grad_(trainable), **settings)
     directory = Path(path_or_config).expanduser()
     if (directory / _ADAPTERS).is_file() and not (directory / "config.json").is_file():
         return _with_adapters(directory, trainable=trainable, **settings)
     quantised = _saved_config(directory).get("quantization_config")
     if isinstance(quantised, dict) and quantised.get("quant_method") == "torchao":
-        model = _loaded_whole(directory)
-        return model, offload(_trained(model, trainable), **settings)
+        config, model_class = _config_and_class(directory)  # only transformers reads how its tensors are built
+        model = model_class.from_pretrained(directory, config=config, dtype="auto", local_files_only=True)
+        return model, offload(_trained(model.eval(), trainable), **settings)
     model, checkpoint = open_pretrained(path_or_config, disk=settings.get("disk"))
     try:
         return model, offload(_trained(model, trainable), checkpoint=checkpoint, **settings)
@@ -132,8 +133,11 @@ def open_pretrained(
     Weights that transformers puts together from several in the files (experts) are written to `disk`.
     """
     directory = Path(path).expanduser()
-    if {"_diffusers_version", "_class_name"} <= _saved_config(directory).keys():
-        return open_component(directory)
+    saved = _saved_config(directory)
+    if {"_diffusers_version", "_class_name"} <= saved.keys():
+        return open_component(directory, saved)
+    from transformers import GenerationConfig
+
     config, model_class = _config_and_class(directory)
     checkpoint = Checkpoint(directory, Ledger())
     try:
@@ -142,8 +146,8 @@ def open_pretrained(
         with contextlib.nullcontext() if disk is None else TensorsOnDisk(disk, made_one=checkpoint.forget_pages):
             model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
         weights.clear()
-        if model.can_generate():
-            _take_generation_config(model, directory)
+        if model.can_generate() and (directory / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
         return model, checkpoint
     except BaseException:
         checkpoint.close()
@@ -160,13 +164,6 @@ def _trained(model: "PreTrainedModel", trainable: bool) -> "PreTrainedModel":
     return model
 
 
-def _loaded_whole(directory: Path) -> "PreTrainedModel":
-    """A model quantised by torchao. Only transformers reads the file headers that say how its tensors are built."""
-    config, model_class = _config_and_class(directory)
-    model: PreTrainedModel = model_class.from_pretrained(directory, config=config, dtype="auto", local_files_only=True)
-    return model.eval()
-
-
 def _saved_config(directory: Path) -> dict[str, Any]:
     """The content of config.json. Raises CheckpointError if it is missing, or an entry that headrace reads is wrong."""
     if not directory.exists():
@@ -174,11 +171,12 @@ def _saved_config(directory: Path) -> dict[str, Any]:
     if directory.is_file():
         raise CheckpointError(f"{directory} is a file; give the directory that it is in: {str(directory.parent)!r}")
     if (directory / "model_index.json").is_file():
+        parts = [str(file.parent) for file in sorted(directory.glob("*/*.safetensors"))]
         raise CheckpointError(
             f"{directory} is a diffusers pipeline: load it with"
             f" diffusers.DiffusionPipeline.from_pretrained({str(directory)!r}) and give it to"
             " headrace.offload_pipeline(pipeline, device_memory=...), or name one of its models here, such as"
-            f" {_some_component(directory)!r}"
+            f" {(parts or [str(directory / 'unet')])[0]!r}"
         )
     file = directory / "config.json"
     if not file.is_file():
@@ -219,11 +217,6 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "give an object with quant_method, or leave it out where the weights are not quantised",
     ),
 }
-
-
-def _some_component(directory: Path) -> str:
-    weights = sorted(directory.glob("*/*.safetensors"))
-    return str(weights[0].parent if weights else directory / "unet")
 
 
 def _config_and_class(directory: Path) -> "tuple[PreTrainedConfig, type[PreTrainedModel]]":
@@ -273,19 +266,13 @@ def _dtype_to_load(config: "PreTrainedConfig", checkpoint: Checkpoint) -> torch.
     return nbytes.most_common(1)[0][0]
 
 
-def _checked(config: Any) -> "PreTrainedConfig":
-    from transformers import PreTrainedConfig
+def _new_model(config: Any, disk: str | os.PathLike[str] | None) -> "PreTrainedModel":
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(
             f"path_or_config is a {type(config).__name__}; give the directory of a model, or a config of transformers"
         )
-    return config
-
-
-def _new_model(config: "PreTrainedConfig", disk: str | os.PathLike[str] | None) -> "PreTrainedModel":
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     model_class = _class_of(config) or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise ValueError(
@@ -295,10 +282,3 @@ def _new_model(config: "PreTrainedConfig", disk: str | os.PathLike[str] | None) 
     with contextlib.nullcontext() if disk is None else TensorsOnDisk(disk):
         model: PreTrainedModel = model_class._from_config(config)
     return model.eval()
-
-
-def _take_generation_config(model: "PreTrainedModel", directory: Path) -> None:
-    from transformers import GenerationConfig
-
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)

@@ -45,23 +45,19 @@ class ActivationStats:
 
     def rows(self) -> list[Row]:
         """Each number, with its name."""
-        rows = [
-            ("activations on the host, peak", format_bytes(self.host_peak_bytes)),
-            ("activations in flight, peak", format_bytes(self.device_peak_bytes)),
-            ("activations offloaded", f"{format_bytes(self.offload_bytes)} in {_copies(self.offloads)}"),
-            ("activations onloaded", f"{format_bytes(self.onload_bytes)} in {_copies(self.onloads)}"),
+        size = format_bytes
+        by_limit = f"{self.similar_forwards} by the limit of another plan"
+        on_disk = f"{size(self.spill_bytes)} written, {size(self.fetch_bytes)} read"
+        return [
+            ("activations on the host, peak", size(self.host_peak_bytes)),
+            ("activations in flight, peak", size(self.device_peak_bytes)),
+            ("activations offloaded", f"{size(self.offload_bytes)} in {_copies(self.offloads)}"),
+            ("activations onloaded", f"{size(self.onload_bytes)} in {_copies(self.onloads)}"),
+            *([("activations on disk", on_disk)] if self.spill_bytes or self.fetch_bytes else []),
             ("uses in backward", f"{self.hits} in time, {self.demand_onloads} on demand"),
             ("stall for activations", f"{self.stall_seconds:.3f} s"),
-            (
-                "forwards",
-                f"{self.planned_forwards} as planned, {self.similar_forwards} by the limit of another plan,"
-                f" {self.recorded_forwards} recorded",
-            ),
+            ("forwards", f"{self.planned_forwards} as planned, {by_limit}, {self.recorded_forwards} recorded"),
         ]
-        if self.spill_bytes or self.fetch_bytes:
-            moved = f"{format_bytes(self.spill_bytes)} written, {format_bytes(self.fetch_bytes)} read"
-            rows.insert(4, ("activations on disk", moved))
-        return rows
 
     def to_text(self) -> str:
         """The numbers as a small table."""

@@ -10,15 +10,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from headrace.config import counted, format_bytes
+from headrace.planning.plan import Prediction
 from headrace.planning.text import seconds_text
 from headrace.report.rows import Row
 from headrace.report.stats import Stats
 from headrace.runtime.spans import Sample, Span
 
-__all__ = ["Planned", "RunRecord", "Stall"]
+__all__ = ["RunRecord", "Stall"]
 
 VERSION = 3
 
@@ -33,24 +35,6 @@ class Stall(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What the plan of the visits predicts for a step. No schedule can beat `lower_bound_seconds` at its speeds."""
-
-    cycle_seconds: float
-    compute_seconds: float
-    stall_seconds: float
-    lower_bound_seconds: float
-    onload_bytes: int
-    onloads: float
-    peak_bytes: int
-
-    def bound_text(self) -> str:
-        """The bound, and the speeds for which it holds."""
-        bound, compute = seconds_text(self.lower_bound_seconds), seconds_text(self.compute_seconds)
-        return f"{bound}: no schedule is below that at the speeds of the plan, which has {compute} of compute"
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One run. `stats` is None if only activations are offloaded, and `activations` is empty if they stay.
 
@@ -62,7 +46,7 @@ class RunRecord:
     stats: Stats | None
     spans: tuple[Span, ...]
     samples: tuple[Sample, ...]
-    planned: Planned | None
+    planned: Prediction | None
     rates: dict[str, float]
     activations: tuple[Row, ...] = ()
     ranks: tuple[Row, ...] = ()
@@ -150,6 +134,14 @@ class RunRecord:
         """How long compute waited for the lane."""
         return sum(stall.seconds for stall in self.stalls() if stall.lane == lane)
 
+    @property
+    def bound_text(self) -> str:
+        """What no schedule can beat, and the speeds for which that holds; "" without a plan."""
+        if self.planned is None:
+            return ""
+        bound, compute = seconds_text(self.planned.lower_bound_seconds), seconds_text(self.planned.compute_seconds)
+        return f"{bound}: no schedule is below that at the speeds of the plan, which has {compute} of compute"
+
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)})
 
@@ -160,46 +152,37 @@ class RunRecord:
             fields = json.loads(text)
             if fields.pop("version") != VERSION:
                 raise KeyError("version")
-            planned, stats = fields["planned"], fields["stats"]
-            _check_numbers(fields)
-            return cls(
-                device=fields["device"],
-                stats=None if stats is None else Stats(**stats),
-                spans=tuple(Span(*span) for span in fields["spans"]),
-                samples=tuple(Sample(*sample) for sample in fields["samples"]),
-                planned=None if planned is None else Planned(**planned),
-                rates=fields["rates"],
-                activations=tuple(_row(*row) for row in fields["activations"]),
-                ranks=tuple(_row(*row) for row in fields.get("ranks", ())),
-                model=str(fields.get("model", "")),
-                made_at=str(fields.get("made_at", "")),
-                budgets=fields.get("budgets", {}),
-            )
+            hints = get_type_hints(cls)
+            return cls(**{name: _read(hints[name], value, name) for name, value in fields.items()})
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"this is no run record of version {VERSION} ({error!r}); write one with handle.report().save(path)"
             ) from error
 
 
-def _check_numbers(fields: dict[str, Any]) -> None:
-    """Raises ValueError if a number in the record is not one, which would otherwise break off a report half way."""
-    rows = [
-        *(("spans", span[2:5]) for span in fields["spans"]),
-        *(("samples", sample) for sample in fields["samples"]),
-        *((name, () if fields[name] is None else fields[name].values()) for name in ("planned", "stats")),
-        ("rates", fields["rates"].values()),
-        ("budgets", fields.get("budgets", {}).values()),
-    ]
-    for name, row in rows:
-        for value in row:
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{value!r} among the {name} is no number of seconds or bytes")
-
-
-def _row(name: object, value: object) -> Row:
-    if not isinstance(name, str) or not isinstance(value, str):
-        raise TypeError(f"{name!r} and {value!r} are no words about activations or ranks")
-    return name, value
+def _read(hint: Any, value: Any, within: str) -> Any:
+    """The value of this type that JSON holds as `value`. What is wrong would otherwise break off a report half way."""
+    kinds = get_args(hint)
+    if hint in (int, float):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{value!r} among the {within} is no number of seconds or bytes")
+        return value
+    if hint is str:
+        if not isinstance(value, str):
+            raise TypeError(f"{value!r} among the {within} is no text")
+        return value
+    if NoneType in kinds:
+        return None if value is None else _read(kinds[0], value, within)
+    if get_origin(hint) is dict:
+        return {name: _read(kinds[1], each, within) for name, each in value.items()}
+    if get_origin(hint) is tuple:
+        kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
+        return tuple(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True))
+    hints = get_type_hints(hint)
+    if dataclasses.is_dataclass(hint):
+        return hint(**{name: _read(hints[name], each, within) for name, each in value.items()})
+    kinds = tuple(hints.values())[: len(value)]  # of a NamedTuple, whose last fields have defaults
+    return hint(*(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True)))
 
 
 def _what(span: Span) -> str:

@@ -57,7 +57,7 @@ class Report:
             planned = record.planned
             ratio = step / planned.cycle_seconds
             rows.append(("planned", f"{seconds_text(planned.cycle_seconds)}; this step took {ratio:.2f} times that"))
-            rows.append(("at least", planned.bound_text()))
+            rows.append(("at least", record.bound_text))
         for lane in record.lanes:
             busy, moved, waited = record.busy_seconds(lane), record.moved_bytes(lane), record.stall_seconds(lane)
             line = f"busy {seconds_text(busy)} ({busy / step if step else 0.0:.0%})"
@@ -92,7 +92,7 @@ class Report:
             "compute_seconds": record.compute_seconds,
             "lanes": record.lanes,
             "stalls": [stall._asdict() for stall in record.shown_stalls()],
-            "bound": "" if record.planned is None else record.planned.bound_text(),
+            "bound": record.bound_text,
             "text": self.to_text(),
         }
         data = json.dumps(shown).replace("<", "\\u003c")  # so that no text can end the script element

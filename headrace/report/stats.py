@@ -75,81 +75,59 @@ class Stats:
         total = self.stall_seconds + self.compute_seconds
         return self.stall_seconds / total if total else 0.0
 
-    def rows(self) -> list[Row]:
-        """Each number, with its name and its limit."""
-        loads = f"{counted(self.onloads, 'load')}, {self.demand_onloads} on demand"
-        if self.row_bytes:
-            loads += f"; {format_bytes(self.row_bytes)} of it tables, by rows"
-        if self.onload_packed_bytes:
-            weights = format_bytes(self.onload_unpacked_bytes)
-            loads += f"; {format_bytes(self.onload_packed_bytes)} of it packed, of {weights} of weights"
-        if self.expert_uses:
-            loads += f"; {format_bytes(self.expert_bytes)} of it {counted(self.expert_loads, 'expert')}"
-        return [
-            (
-                "device weights, peak",
-                f"{format_bytes(self.device_peak_bytes)} of {format_bytes(self.device_budget_bytes)}",
-            ),
-            ("device gradients, peak", format_bytes(self.device_gradient_peak_bytes)),
-            ("host memory, peak", format_bytes(self.host_peak_bytes)),
-            *self._locked_rows(),
-            ("onloaded", f"{format_bytes(self.onload_bytes)} in {loads}"),
-            *self._expert_rows(),
-            ("offloaded", format_bytes(self.offload_bytes)),
-            *self._disk_rows(),
-            ("compute", f"{self.compute_seconds:.3f} s"),
-            ("stall", f"{self.stall_seconds:.3f} s ({self.stall_share:.1%})"),
-            ("optimizer steps", str(self.steps) + self._skips()),
-            *self._micro_batch_rows(),
-            *self._save_rows(),
-        ]
-
     @property
     def expert_hit_share(self) -> float:
         """The share of expert uses for which the expert was on the device already; 0 when there were none."""
         return 1 - self.expert_loads / self.expert_uses if self.expert_uses else 0.0
 
-    def _expert_rows(self) -> list[Row]:
-        if not self.expert_uses:
-            return []
-        rows = [("experts found there", f"{self.expert_hit_share:.1%} of {self.expert_uses} uses")]
-        if self.expert_kept_bytes or self.expert_host_loads:
-            found = f"{self.expert_host_loads} of {counted(self.expert_loads, 'load')}"
-            rows.append(
-                ("  kept on the host", f"{found}; {format_bytes(self.expert_kept_bytes)} brought back for that")
+    def rows(self) -> list[Row]:
+        """Each number, with its name and its limit; without those of what did not happen."""
+        size = format_bytes
+        locked = size(self.host_locked_bytes)
+        if self.host_refused_bytes:
+            locked += f", {size(self.host_refused_bytes)} refused: compute waits for their copies"
+        loads = f"{size(self.onload_bytes)} in {counted(self.onloads, 'load')}, {self.demand_onloads} on demand"
+        if self.row_bytes:
+            loads += f"; {size(self.row_bytes)} of it tables, by rows"
+        if self.onload_packed_bytes:
+            loads += (
+                f"; {size(self.onload_packed_bytes)} of it packed, of {size(self.onload_unpacked_bytes)} of weights"
             )
-        return rows
-
-    def _locked_rows(self) -> list[Row]:
-        refused = f", {format_bytes(self.host_refused_bytes)} refused: compute waits for their copies"
-        locked = format_bytes(self.host_locked_bytes) + (refused if self.host_refused_bytes else "")
-        return [("page-locked", locked)] if self.host_locked_bytes or self.host_refused_bytes else []
-
-    def _micro_batch_rows(self) -> list[Row]:
-        together, in_turn = self.micro_batches_together, self.micro_batches_in_turn
-        found = [f"{together} together"] * bool(together)
-        found += [f"{in_turn} one after the other"] * bool(in_turn)
-        return [("micro-batches", ", ".join(found))] if found else []
-
-    def _save_rows(self) -> list[Row]:
-        waited = f"in {self.save_seconds:.3f} s, updates waited {self.save_wait_seconds:.3f} s for it"
-        return [("checkpoints", f"{format_bytes(self.saved_bytes)} {waited}")] if self.saved_bytes else []
-
-    def _disk_rows(self) -> list[Row]:
-        moved = f"{format_bytes(self.fetch_bytes)} read, {format_bytes(self.spill_bytes)} written"
-        if not (self.disk_bytes or self.fetch_bytes or self.spill_bytes):
-            return []
-        share = f"{format_bytes(self.packed_bytes)} of it were {format_bytes(self.unpacked_bytes)} of weights"
-        packed = [("packed on disk", share)] if self.packed_bytes else []
-        held = (
-            [("on disk", format_bytes(self.disk_bytes))] if self.disk_bytes else []
-        )  # a checkpoint's files are not ours
-        return [*held, ("from and to disk", moved), *packed]
-
-    def _skips(self) -> str:
-        skipped = f", {self.skipped_steps} skipped: gradients were not finite" if self.skipped_steps else ""
-        taken = f", {self.not_finite_steps} took gradients that were not finite" if self.not_finite_steps else ""
-        return skipped + taken
+        if self.expert_uses:
+            loads += f"; {size(self.expert_bytes)} of it {counted(self.expert_loads, 'expert')}"
+        kept = f"{self.expert_host_loads} of {counted(self.expert_loads, 'load')}; {size(self.expert_kept_bytes)}"
+        packed = f"{size(self.packed_bytes)} of it were {size(self.unpacked_bytes)} of weights"
+        steps = str(self.steps)
+        if self.skipped_steps:
+            steps += f", {self.skipped_steps} skipped: gradients were not finite"
+        if self.not_finite_steps:
+            steps += f", {self.not_finite_steps} took gradients that were not finite"
+        ways = {"together": self.micro_batches_together, "one after the other": self.micro_batches_in_turn}
+        saved = f"{size(self.saved_bytes)} in {self.save_seconds:.3f} s, updates waited {self.save_wait_seconds:.3f} s"
+        kept_any, moved = self.expert_kept_bytes or self.expert_host_loads, self.fetch_bytes or self.spill_bytes
+        rows = [
+            ("device weights, peak", f"{size(self.device_peak_bytes)} of {size(self.device_budget_bytes)}", True),
+            ("device gradients, peak", size(self.device_gradient_peak_bytes), True),
+            ("host memory, peak", size(self.host_peak_bytes), True),
+            ("page-locked", locked, self.host_locked_bytes or self.host_refused_bytes),
+            ("onloaded", loads, True),
+            ("experts found there", f"{self.expert_hit_share:.1%} of {self.expert_uses} uses", self.expert_uses),
+            ("  kept on the host", f"{kept} brought back for that", self.expert_uses and kept_any),
+            ("offloaded", size(self.offload_bytes), True),
+            ("on disk", size(self.disk_bytes), self.disk_bytes),  # a checkpoint's files are not ours
+            (
+                "from and to disk",
+                f"{size(self.fetch_bytes)} read, {size(self.spill_bytes)} written",
+                self.disk_bytes or moved,
+            ),
+            ("packed on disk", packed, self.packed_bytes),
+            ("compute", f"{self.compute_seconds:.3f} s", True),
+            ("stall", f"{self.stall_seconds:.3f} s ({self.stall_share:.1%})", True),
+            ("optimizer steps", steps, True),
+            ("micro-batches", ", ".join(f"{count} {how}" for how, count in ways.items() if count), any(ways.values())),
+            ("checkpoints", f"{saved} for it", self.saved_bytes),
+        ]
+        return [(name, text) for name, text, has_happened in rows if has_happened]
 
     def to_text(self) -> str:
         """The numbers as a small table, each measured number beside its limit."""

@@ -7,7 +7,7 @@
 | tokens, sequences, batches and their order | `data.py` |
 | which model, which adapters | `model.py`; the built-in one's tokens: `byte_tokenizer.py` |
 | where its weights live | `placement.py` |
-| what updates it | `optimizer.py`, `schedule.py` |
+| what updates it, at which rate | `optimizer.py` |
 | one step; the whole run | `run.py`; `trainer.py` |
 | on which ranks, and what each of them does | `ranks.py` |
 | how good the model is | `evaluation.py` |

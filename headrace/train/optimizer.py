@@ -1,16 +1,22 @@
-"""Which optimizers does a run train with? Those of headrace.optim, or PyTorch's own in a plain run."""
+"""What updates the weights of a run, and at which rate? Optimizers of headrace.optim (PyTorch's own in a plain run).
 
+Schedules are as those of transformers with the same names, to the last bit; importing these would import PEFT, too.
+"""
+
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import headrace.optim
 from headrace.optim.optimizer import HostOptimizer
 from headrace.train.config import DTYPES, TrainConfig
 
-__all__ = ["Optimizers"]
+__all__ = ["Optimizers", "make_schedule"]
 
 Rule = Callable[..., torch.optim.Optimizer]
 
@@ -94,3 +100,20 @@ def _matrices(model: nn.Module) -> dict[nn.Parameter, None]:
         for parameter in model.parameters()
         if parameter.requires_grad and parameter.dim() == 2 and id(parameter) not in tables
     }
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, *, steps: int) -> LRScheduler:
+    """A schedule that rises from 0 in the warm-up; then it is constant, or falls to 0 linearly or in half a cosine."""
+    return LambdaLR(optimizer, partial(_share, kind=config.schedule, warmup=config.warmup_steps, steps=steps))
+
+
+def _share(step: int, *, kind: str, warmup: int, steps: int) -> float:
+    """The share of the configured learning rate at a step."""
+    if step < warmup:
+        return step / warmup
+    falls = max(1, steps - warmup)
+    if kind == "linear":
+        return max(0.0, (steps - step) / falls)
+    if kind == "cosine":
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - warmup) / falls))))
+    return 1.0

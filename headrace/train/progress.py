@@ -1,10 +1,18 @@
-"""What does a training run tell whoever watches it? Notes, and one record for each step."""
+"""What does a training run tell, and how is it shown? By a bar in a terminal, and by a line now and then elsewhere."""
 
+import sys
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+from tqdm import tqdm
+
+from headrace.config import format_bytes
 
 if TYPE_CHECKING:
     from headrace.train.evaluation import Evaluation
+
+LINES = 12  # a whole run prints about so many without a terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +40,66 @@ class Progress:
         pass
 
     def evaluation(self, measured: "Evaluation") -> None:
-        pass
+        self.note(describe_evaluation(measured))
 
     def close(self) -> None:
         pass
+
+
+def describe(record: StepRecord) -> str:
+    """Loss, speed, bytes in each tier, and the share of the step in which compute waited."""
+    parts = [f"loss {record.loss:.4f}", f"{record.tokens / record.seconds:,.0f} tokens/s"]
+    held = {"device": record.device_bytes, "host": record.host_bytes, "disk": record.disk_bytes}
+    parts += [f"{tier} {format_bytes(nbytes)}" for tier, nbytes in held.items() if nbytes]
+    if record.stall_seconds is not None:
+        parts.append(f"stall {record.stall_seconds / record.seconds:.0%}")
+    return ", ".join(parts)
+
+
+def describe_evaluation(measured: "Evaluation") -> str:
+    return f"evaluation after step {measured.step}: loss {measured.loss:.4f}, perplexity {measured.perplexity:,.2f}"
+
+
+class LineProgress(Progress):
+    """About `LINES` lines for the whole run, the first and the last step among them."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None  # the first step, and when it ended
+
+    def note(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+
+    def step(self, record: StepRecord) -> None:
+        if self._first is None or record.step == record.steps or record.step % max(1, record.steps // LINES) == 0:
+            self.note(f"step {record.step}/{record.steps}: {describe(record)}{self._rest(record)}")
+
+    def _rest(self, record: StepRecord) -> str:
+        """How long the rest will take, estimated from the steps after the first, which is slower than the others."""
+        if self._first is None:
+            self._first = record.step, time.monotonic()
+        step, ended = self._first
+        if not step < record.step < record.steps:
+            return ""
+        seconds = (time.monotonic() - ended) / (record.step - step) * (record.steps - record.step)
+        return f", {tqdm.format_interval(seconds)} left"
+
+
+class BarProgress(Progress):
+    def __init__(self) -> None:
+        self._bar: tqdm[NoReturn] | None = None
+
+    def note(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+
+    def step(self, record: StepRecord) -> None:
+        bar: tqdm[NoReturn] = self._bar or tqdm(
+            total=record.steps, initial=record.step - 1, unit="step", dynamic_ncols=True
+        )
+        bar.set_postfix_str(describe(record), refresh=False)
+        bar.update(1)
+        self._bar = bar
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

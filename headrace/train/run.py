@@ -12,9 +12,8 @@ from torch import nn
 from headrace.train.chat import IGNORED
 from headrace.train.config import TrainConfig
 from headrace.train.data import Batch
-from headrace.train.optimizer import Optimizers
+from headrace.train.optimizer import Optimizers, make_schedule
 from headrace.train.ranks import World
-from headrace.train.schedule import make_schedule
 
 Together = Callable[[Iterable[int], Callable[[int], torch.Tensor]], list[torch.Tensor]]
 

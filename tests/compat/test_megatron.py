@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headrace.compat import HybridDeviceOptimizer
-from headrace.compat.sub_optimizers import TorchSteps
+from headrace.compat.hybrid import TorchSteps
 from headrace.runtime.lanes import Lane, StreamLanes
 from tests.optim.references import copies, give_gradients, parameters, ties_up
 from tests.support.compare import assert_same

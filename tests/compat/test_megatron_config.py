@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import headrace
+from headrace.compat.hybrid import TorchSteps
 from headrace.compat.megatron import (
     ConfigContainer,
     CPUOffloadConfig,
@@ -15,7 +16,6 @@ from headrace.compat.megatron import (
     apply,
     override,
 )
-from headrace.compat.sub_optimizers import TorchSteps
 from tests.activations.models import Stack, rows, step
 from tests.compat.test_megatron import SHAPES, on_device
 from tests.optim.references import give_gradients, parameters

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headrace.compat import HybridDeviceOptimizer
-from headrace.compat.sub_optimizers import TorchSteps
+from headrace.compat.hybrid import TorchSteps
 from headrace.optim.devices import DeviceShare
 from tests.compat.test_megatron import SHAPES, FusedAdam, HostMemory, on_device
 from tests.optim.references import copies, give_gradients, parameters

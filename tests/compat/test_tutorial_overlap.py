@@ -84,7 +84,7 @@ def managed(x: Any) -> None:
     model = linears(LAYERS, WIDTH, bias=False)
     config = OffloadSystemConfig(3 * LAYER_BYTES, 1 << 30, offload_parameters=True, prefetch_count=1)
     manager = UnifiedOffloadManager(model, config)
-    for name in manager.tiers.names:
+    for name in manager.tiers.locations():
         x = x @ manager.ensure_gpu(name)
     assert manager.get_memory_summary()["gpu"]["peak_bytes"] <= 3 * LAYER_BYTES
     manager.close(restore=False)

@@ -117,9 +117,8 @@ def test_two_new_values_at_once_are_refused(make: Make) -> None:
     """Written where it rests and on the device: neither is thrown away without a word."""
     tensors = make()
     tensors.add({"a": value(0)}, Tier.HOST)
-    owner = tensors.place_of("a")
-    assert owner is not None
-    tensors.watch("a", owner)
+    owner = torch.empty(0, dtype=torch.uint8)
+    tensors.show("a", owner)
     tensors.get("a").add_(1)
     owner.add_(1)
     with pytest.raises(StateError, match="put\\(\\) the value that holds"):

@@ -158,7 +158,7 @@ def test_every_dtype_shape_and_name(nvme: Any, device: torch.device) -> None:
 def test_host_memory_is_the_blocks_in_flight(nvme: Any, device: torch.device, pin: bool) -> None:
     """Not one page-locked buffer for each parameter, which is the whole model."""
     manager = nvme(layers(24), aio_queue_depth=2, pin_memory=pin)
-    for name in manager.tiers.names:
+    for name in manager.tiers.locations():
         manager.load_to_gpu(name)
         manager.release(name)
     stats = manager.get_memory_stats()
@@ -322,7 +322,7 @@ def test_bytes_on_the_device_are_the_emulators_too(emulator: Any, tmp_path: Path
     held = torch.accelerator.memory_allocated()
     config = OffloadSystemConfig(4 * LAYER_BYTES, 64 * LAYER_BYTES, prefetch_count=1, nvme_path=str(tmp_path))
     with UnifiedOffloadManager(layers(12), config) as manager:
-        for name in manager.tiers.names:
+        for name in manager.tiers.locations():
             manager.ensure_gpu(name)
         assert torch.accelerator.memory_allocated() - held <= 4 * LAYER_BYTES + 1024
         assert manager.gpu_used == 4 * LAYER_BYTES

@@ -20,9 +20,8 @@ from headrace.cli.train import run
 from headrace.errors import TrainInputError
 from headrace.train import placement, trainer
 from headrace.train.config import OPTIMIZERS, TrainConfig
-from headrace.train.optimizer import Optimizers
+from headrace.train.optimizer import Optimizers, make_schedule
 from headrace.train.progress import Progress
-from headrace.train.schedule import make_schedule
 from headrace.train.trainer import train
 from tests.train.conftest import train_plainly
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from headrace.cli.progress import LINES, BarProgress, LineProgress, describe
 from headrace.train.evaluation import Evaluation
-from headrace.train.progress import StepRecord
+from headrace.train.progress import LINES, BarProgress, LineProgress, StepRecord, describe
 
 PLAIN = StepRecord(step=1, steps=1, loss=2.5, tokens=1000, seconds=0.5)
 OFFLOADED = StepRecord(
@@ -38,7 +37,7 @@ def test_a_terminal_shows_a_bar(capsys: pytest.CaptureFixture[str]):
 
 def test_a_log_tells_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     now = iter([0.0, 30.0, 60.0, 90.0])
-    monkeypatch.setattr("headrace.cli.progress.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("headrace.train.progress.time.monotonic", lambda: next(now))
     progress = LineProgress()
     for step in range(11, 15):  # the first of a run that goes on
         progress.step(StepRecord(step=step, steps=14, loss=1.0, tokens=1, seconds=1.0))

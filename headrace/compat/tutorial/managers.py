@@ -1,8 +1,8 @@
 """How do a model's parameters rest on GPU, CPU and drive, and come and go by name? In tiers, within limits of bytes."""
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Literal, Self
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ __all__ = ["NVMeOffloadManager", "UnifiedOffloadManager"]
 Kind = Literal["parameter", "gradient", "optimizer_state"]
 
 
-class _ManagedModel:
+class _ManagedModel(AbstractContextManager[Any]):
     """The parameters of `model` in tiers, from `first` on. `device` is the GPU: by default the model's accelerator, or
     this machine's. While managed, a parameter that rests on the CPU or GPU has its value there, and one that rests on
     disk is empty. `close()` gives the model all values back, on the devices where they were.
@@ -35,10 +35,7 @@ class _ManagedModel:
         self._devices = {name: parameter.device for name, parameter in self._parameters.items()}
         self.tiers.add({name: parameter.detach() for name, parameter in self._parameters.items()}, first)
         for name, parameter in self._parameters.items():
-            place = self.tiers.place_of(name)
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device) if place is None else place
-            if place is not None:
-                self.tiers.watch(name, parameter)
+            self.tiers.show(name, parameter)
 
     def release(self, name: str) -> None:
         """Frees the parameter's copy on the GPU. Values written to it in place are kept. Not in the tutorial."""
@@ -56,12 +53,7 @@ class _ManagedModel:
         self._parameters = {}
         self.tiers.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -100,11 +100,6 @@ class TieredTensors:
         self._closed = False
 
     # what is where -------------------------------------------------------------------------------------------------
-    @property
-    def names(self) -> list[str]:
-        """The names of all tensors, in the order in which they were added."""
-        return list(self._entries)
-
     def location(self, name: str) -> TensorLocation:
         """Where the tensor rests, and whether it is being loaded or saved. Never waits."""
         entry = self._entry(name)
@@ -118,7 +113,7 @@ class TieredTensors:
         )
 
     def locations(self) -> dict[str, TensorLocation]:
-        """The location of each tensor, by name."""
+        """The location of each tensor by name, in the order in which they were added."""
         return {name: self.location(name) for name in self._entries}
 
     @property
@@ -132,11 +127,6 @@ class TieredTensors:
             if not references_beside(self._leaving[index]):
                 self.ledger.add(Tier.DEVICE, _PURPOSE, -self._leaving.pop(index).nbytes)
         return self.ledger.held_bytes(tier)
-
-    def place_of(self, name: str) -> torch.Tensor | None:
-        """The memory in which the tensor rests, in the tensor's shape; None if it rests on disk."""
-        entry = self._entry(name)
-        return None if entry.home is None else entry.shaped(entry.home)
 
     # tensors come and go ---------------------------------------------------------------------------------------------
     def add(self, tensors: Mapping[str, torch.Tensor], first: Tier = Tier.DEVICE) -> None:
@@ -169,9 +159,16 @@ class TieredTensors:
                 self._save(entry, _flat(tensor))
             self._entries[name] = entry
 
-    def watch(self, name: str, owner: torch.Tensor) -> None:
-        """Says that `owner` shares the memory in which a tensor rests: writing to it makes the visiting copy stale."""
-        self._entry(name).owner = owner
+    def show(self, name: str, owner: torch.Tensor) -> None:
+        """Makes `owner` share the memory in which the tensor rests; if that is on disk, `owner` becomes empty.
+
+        Writing to `owner` makes the visiting copy stale.
+        """
+        entry = self._entry(name)
+        if entry.home is None:
+            owner.data = torch.empty(0, dtype=owner.dtype, device=owner.device)
+        else:
+            entry.owner, owner.data = owner, entry.shaped(entry.home)
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Gives the tensor a new value where it rests, and ends its visit. `value` may be written to once this returns.
