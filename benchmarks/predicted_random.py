@@ -4,8 +4,8 @@
 
 In virtual time on the emulated accelerator, so no noise. Each method is a decoder of 24 blocks (`overlap.py`), uniform
 or uneven, that trains, recomputes or infers, at a load time of 0.3 to 2 forwards of a block and a budget of 2 to 16
-blocks. A step has 1 to 16 micro-batches, one after the other or several together (`forward_backward`). Weights change at
-each step: at once, or by AdamW on the host or on the device, with any overlap.
+blocks. A step has 1 to 16 micro-batches, one after the other or several together (`forward_backward`). Weights change
+at each step: at once, or by AdamW on the host or on the device, with any overlap.
 
 Bars: each step's time within 5% of the prediction, and the bytes that a step brings and sends within 1%.
 """

@@ -69,7 +69,7 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
     held = [*_activations(case), *(_training(case) if case.trains else ())]
     if not method.streamed:
         held.append(Held(Place.DEVICE, "weights", shape.weight_bytes))
-        if case.changes:
+        if case.changes and not case.hardware.unified:
             on_host = round(method.host_share * _of_copy(shape.weight_bytes, case))
             held.append(Held(Place.HOST, "weights", on_host))
         return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0, unified=case.hardware.unified)
@@ -106,7 +106,8 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
         rows = kept_free_for_rows(wanted, room, least)
     cut = cut_of(visiting, room - rows)
     banks = 0 if cut is None else cut.bank_bytes
-    held.append(Held(Place.DEVICE, "weights", room - banks))
+    copied = min(room, on_drive) if case.hardware.unified else room  # weights in the same memory are used there
+    held.append(Held(Place.DEVICE, "weights", max(0, copied - banks)))
     if banks:
         held.append(Held(Place.DEVICE, "experts", banks))
     return Tiers(
