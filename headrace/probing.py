@@ -94,6 +94,7 @@ def probe(
         disk_bytes=disk_found.free_bytes,
         disk_read_bytes_per_second=disk_found.read,
         disk_write_bytes_per_second=disk_found.write,
+        unified=not is_accelerator(chosen),
         sources={"all": "measured by headrace probe"},
     )
     found = Probe(

@@ -10,7 +10,8 @@ __all__ = ["LaneUse", "LinkSpeed"]
 class LaneUse:
     """Bytes that have ever been submitted to the onload lane of one model, by kind.
 
-    `parts_bytes` is the part of `weights_bytes` that was loaded within visits: single experts, and rows of tables.
+    `parts_bytes` is the part of `weights_bytes` that was loaded within visits: single experts, rows of tables, and
+    gradients with which sums of micro-batches begin.
     """
 
     weights_bytes: int = 0

@@ -151,6 +151,12 @@ class Meter(Counts):
         self.expert_bytes += nbytes
         self.expert_loads += 1
 
+    def gradient_onloaded(self, nbytes: int) -> None:
+        """Called when a gradient was sent for, with which the sum of several micro-batches begins."""
+        self.onload_bytes += nbytes
+        self.lane_use.weights_bytes += nbytes
+        self.lane_use.parts_bytes += nbytes
+
     def arrived(self, transfer: Transfer | LateTransfer, what: str = "") -> None:
         """Keeps a transfer of `what` for timelines. For a block's onload, called when compute must wait for it."""
         self.last_transfers.append(Moved(transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))

@@ -129,7 +129,9 @@ def test_no_host_memory_is_made_in_backward(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.core(together=4)
 @pytest.mark.parametrize(("together", "rounds"), [(1, 6), (2, 3), (4, 2), (6, 1), (9, 1)])
 def test_some_go_together_and_then_the_next(together: int, rounds: int) -> None:
-    """Without a step in between, the blocks at the turn of a round stay: 3 of 2 * 5 visits bring nothing."""
+    """Without a step in between, the blocks at the turn of a round stay: 3 of 2 * 5 visits bring nothing. Sums begin
+    with the gradients of the rounds before, which come to the device for it, also those of the call before.
+    """
     plain, trained = built(), built()
     handle = offloaded(trained)
     losses = handle.forward_backward(batches(6), lambda batch: square(trained, batch), together=together)
@@ -142,7 +144,8 @@ def test_some_go_together_and_then_the_next(together: int, rounds: int) -> None:
     stats = handle.stats()
     nbytes = sum(p.nbytes for p in trained.parameters())
     assert stats.offload_bytes == rounds * nbytes
-    assert rounds * nbytes < stats.onload_bytes <= rounds * 2 * nbytes
+    continued = 0 if together == 1 else rounds * nbytes
+    assert rounds * nbytes < stats.onload_bytes - continued <= rounds * 2 * nbytes
     assert stats.micro_batches_together == (0 if together == 1 else 6)
 
 

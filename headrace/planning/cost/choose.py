@@ -15,6 +15,7 @@ from headrace.planning.text import decimal_text
 
 _HELPS = 1.02  # times the tokens/s: a change that gains less is not named
 _SIMPLER = 1.02  # a simpler method is taken when the best other one is not faster than this
+_WEAR = 1.1  # a method that writes to the drive at each step has to be faster than this to be taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +49,23 @@ def options(
 
 
 def best_run(considered: list[Option]) -> Run | None:
-    """The fastest method that fits; a simpler one when it is nearly as fast. None when none fits."""
+    """The fastest method that fits; None when none fits. One that is simpler, or does not wear out the drive, is taken
+    when it is nearly as fast.
+    """
     fitting = [(place, option) for place, option in enumerate(considered) if not option.lacks]
+
+    def weighed(option: Option, seconds: float) -> float:
+        return seconds * (_WEAR if option.case.wears else 1.0)
+
     best: tuple[int, Run] | None = None
-    for place, option in sorted(fitting, key=lambda pair: (pair[1].floor_seconds, pair[0])):
+    for place, option in sorted(fitting, key=lambda pair: (weighed(pair[1], pair[1].floor_seconds), pair[0])):
         # An option below this limit is enough faster than the best, or simpler and nearly as fast.
-        limit = math.inf if best is None else best[1].seconds * (_SIMPLER if place < best[0] else 1 / _SIMPLER)
-        if option.floor_seconds < limit:
+        limit = math.inf
+        if best is not None:
+            limit = weighed(best[1].option, best[1].seconds) * (_SIMPLER if place < best[0] else 1 / _SIMPLER)
+        if weighed(option, option.floor_seconds) < limit:
             run = forecast_of(option)
-            if run.seconds < limit:
+            if weighed(option, run.seconds) < limit:
                 best = (place, run)
     return None if best is None else best[1]
 
@@ -106,8 +115,11 @@ def orders(run: Run) -> dict[int, float]:
     return found if len(found) > 1 else {}
 
 
-def helps(run: Run) -> list[Help]:
-    """What would speed the run up, most first: each change with the gain in tokens per second."""
+def helps(run: Run, considered: list[Option]) -> list[Help]:
+    """What would speed the run up, most first: each change with the gain in tokens per second.
+
+    `considered`: the options among which the run was chosen; smaller micro-batches may make another one the fastest.
+    """
     found: list[Help] = []
     case = run.case
     work, hardware = case.work, case.hardware
@@ -130,6 +142,7 @@ def helps(run: Run) -> list[Help]:
     if case.trains:
         doubled = replace(work, batch_size=2 * work.batch_size)
         consider(f"twice the tokens in a micro-batch ({doubled.tokens:,})", 2.0, work=doubled)
+        found += _in_smaller_batches(run, considered)
         if run.method.state is not Place.DEVICE and run.method.overlap is Overlap.NONE:
             beside = replace(run.method, overlap=Overlap.FORWARD)
             consider("the update beside the next forward (overlap)", method=beside)
@@ -155,6 +168,27 @@ def helps(run: Run) -> list[Help]:
         faster = twice("dram_bytes_per_second", "update_bytes_per_second")
         consider("host memory of twice the rate", hardware=faster)
     return sorted(found, key=lambda help: -help.gain)
+
+
+def _in_smaller_batches(run: Run, considered: list[Option]) -> list[Help]:
+    """The same step in twice as many micro-batches, by the method that is the fastest then.
+
+    That helps where a whole micro-batch leaves no room for anything but a slow method.
+    """
+    work, method = run.option.case.work, run.method
+    if work.batch_size % 2 or method.together > 1 or method.activations is Activations.KEPT:
+        return []
+    halved = replace(work, batch_size=work.batch_size // 2, micro_batches=2 * work.micro_batches)
+    split = best_run([option_of(replace(option.case, work=halved)) for option in considered])
+    if split is None or run.seconds <= _HELPS * split.seconds:
+        return []
+    how = "" if split.method == method else f", with {split.method.text(work.training)}"
+    return [
+        Help(
+            change=f"{halved.micro_batches} micro-batches of {halved.tokens:,} tokens{how}",
+            gain=run.seconds / split.seconds,
+        )
+    ]
 
 
 def shortfall(considered: list[Option]) -> Shortfall:

@@ -73,6 +73,7 @@ def floors_of(traffic: Sequence[BlockTraffic], case: Case, room_bytes: int) -> F
     on_disk = total(lambda own: own.state_bytes + own.spill_bytes) + spilled
     into, out = total(lambda own: own.update_in_bytes), total(lambda own: own.update_out_bytes)
     onload = least(lambda own: own.load_bytes or 0) + parts + activations + into
+    onload += (batches - 1) * total(lambda own: own.sum_begins_bytes)
     offload = batches * total(lambda own: own.gradient_bytes) + activations + out
     read = batches * total(lambda own: parts_bytes(own) * bool(own.parts.disk_seconds))
     fetch = least(lambda own: own.fetch_bytes) + read + on_disk

@@ -40,6 +40,7 @@ class StepGraph:
         self.last_gradient = -1
         # In this step: block -> the task after which all of its gradients are where they are used.
         self.gradients: dict[int, int] = {}
+        self.begun: set[int] = set()  # blocks whose homes have gradients of this step
         self.kept: dict[int, int] = {}  # block -> the last copy of its activations on their way out (offload or spill)
         self.back: dict[int, int] = {}
         self.last_backward = {
@@ -51,14 +52,15 @@ class StepGraph:
 
     def step(self, cycle: int) -> int:
         """Lays out one step; returns the index of its last task on the compute lane."""
-        self.gradients, self.kept, self.back = {}, {}, {}
+        self.gradients, self.kept, self.back, self.begun = {}, {}, {}, set()
         for index, visit in enumerate(self.plan.problem.visits):
+            before = self._continued(visit)
             waits = self._moved_before(cycle, index, visit)
             name = f"{visit.phase.value} {' '.join(map(str, visit.blocks))}"
             parts = self._parts(visit)
             for part in range(parts):
                 done = self._add(CostLane.COMPUTE, name, visit.compute_seconds / parts, waits)
-                waits = []
+                waits = before if part == 0 else []
                 for block in visit.blocks:
                     self._leave(index, block, visit.phase, done, part, parts)
             self.last_compute = done
@@ -80,6 +82,18 @@ class StepGraph:
         waits += parts
         leaving = _back(self.leaving, GRADIENT_BLOCKS) if backward else _back(self.sent, ACTIVATION_LAYERS)
         return waits + leaving
+
+    def _continued(self, visit: Visit) -> list[int]:
+        """Adds the way of gradients to the device, where sums of micro-batches that go together begin with them. The
+        rest of the visit's compute waits for them after its first part.
+        """
+        found = []
+        for block in visit.blocks if visit.phase is Phase.BACKWARD else ():
+            nbytes = self.traffic[block].sum_begins_bytes
+            if nbytes and block in self.begun:
+                found.append(self._copy(CostLane.ONLOAD, "gradients", block, nbytes, self._now()))
+            self.begun.add(block)
+        return found
 
     def _evict(self, blocks: Sequence[int]) -> list[int]:
         """Evicts these blocks; returns their loads, which must be over first."""

@@ -55,6 +55,8 @@ class Hardware:
     - `disk_duplex_share`: the part of each of the drives' rates that is left when they are read and written at once.
     - `disk_...`: figures of all drives together; 0: no disk. `disk_endurance_bytes`: how many bytes they are rated to
       write in their lifetime; 0 if not known.
+    - `unified`: whether the device's memory is the host's (the CPU as the device), so that both together have
+      `host_memory_bytes`.
     - `peer`: how devices reach each other: "fabric", "pcie" or "none". `collective_bytes_per_second`: rate from each
       device to the others of the node. `node_bytes_per_second`: rate from the whole node to other nodes, each way.
     - `sources`: for each field, where its figure comes from.
@@ -76,6 +78,7 @@ class Hardware:
     disk_write_bytes_per_second: float = 0.0
     disk_endurance_bytes: int = 0
     disk_duplex_share: float = 1.0
+    unified: bool = False
     dram_latency_seconds: float = 0.0
     link_latency_seconds: float = 0.0
     disk_latency_seconds: float = 0.0

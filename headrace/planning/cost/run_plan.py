@@ -238,7 +238,7 @@ def plan_run(
         hardware=hardware,
         run=run,
         options=tuple(considered),
-        helps=() if run is None else tuple(helps(run)),
+        helps=() if run is None else tuple(helps(run, considered)),
         orders={} if run is None else orders(run),
         shortfall=shortfall(considered) if run is None else None,
         decoding=decoding,

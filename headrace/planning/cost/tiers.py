@@ -39,13 +39,15 @@ class Tiers:
     tables: frozenset[int] = frozenset()  # indices of embeddings whose tables travel by rows
     rows_bytes: int = 0  # the part of `streaming_bytes` that is left free for rows
     on_disk: frozenset[int] = frozenset()  # indices of blocks whose weights rest on disk
+    unified: bool = False  # whether device and host have one memory, the host's
 
     def total(self, place: Place) -> int:
         return sum(held.nbytes for held in self.held if held.place is place)
 
     def short(self, place: Place) -> int:
-        """Bytes that the tier lacks."""
-        return max(0, self.total(place) - self.capacity[place])
+        """Bytes that the tier lacks. Of one memory for device and host, the host lacks what both need beyond it."""
+        beside = self.total(Place.DEVICE) if self.unified and place is Place.HOST else 0
+        return max(0, beside + self.total(place) - self.capacity[place])
 
     @property
     def fits(self) -> bool:
@@ -63,15 +65,17 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
     held = [*_activations(case), *(_training(case) if case.trains else ())]
     if not method.streamed:
         held.append(Held(Place.DEVICE, "weights", shape.weight_bytes))
-        if case.changes:
+        if case.changes and not case.hardware.unified:
             on_host = round(method.host_share * _of_copy(shape.weight_bytes, case))
             held.append(Held(Place.HOST, "weights", on_host))
-        return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0)
+        return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0, unified=case.hardware.unified)
     sizes = [_of_copy(block.weight_bytes, case) for block in shape.blocks]
     there: frozenset[int] = frozenset()
+    used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
     if method.weights is Place.DISK:
         held.append(Held(Place.HOST, "staging", _largest(sizes, STAGED_BLOCKS)))
         taken = sum(item.nbytes for item in held if item.place is Place.HOST)
+        taken += used + (streaming_bytes or _least(shape)) if case.hardware.unified else 0
         there = on_disk(sizes, max(0, capacity[Place.HOST] - taken))
         if can_cut(case):  # blocks of single experts rest on disk as wholes, and the host caches experts
             there |= frozenset(index for index, block in enumerate(shape.blocks) if block.experts)
@@ -81,8 +85,10 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
     packed = packed_bytes(shape.blocks[index] for index in there) if packs(case) else 0
     if packed:
         held.append(Held(Place.DISK, "packed weights", packed))
-    used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
-    left = capacity[Place.DEVICE] - used if streaming_bytes is None else streaming_bytes
+    free = capacity[Place.DEVICE] - used
+    if case.hardware.unified:
+        free -= sum(item.nbytes for item in held if item.place is Place.HOST)
+    left = free if streaming_bytes is None else streaming_bytes
     tables, rows = tables_of(case), 0
     visiting = without_tables(case, tables)
     cuts = not case.trains and can_cut(case)
@@ -96,7 +102,8 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
         rows = kept_free_for_rows(wanted, room, least)
     cut = cut_of(visiting, room - rows)
     banks = 0 if cut is None else cut.bank_bytes
-    held.append(Held(Place.DEVICE, "weights", room - banks))
+    copied = min(room, on_drive) if case.hardware.unified else room  # weights in the same memory are used there
+    held.append(Held(Place.DEVICE, "weights", max(0, copied - banks)))
     if banks:
         held.append(Held(Place.DEVICE, "experts", banks))
     return Tiers(
@@ -107,6 +114,7 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
         tables=tables,
         rows_bytes=rows,
         on_disk=there,
+        unified=case.hardware.unified,
     )
 
 

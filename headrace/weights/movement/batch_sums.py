@@ -1,8 +1,9 @@
 """How do gradients of several micro-batches become one, before they leave the device? They are added up block by block,
-in the order of the micro-batches, so that the sum has the same bits as a loop that adds each one up on the host.
+in the order of the micro-batches, so that the sum has the same bits as a loop that adds each one up on the host. Where
+a home has a gradient already, the sum begins with that, which comes to the device while the block computes.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -10,7 +11,7 @@ from headrace.memory.arena import Arena, whole_pages
 from headrace.runtime.autograd import without_overrides
 from headrace.runtime.lanes import Event, Lane, Transfer
 from headrace.weights.model.managed_param import ManagedParam
-from headrace.weights.movement.block import block_of
+from headrace.weights.movement.block import Block, block_of
 from headrace.weights.movement.flow import PURPOSE
 from headrace.weights.movement.gradients import Gradients, sum_of_rows
 
@@ -39,6 +40,8 @@ class BatchSums:
         self._gradients, self._lanes = gradients, gradients.lanes
         self._apart, self._one_by_one = apart, one_by_one
         self._sums: dict[ManagedParam, torch.Tensor] = {}  # on the device: sums for the block that backward is at
+        # On the device: gradients that homes of that block have already, and the copies that bring them.
+        self._before: dict[ManagedParam, tuple[torch.Tensor, Transfer]] = {}
         # Parameters of that block for which a micro-batch gave only rows: their gradients leave one by one.
         self._of_rows: set[ManagedParam] = set()
         self._waiting: list[dict[ManagedParam, list[_Part]]] = [{} for _ in range(count)]  # by micro-batch
@@ -47,6 +50,19 @@ class BatchSums:
         # In a table of which only rows travel, one block gives a gradient of rows, whose number is not known.
         dense = {param: count * (blocks - _is_table(param)) for param, blocks in apart.items()}
         self._room = {param: [self._arena(_nbytes(param)) for _ in range(parts)] for param, parts in dense.items()}
+
+    def reach(self, blocks: Iterable[Block]) -> None:
+        """Called when backward comes to these blocks: sends for gradients that their homes have already, those that
+        sums begin with. The last parameter's comes first, as backward needs it first.
+        """
+        for block in () if self._before else blocks:
+            for param in () if block.travels_in_parts else reversed(block.params):
+                there = None if param in self._apart or param in self._sums else self._gradients.continued(param)
+                if there is not None:
+                    here = torch.empty_like(there, device=self._lanes.device)
+                    transfer = self._lanes.copy(Lane.ONLOAD, [(here, there)], self._lanes.mark())
+                    self._gradients.meter.gradient_onloaded(transfer.nbytes)
+                    self._before[param] = here, transfer
 
     def take(self, param: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Takes a complete gradient of the present micro-batch. Arguments: see `GradientFlow.take`."""
@@ -61,13 +77,20 @@ class BatchSums:
             self._gradients.take(param, *gradients, rows=rows)
         elif param in self._sums:
             self._sums[param].add_(gradients[0])
+        elif param in self._before:
+            before, transfer = self._before.pop(param)
+            self._lanes.wait(transfer.done)
+            self._gradients.replaces(param)
+            self._sums[param] = before.add_(gradients[0])
         else:
-            before, dtype = self._gradients.continued(param), self._gradients.dtype(param)
-            self._sums[param] = gradients[0].to(dtype) if before is None else before.add_(gradients[0])
+            self._sums[param] = gradients[0].to(self._gradients.dtype(param))
 
     def leave_block(self) -> None:
         """Called when all micro-batches have been at the block: hands its sums on."""
         sums, self._sums = self._sums, {}
+        for _, transfer in self._before.values():  # of parameters that got no gradient
+            self._lanes.wait(transfer.done)
+        self._before.clear()
         self._of_rows.clear()
         for param, gradient in sums.items():
             self._gradients.take(param, gradient)

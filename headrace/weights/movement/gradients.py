@@ -117,15 +117,18 @@ class Gradients(GradientFlow):
         return None
 
     def continued(self, param: ManagedParam) -> torch.Tensor | None:
-        """A copy on the device of the gradient that the home has already. The caller adds to it and gives the sum to
-        `take`, which replaces that gradient. None: there is no gradient that can be added to so.
+        """The gradient that the home has already, if the caller may add to a copy of it on the device. It then gives
+        the sum to `take`, after `replaces`. None: there is no gradient that can be added to so.
         """
         there = param.home.grad
         if there is None or not self._is_added_in_place(param) or param in self._targets:
             return None
         param.wait_for_updates()
+        return there
+
+    def replaces(self, param: ManagedParam) -> None:
+        """Notes that the gradient which `take` gets next contains the present one (see `continued`)."""
         self._replaced.add(param)
-        return there.to(self.lanes.device, copy=True)
 
     def take(self, param: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         if param not in self._memory:  # a forward within a backward used it

@@ -99,6 +99,8 @@ class Backward:
             bound, self._bound, self.site = self._bound, (), None
             release(bound)
             self._lending.end_of_visit()
+            if self.batch_sums is not None:
+                self.batch_sums.reach(site.blocks)  # before loads ahead: it is needed first
             if not self._executor.are_here(site.blocks):
                 self._executor.visit(site.blocks, Phase.BACKWARD, site.name)
                 bind(site.blocks, adopts=False)
