@@ -318,7 +318,7 @@ class _State:
 
     def _on_disk(self, number: Any, entries: Mapping[str, Any]) -> dict[str, TensorAtRest]:
         """What goes from disk to disk of a parameter's state."""
-        found = {}
+        found: dict[str, TensorAtRest] = {}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES and _is_as_in_file(value):
                 there = self._saved.place(f"state.{number}.{name}", value)

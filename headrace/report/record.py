@@ -178,11 +178,12 @@ def _read(hint: Any, value: Any, within: str) -> Any:
     if get_origin(hint) is tuple:
         kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
         return tuple(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True))
+    make: Any = hint
     hints = get_type_hints(hint)
     if dataclasses.is_dataclass(hint):
-        return hint(**{name: _read(hints[name], each, within) for name, each in value.items()})
+        return make(**{name: _read(hints[name], each, within) for name, each in value.items()})
     kinds = tuple(hints.values())[: len(value)]  # of a NamedTuple, whose last fields have defaults
-    return hint(*(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True)))
+    return make(*(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True)))
 
 
 def _what(span: Span) -> str:

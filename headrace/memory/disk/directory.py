@@ -11,6 +11,7 @@ import stat
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -60,7 +61,7 @@ class StoreDirectory:
             raise self._unusable(error) from error
         if not alone:
             self._descriptor = os.open(self.path, os.O_RDONLY | CLOSED_IN_CHILDREN)
-            self._closer = weakref.finalize(self, os.close, self._descriptor)
+            self._closer: weakref.finalize[..., Any] = weakref.finalize(self, os.close, self._descriptor)
             return
         with _lock:
             if self._identity in _held:

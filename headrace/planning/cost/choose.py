@@ -62,7 +62,7 @@ def best_run(considered: list[Option]) -> Run | None:
         # An option below this limit is enough faster than the best, or simpler and nearly as fast.
         limit = math.inf
         if best is not None:
-            limit = weighed(best[1].option, best[1].seconds) * (_SIMPLER if place < best[0] else 1 / _SIMPLER)
+            limit = weighed(best[1], best[1].seconds) * (_SIMPLER if place < best[0] else 1 / _SIMPLER)
         if weighed(option, option.floor_seconds) < limit:
             run = forecast_of(option)
             if weighed(option, run.seconds) < limit:
@@ -175,7 +175,7 @@ def _in_smaller_batches(run: Run, considered: list[Option]) -> list[Help]:
 
     That helps where a whole micro-batch leaves no room for anything but a slow method.
     """
-    work, method = run.option.case.work, run.method
+    work, method = run.case.work, run.method
     if work.batch_size % 2 or method.together > 1 or method.activations is Activations.KEPT:
         return []
     halved = replace(work, batch_size=work.batch_size // 2, micro_batches=2 * work.micro_batches)
