@@ -203,7 +203,8 @@ def test_weights_loaded_later_refresh_the_master(form: str, how: str) -> None:
     optimizer = AdamW(model.parameters(), lr=0.01, master_form=form)
     give_gradients(list(model.parameters()), copies(list(model.parameters())), 0)
     optimizer.step()
-    loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    # Other in each element: one that is as it was keeps the low bits of its master.
+    loaded = {name: torch.rand_like(value) + 1 for name, value in model.state_dict().items()}
     if how == "load_state_dict":
         model.load_state_dict(loaded)
     for name, parameter in model.named_parameters():
