@@ -59,9 +59,7 @@ def refuse_wrapped(model: nn.Module) -> None:
             raise StateError(f"{where} is wrapped by {_refusal(module)}")
     if not (torch.distributed.is_available() and torch.distributed.is_initialized() and _learns(model)):
         return
-    around = next(_wrappers_around(model), None)
-    if around is not None:
-        del around
+    if next(_wrappers_around(model), None) is not None:
         gc.collect()  # the wrapper may be garbage
         for around in _wrappers_around(model):
             raise StateError(f"the model ({_described(model)}) is inside of a {_refusal(around)}")

@@ -8,6 +8,7 @@ are a few trainable parameters in a model that is otherwise frozen.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -15,13 +16,15 @@ from headrace.config import BlocksSpec, parse_bytes
 from headrace.planning import FEWEST_ROWS, Key, goes_by_rows
 from headrace.weights.model.experts import Experts, experts_of, lists_experts
 from headrace.weights.model.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
-from headrace.weights.model.tables import row_bytes_of
+from headrace.weights.model.layout import travel_dtype
 
-__all__ = ["Part", "Partition", "partition"]
+__all__ = ["Part", "Partition", "gathering_bytes", "looks_rows_up", "partition"]
 
 _ADAPTER_SHARE = 0.1  # of all bytes: trainable parameters that take no more count as adapters
 _SMALL_SHARE = 1 / 16  # of a unit: a module with fewer bytes is not worth a trip of its own
 _MISSING_SHARE = 1 / 32  # of the bytes without room: the unit of a model that decodes, see `_unit_of_decoding`
+_HALF_BYTES = 4 * 2**20  # of the host memory where rows are gathered: a copy of this size has a link's full speed
+_HALF_SHARE = 1 / 8  # of a table, at the most
 _VISIT_BYTES = 2 * 2**20  # cross a link of 25 to 50 GB/s while the host makes one visit
 
 
@@ -156,7 +159,7 @@ class _Cutter:
         sizes = [self._nbytes(part.keys) for part in self._parts]
         if kept_bytes + sum(sizes) <= self._budget_bytes:
             return
-        rows = [row_bytes_of(part.keys, part.sites, self._inventory) for part in self._parts]
+        rows = [_row_bytes_of(part.keys, part.sites, self._inventory) for part in self._parts]
         whole = [part.experts is None and not row_bytes for part, row_bytes in zip(self._parts, rows, strict=True)]
         largest = max((size for size, is_whole in zip(sizes, whole, strict=True) if is_whole), default=0)
         for part, size, row_bytes in zip(self._parts, sizes, rows, strict=True):
@@ -289,3 +292,38 @@ def _merged(parts: list[Part], nbytes: Callable[[list[int]], int], limit_bytes: 
         else:
             merged.append(part)
     return merged
+
+
+# tables: this is decided once for each, and each lookup decides for itself whether it goes by rows --------------------
+def gathering_bytes(table_bytes: int, row_bytes: int) -> int:
+    """Bytes of one half of the host memory where rows are gathered: one half is sent while the other is filled."""
+    nbytes = min(_HALF_BYTES, int(table_bytes * _HALF_SHARE))
+    return max(row_bytes, nbytes // row_bytes * row_bytes) if row_bytes else 0
+
+
+def _row_bytes_of(keys: Sequence[int], modules: Sequence[nn.Module], inventory: Inventory) -> int:
+    """Bytes of one row on the device, if these parameters are one table and nothing else; 0 if they travel whole.
+
+    Several embeddings may hold the table, as in T5, whose encoder and decoder do.
+    """
+    if len(keys) != 1 or len(modules) != 1:
+        return 0
+    key = keys[0]
+    parameter = inventory.members[key].parameter
+    holders = [module for module, own in inventory.owned.items() if key in own]
+    alone = parameter.dim() == 2 and inventory.can_be_cut(key, places=len(holders))
+    only_looked_up = all(looks_rows_up(module) and inventory.owned[module] == [key] for module in holders)
+    if not (alone and only_looked_up):
+        return 0
+    return parameter.shape[1] * travel_dtype(parameter, inventory.param_dtype).itemsize
+
+
+def looks_rows_up(module: Any) -> bool:
+    """Whether a call of the module takes rows of its weight, and does nothing else with it."""
+    return (
+        type(module) is nn.Embedding
+        and module.max_norm is None
+        and not module.sparse
+        and not module.scale_grad_by_freq
+        and "weight" in module._parameters
+    )

@@ -16,7 +16,7 @@ from headrace.memory.arena import Arena
 from headrace.memory.buffers import plain_tensors
 from headrace.runtime.lanes import Event, Lane, Lanes
 from headrace.weights.meter import Meter
-from headrace.weights.model.tables import gathering_bytes
+from headrace.weights.model.partition import gathering_bytes
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.shares import Shares

@@ -19,8 +19,8 @@ from headrace.weights.model.data_parallel import refuse_wrapping
 from headrace.weights.model.home import Home
 from headrace.weights.model.inventory import Inventory, take_inventory
 from headrace.weights.model.layout import check_can_travel
+from headrace.weights.model.partition import looks_rows_up
 from headrace.weights.model.places import Member, Place
-from headrace.weights.model.tables import looks_rows_up
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.call import Companion, Site
 from headrace.weights.passes.engine import Engine

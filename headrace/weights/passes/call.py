@@ -278,40 +278,27 @@ class Companion(Protocol):
         """Converts the model to other dtypes by a call of `convert`."""
 
 
+@dataclass(eq=False)
 class Site:
-    """One managed module.
+    """One managed module of the model of these `passes`."""
 
-    `lender` lends the leaves of the model of these `passes`. `blocks` must be present while the module computes.
-    `main`: calling this module is what brings `blocks` (a layer's). Otherwise they are those of the layer around it,
-    whose call has brought them already; they are brought here only if the module is called by itself. `encloses`: a
-    `main` site lies below this one, as below the whole model.
-    """
+    passes: Passes
+    lender: Lender  # lends the model's leaves
+    name: str
+    blocks: tuple[Block, ...]  # they must be present while the module computes
+    # Whether calling this module is what brings `blocks` (a layer's). Otherwise they are those of the layer around it,
+    # whose call has brought them already; they are brought here only if the module is called by itself.
+    main: bool
+    encloses: bool  # whether a `main` site lies below this one, as below the whole model
+    table: Block | None = None  # the table in which the module looks rows up; only its rows travel
+    all_experts: "Site | None" = None  # for calls that need all of the module's experts, which travel one by one
+    adapts: bool = False  # whether the module adapts weights of experts, see passes/expert_dispatch.py
+    companion: Companion | None = None  # at a whole model: what lives as long as the model
+    compiled_by: "weakref.ref[nn.Module] | None" = None  # torch.compile's module around it, until the call
 
-    def __init__(
-        self,
-        passes: Passes,
-        lender: Lender,
-        name: str,
-        blocks: tuple[Block, ...],
-        *,
-        main: bool,
-        encloses: bool,
-        table: Block | None = None,
-        all_experts: "Site | None" = None,
-        adapts: bool = False,
-    ) -> None:
-        self.passes, self._lender = passes, lender
-        self.name = name
-        self.blocks = blocks
-        self.main = main
-        self._may_be_inside = bool(blocks) and not main
-        self.may_be_idle = len(blocks) == 1 and blocks[0].expert_key is not None
-        self.encloses = encloses
-        self.table = table  # the table in which the module looks rows up; only its rows travel
-        self.all_experts = all_experts  # for calls that need all of the module's experts, which travel one by one
-        self.adapts = adapts  # the module adapts weights of experts, see passes/expert_dispatch.py
-        self.companion: Companion | None = None  # at a whole model: what lives as long as the model
-        self.compiled_by: weakref.ref[nn.Module] | None = None  # torch.compile's module around it, until the call
+    def __post_init__(self) -> None:
+        self._may_be_inside = bool(self.blocks) and not self.main
+        self.may_be_idle = len(self.blocks) == 1 and self.blocks[0].expert_key is not None
 
     def is_inside(self) -> bool:
         """Whether a call of the module does nothing of its own, as most calls: a visit on this thread has brought all
@@ -340,4 +327,4 @@ class Site:
             for block in self.blocks:
                 if block.look() != block.loaded_generation:
                     return False
-        return is_lending(self._lender)
+        return is_lending(self.lender)

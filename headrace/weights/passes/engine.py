@@ -30,7 +30,7 @@ from headrace.weights.passes.handover import handed_out, to_device
 from headrace.weights.passes.lending import Lending, is_idle
 from headrace.weights.passes.lookup import Lookups
 from headrace.weights.passes.parameter_access import is_lending, lending_leaves, stop_lending
-from headrace.weights.passes.row_gradients import ExpertGradients, RowGradients
+from headrace.weights.passes.row_gradients import RowGradients
 
 __all__ = ["Engine", "Together"]
 
@@ -59,7 +59,7 @@ class Engine:
         self.backward = Backward(passes, self.lending, self._recover)
         self.row_gradients = RowGradients(self.backward)
         self.lookups = Lookups(self.lending, self.row_gradients)
-        self.experts = ExpertDispatch(self.lending, ExpertGradients(self.backward, self.row_gradients), self.call)
+        self.experts = ExpertDispatch(self.lending, self.row_gradients, self.call)
         self.together: Together | None = None  # several micro-batches, whose forwards are under way
         for block in passes.all_blocks():
             self._adopt(block)
@@ -372,8 +372,8 @@ class Engine:
             for method in list(self.passes.methods.values()):  # these go on, around what is undone
                 method.break_off()
                 lending_leaves(self.lending).begin()
-            self.lending.forget()
             self.passes.reset_bound()
+            self.lending.end_of_visit()  # forgets what was lent
             self._residency.mend(self.passes.all_blocks(), self._executor.slices.held_bytes)
             self.backward.forget()
             self.passes.settle(PassState.AT_REST)

@@ -7,6 +7,7 @@ so for copies of only those experts that the call uses, numbered from zero. See 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from headrace.weights.movement.slices import Slices
 from headrace.weights.passes.call import Site
 from headrace.weights.passes.expert_stand_ins import ExpertsOfCall, WeightOfExperts, standing_in
 from headrace.weights.passes.lending import Lending
-from headrace.weights.passes.row_gradients import ExpertGradients
+from headrace.weights.passes.row_gradients import RowGradients
 
 __all__ = ["ExpertDispatch", "adapts_experts"]
 
@@ -67,7 +68,7 @@ class _AdaptedCall(NamedTuple):
 class ExpertDispatch:
     """Runs calls of modules whose experts travel one by one. `call` is the engine's, for a visit to a whole block."""
 
-    def __init__(self, lending: Lending, gradients: ExpertGradients, call: Callable[..., Any]) -> None:
+    def __init__(self, lending: Lending, gradients: RowGradients, call: Callable[..., Any]) -> None:
         self._lending = lending
         self._device, self._executor = lending.passes.device, lending.passes.executor
         self._slices = self._executor.slices
@@ -164,7 +165,8 @@ class ExpertDispatch:
 
         def trained(param: ManagedParam, view: torch.Tensor) -> torch.Tensor:
             # The places are saved for backward: a checkpoint may recompute with others, and saves those.
-            return self._gradients.part(block, param, lambda: view, used.tolist(), _rows_at, places)
+            alone = partial(self._gradients.alone, block)
+            return self._gradients.computed(param, lambda: view, used, alone, _rows_at, places)
 
         stand_ins = list(map(trained, block.params, views))
         numbers = places[routing.where].to(self._device, routing.dtype)

@@ -23,7 +23,7 @@ from headrace.weights.movement.banks import Bank
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.slices import Slices
 from headrace.weights.passes.parameter_access import borrow
-from headrace.weights.passes.row_gradients import ExpertGradients
+from headrace.weights.passes.row_gradients import RowGradients
 
 __all__ = ["ExpertsOfCall", "WeightOfExperts", "standing_in"]
 
@@ -89,13 +89,13 @@ class ExpertsOfCall:
     """
 
     def __init__(
-        self, slices: Slices, block: Block, used: Sequence[int], gradients: ExpertGradients, *, gathers: bool
+        self, slices: Slices, block: Block, used: Sequence[int], gradients: RowGradients, *, gathers: bool
     ) -> None:
         self.whole = False  # whether all were needed: experts are then taken from the lent weights
         self.count = 0 if block.experts is None else block.experts.count
         self._slices = slices
         self._block = block
-        self._gradients = gradients
+        self._gradients, self._alone = gradients, partial(gradients.alone, block)
         self._gathers = gathers
         self._banks = [slices.bank_of(block, len(used))]  # none once all of the weights are needed
         self._used = [number for number in used if 0 <= number < self.count]
@@ -115,7 +115,7 @@ class ExpertsOfCall:
             return None
         param = self._block.params[place]
         given = partial(self._given, place, number)
-        return self._gradients.part(self._block, param, given, [number], lambda gradient: gradient[None])
+        return self._gradients.computed(param, given, [number], self._alone, lambda gradient: gradient[None])
 
     def _given(self, place: int, number: int) -> torch.Tensor:
         weight = self._view(place, number)
@@ -143,7 +143,7 @@ class ExpertsOfCall:
             return rows.index_put_((where,), gradient, accumulate=True)
 
         param = self._block.params[place]
-        return self._gradients.part(self._block, param, lambda: found, used, to_rows, gathered.where)
+        return self._gradients.computed(param, lambda: found, used, self._alone, to_rows, gathered.where)
 
     def _copies(self, place: int, numbers: torch.Tensor, wanted: torch.Tensor) -> _Gathered | None:
         places = range(len(self._block.params)) if self._gathers else [place]

@@ -105,10 +105,6 @@ class Lending:
         for block in lent:
             block.take_back()
 
-    def forget(self) -> None:
-        """Forgets what is lent: all blocks were unbound."""
-        self._lent_in_backward.clear()
-
     @property
     def computes(self) -> bool:
         """Whether this thread computes with the model's weights now, and nobody's hooks do."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from headrace.runtime.autograd import in_transform, without_overrides
-from headrace.weights.model.tables import looks_rows_up
+from headrace.weights.model.partition import looks_rows_up
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.passes.lending import Lending
 from headrace.weights.passes.row_gradients import RowGradients

@@ -18,8 +18,7 @@ from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.backward import Backward
 
-__all__ = ["ExpertGradients", "RowGradients", "TakenRows"]
-
+__all__ = ["RowGradients", "TakenRows"]
 
 _MARK = "headrace_whole"
 
@@ -29,10 +28,20 @@ class _Use:
 
 
 class RowGradients:
-    """Takes the gradients of rows of one model's weights."""
+    """Takes the gradients of rows of one model's weights.
+
+    Each expert that a call uses gives a gradient, which goes to the host alone. A plain run's gradient is that of all
+    experts, with zeros for those that no token went to.
+    """
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
+        self._executor = backward.passes.executor
+        # Whether gradients may leave the device expert by expert. Ranks average whole ones.
+        self._one_by_one = isinstance(backward.passes.gradients, Gradients)
+        self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
+        # Blocks of which a call used more than single experts, and how many backwards had ended then.
+        self._known_whole: dict[Block, int] = {}
         self._signs: dict[ManagedParam, torch.Tensor] = {}  # see `_sign_of`
 
     def computed(
@@ -50,15 +59,16 @@ class RowGradients:
         but rows of the weight has gradients. If not, autograd gets the gradient of rows as one of the whole weight, and
         adds all up in its own order.
         """
-        if not (torch.is_grad_enabled() and param.home.requires_grad):
-            return values()
-        param.prepare_leaf()
-        if param not in self._signs:
-            self._signs[param] = self._sign_of(param)
-        apply: Any = TakenRows.apply
-        take = partial(self._take, param, alone, torch.as_tensor(rows, device="cpu"))
-        found: torch.Tensor = apply(param.leaf, self._signs[param], values, take, to_rows, *saved)
-        return found
+        with without_overrides():
+            if not (torch.is_grad_enabled() and param.home.requires_grad):
+                return values()
+            param.prepare_leaf()
+            if param not in self._signs:
+                self._signs[param] = self._sign_of(param)
+            apply: Any = TakenRows.apply
+            take = partial(self._take, param, alone, torch.as_tensor(rows, device="cpu"))
+            found: torch.Tensor = apply(param.leaf, self._signs[param], values, take, to_rows, *saved)
+            return found
 
     def is_sign(self, leaf: torch.Tensor) -> bool:
         """Whether a leaf of a graph is the sign of some weight, and no parameter."""
@@ -98,46 +108,7 @@ class RowGradients:
         whole = torch.zeros(param.layout.shape, dtype=gradient.dtype, device=gradient.device)
         return whole.index_copy(0, rows.to(gradient.device), gradient)
 
-
-class TakenRows(torch.autograd.Function):
-    """Saves what a plain run's operation in its place saves, and reads no weight in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        _leaf: torch.Tensor,
-        _sign: torch.Tensor,
-        values: Callable[[], torch.Tensor],
-        take: Callable[[torch.Tensor], torch.Tensor | None],
-        to_rows: Callable[..., torch.Tensor],
-        *saved: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(*saved)
-        ctx.take, ctx.to_rows = take, to_rows
-        return values()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        whole = ctx.take(ctx.to_rows(gradient, *ctx.saved_tensors))
-        return whole, torch.zeros((), device=gradient.device), *(None for _ in ctx.needs_input_grad[2:])
-
-
-class ExpertGradients:
-    """Gradients of the experts of one model. Each that a call uses gives one, which goes to the host alone.
-
-    A plain run's gradient is that of all experts, with zeros for those that no token went to.
-    """
-
-    def __init__(self, backward: Backward, row_gradients: RowGradients) -> None:
-        self._backward = backward
-        self._executor = backward.passes.executor
-        self._row_gradients = row_gradients
-        # Whether gradients may leave the device expert by expert. Ranks average whole ones.
-        self._one_by_one = isinstance(backward.passes.gradients, Gradients)
-        self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
-        # Blocks of which a call used more than single experts, and how many backwards had ended then.
-        self._known_whole: dict[Block, int] = {}
-
+    # experts ----------------------------------------------------------------------------------------------------------
     def trains(self, block: Block) -> bool:
         """Whether a call of the block's module now is part of a pass in which a weight of the block gets a gradient."""
         with without_overrides():
@@ -183,21 +154,29 @@ class ExpertGradients:
                     use = node.metadata[_MARK] = _Use()
                     self._whole.setdefault(block, weakref.WeakSet()).add(use)
 
-    def part(
-        self,
-        block: Block,
-        param: ManagedParam,
+    def alone(self, block: Block) -> bool:
+        """Whether nothing but single experts of the block has gradients, see `computed`."""
+        return not block.trains_whole and not self._whole.get(block)
+
+
+class TakenRows(torch.autograd.Function):
+    """Saves what a plain run's operation in its place saves, and reads no weight in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _leaf: torch.Tensor,
+        _sign: torch.Tensor,
         values: Callable[[], torch.Tensor],
-        experts: Sequence[int],
+        take: Callable[[torch.Tensor], torch.Tensor | None],
         to_rows: Callable[..., torch.Tensor],
         *saved: torch.Tensor,
     ) -> torch.Tensor:
-        """What `values` gives, made of these experts' weights. Their gradients go to the host as rows, see
-        `RowGradients.computed`.
-        """
+        ctx.save_for_backward(*saved)
+        ctx.take, ctx.to_rows = take, to_rows
+        return values()
 
-        def alone() -> bool:
-            return not block.trains_whole and not self._whole.get(block)
-
-        with without_overrides():
-            return self._row_gradients.computed(param, values, experts, alone, to_rows, *saved)
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        whole = ctx.take(ctx.to_rows(gradient, *ctx.saved_tensors))
+        return whole, torch.zeros((), device=gradient.device), *(None for _ in ctx.needs_input_grad[2:])

@@ -16,8 +16,7 @@ from headrace.runtime.host import available_host_bytes
 from headrace.weights.model.experts import takes_single_experts
 from headrace.weights.model.inventory import Inventory
 from headrace.weights.model.layout import travel_dtype
-from headrace.weights.model.partition import Part, Partition
-from headrace.weights.model.tables import gathering_bytes
+from headrace.weights.model.partition import Part, Partition, gathering_bytes
 from headrace.weights.rest.materialize import Materialized
 from headrace.weights.rest.placement import Placement, place
 
