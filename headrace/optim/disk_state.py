@@ -208,7 +208,7 @@ class DiskState:
 
     def at_rest(self, key: Any, elements: int) -> dict[str, TensorAtRest]:
         """The tensors of a parameter, flat, for reading while nothing is written to them."""
-        found = {}
+        found: dict[str, TensorAtRest] = {}
         for name, dtype in self._written.get(key, {}).items():
             extent = self._extents[key][name, dtype]
             like = torch.empty(eight_bit.nbytes(elements, dtype) // dtype.itemsize, dtype=dtype, device="meta")
