@@ -198,8 +198,7 @@ def test_a_byte_of_state_that_changed_on_disk_is_named(
     saved, weights, (store,) = copy.deepcopy(reference.state_dict()), copies(theirs), stores
     store.synchronize()
     at = store.nbytes - 4091 if last else 5  # the last page is full
-    (directory,) = tmp_path.iterdir()
-    with open(spill_file(directory), "r+b") as file:
+    with open(spill_file(tmp_path), "r+b") as file:
         byte = os.pread(file.fileno(), 1, at)[0]
         os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
     give_gradients(ours, theirs, 2)

@@ -10,8 +10,8 @@ import secrets
 import stat
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -55,13 +55,15 @@ class StoreDirectory:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._identity = _identity(self.path)
+            if not alone:
+                self._descriptor = os.open(self.path, os.O_RDONLY | CLOSED_IN_CHILDREN)
         except FileExistsError as error:
             raise ValueError(f"disk={str(self.path)!r} is a file; give a directory") from error
         except OSError as error:
             raise self._unusable(error) from error
+        self._closer: Callable[[], object]
         if not alone:
-            self._descriptor = os.open(self.path, os.O_RDONLY | CLOSED_IN_CHILDREN)
-            self._closer: weakref.finalize[..., Any] = weakref.finalize(self, os.close, self._descriptor)
+            self._closer = weakref.finalize(self, os.close, self._descriptor)
             return
         with _lock:
             if self._identity in _held:
