@@ -1,14 +1,14 @@
 """How do the ranks of a node update a model of which they share one copy? Each updates its own parameters, for all."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from headrace.errors import StateError
 from headrace.optim.devices import Member
-from headrace.optim.ownership import Ownership, Perform
+from headrace.optim.ownership import Ownership
 from headrace.runtime.pending import OWNER, OtherRanks, Unit, unit_of
 from headrace.runtime.ranks import Ranks
 
@@ -26,12 +26,7 @@ class OnNode(Ownership):
         super().__init__(ranks)
         self.common = common
 
-    def agree(
-        self,
-        look: Callable[[], list[Member]],
-        groups: Sequence[dict[str, Any]],
-        settings: Callable[[], Mapping[str, object]],
-    ) -> list[Member]:
+    def _prepare(self, groups: Sequence[dict[str, Any]]) -> None:
         for group in groups:
             for parameter in group["params"]:
                 if node_of(parameter) is not self.common:
@@ -40,16 +35,10 @@ class OnNode(Ownership):
                         " optimizer's other ones belong to, which is offloaded on several ranks; make a new optimizer"
                     )
 
-        def look_at_places() -> list[Member]:
-            found = look()
-            for member in found:  # the weights that all ranks see, which may have moved to disk
-                member.master.host = self.common.place_of(member.parameter.__dict__[OWNER])
-            return found
-
-        return super().agree(look_at_places, groups, settings)
-
     def _seen(self, member: Member) -> int:
         """A checksum of some elements: enough to see that only one rank clipped or scaled, which writes to all."""
+        # The weights that all ranks see may have moved to disk.
+        member.master.host = self.common.place_of(member.parameter.__dict__[OWNER])
         row = member.gradient[(0,) * (member.gradient.dim() - 1)] if member.gradient.numel() else member.gradient
         return zlib.crc32(row[..., :_SEEN].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
@@ -62,13 +51,8 @@ class OnNode(Ownership):
             member.updated = member.updated or self.is_elsewhere(member.parameter)
         return super().bring(members)
 
-    def perform_own(self, perform: Perform, members: Sequence[Member]) -> None:
-        if mine := self.bring(members):
-            perform(mine)
-            self.common.updated(member.parameter.__dict__[OWNER] for member in mine)
-
-    def update(self, members: Sequence[Member], perform: Perform) -> None:
-        super().update(members, lambda mine: self.perform_own(perform, mine))
+    def _performed(self, mine: Sequence[Member]) -> None:
+        self.common.updated(member.parameter.__dict__[OWNER] for member in mine)
 
     def spread(self, members: Sequence[Member]) -> None:
         self.common.node.meet("the end of its update")

@@ -19,10 +19,11 @@ from headrace.optim.devices import Member
 from headrace.optim.loading import by_number
 from headrace.runtime.pending import OtherRanks, Unit
 from headrace.runtime.ranks import Ranks
+from headrace.runtime.sharded import is_sharded
 
-__all__ = ["OwnerMap", "Ownership", "Perform"]
+__all__ = ["OwnerMap", "Ownership", "Replicas"]
 
-Perform = Callable[[list[Member]], None]
+_Perform = Callable[[list[Member]], None]
 
 
 class OwnerMap:
@@ -91,13 +92,15 @@ class Ownership:
         """
         if not self.shares:
             return look()
+        self._prepare(groups)
         found: list[Member] = []
+        gradients: dict[int, int] = {}
         error = None
         try:
             found = look()
+            gradients = {member.index: self._seen(member) for member in found}
         except Exception as failure:
             error = failure
-        gradients = {member.index: self._seen(member) for member in found}
         told_settings = {name: str(value) for name, value in settings().items()}
         told_settings["whether state was loaded"] = str(self._loaded)
         if self._described is None:
@@ -113,8 +116,11 @@ class Ownership:
         self._consolidated = None  # it was of an earlier step
         return found
 
+    def _prepare(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Called before the ranks agree. What it raises is raised on this rank alone."""
+
     def _seen(self, member: Member) -> int:
-        """A number that ranks compare, made from a gradient's values."""
+        """Looks at a member of a step. Returns a number that ranks compare, made from its gradient's values."""
         return 0
 
     def _agreed(self, alike: Sequence[int]) -> None:
@@ -131,12 +137,16 @@ class Ownership:
     def spread(self, members: Sequence[Member]) -> None:
         """Called when each rank has updated its own members: gives all ranks their weights."""
 
-    def perform_own(self, perform: Perform, members: Sequence[Member]) -> None:
+    def perform_own(self, perform: _Perform, members: Sequence[Member]) -> None:
         """Calls `perform` with the members that this rank updates."""
         if mine := self.bring(members):
             perform(mine)
+            self._performed(mine)
 
-    def update(self, members: Sequence[Member], perform: Perform) -> None:
+    def _performed(self, mine: Sequence[Member]) -> None:
+        """Called when this rank has updated its own members."""
+
+    def update(self, members: Sequence[Member], perform: _Perform) -> None:
         """Each rank calls `perform` with its own members, then all ranks get all updated weights. A collective.
 
         Raises what `perform` raises, after the last collective; StateError if it raised on another rank.
@@ -150,6 +160,7 @@ class Ownership:
             if mine and error is None:
                 try:
                     perform(mine)
+                    self._performed(mine)
                 except Exception as failure:  # raised later: the other ranks wait for what this one sends
                     error = failure
             self.spread(batch)
@@ -262,6 +273,30 @@ class Ownership:
             if self.map.owner(parameter) == self.ranks.own and parameter in state
         }
         self._consolidated = consolidated(owned, self.ranks, to)
+
+
+class Replicas(Ownership):
+    """Who owns parameters that every rank has, with gradients that were averaged (ZeRO-1). All get all weights."""
+
+    def take(self, parameters: Sequence[torch.Tensor]) -> None:
+        """As in `Ownership`. Raises ValueError for parameters that cannot be sent over the mesh."""
+        for parameter in parameters:
+            what = f"a parameter of shape {tuple(parameter.shape)}"
+            if is_sharded(parameter):
+                raise ValueError(
+                    f"{what} is a DTensor over {parameter.device_mesh}, which has its ranks already;"  # type: ignore[attr-defined]
+                    " leave mesh out, which is for plain tensors that all ranks have alike"
+                )
+            if not self.ranks.reaches(parameter.device):
+                raise ValueError(
+                    f"{what} is on {parameter.device}, and the mesh's process group has no backend for"
+                    f" {parameter.device.type!r}: init_process_group('cpu:gloo,cuda:nccl')"
+                )
+        super().take(parameters)
+
+    def spread(self, members: Sequence[Member]) -> None:
+        owners = ((self.map.owner(member.parameter) or 0, member) for member in members)
+        self.ranks.spread((owner, member.parameter.detach()) for owner, member in owners)
 
 
 def _described(groups: Iterable[dict[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ buckets; then the ranks tell each other which gradients they had.
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -22,8 +22,7 @@ from torch import nn
 from headrace.errors import StateError
 from headrace.optim.devices import Member
 from headrace.optim.options import Options
-from headrace.optim.ownership import Ownership
-from headrace.optim.replicas import Replicas, replicas_over
+from headrace.optim.ownership import Ownership, Replicas
 from headrace.runtime.autograd import EndOfBackward
 from headrace.runtime.pending import unit_of
 from headrace.runtime.ranks import Ranks
@@ -84,27 +83,18 @@ class Reduced(Replicas):
         self.ranks.spread((0, parameter.detach()) for parameter in parameters)
         torch.autograd.graph.increment_version(list(parameters))
 
-    def agree(
-        self,
-        look: Callable[[], list[Member]],
-        groups: Sequence[dict[str, Any]],
-        settings: Callable[[], Mapping[str, object]],
-    ) -> list[Member]:
+    def _prepare(self, groups: Sequence[dict[str, Any]]) -> None:
         self._check()  # on this rank alone: the others may still be in the collectives of the backward
 
-        def reduced() -> list[Member]:
-            found = look()
-            for member in found:
-                # Zeros count as averaged: torch.distributed.checkpoint takes a step with them to make state.
-                if not self._is_given(member.parameter, member.parameter.grad) and member.gradient.any():
-                    raise StateError(
-                        f"the gradient of parameter {member.index}, of shape {tuple(member.parameter.shape)}, was not"
-                        " averaged by backward(): it was set by hand, or the parameter was frozen when the optimizer"
-                        " was made; with zero_stage=2 gradients come from backward() alone"
-                    )
-            return found
-
-        return super().agree(reduced, groups, settings)
+    def _seen(self, member: Member) -> int:
+        # Zeros count as averaged: torch.distributed.checkpoint takes a step with them to make state.
+        if not self._is_given(member.parameter, member.parameter.grad) and member.gradient.any():
+            raise StateError(
+                f"the gradient of parameter {member.index}, of shape {tuple(member.parameter.shape)}, was not averaged"
+                " by backward(): it was set by hand, or the parameter was frozen when the optimizer was made; with"
+                " zero_stage=2 gradients come from backward() alone"
+            )
+        return super()._seen(member)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _lay_out(self) -> None:
@@ -334,9 +324,33 @@ class _Backward:
 
 
 def owners_over(options: Options, owners: Sequence[int] = ()) -> Ownership:
-    """The ownership of parameters that every rank of the options' mesh has; see `replicas_over`."""
-    kind = Reduced if options.zero_stage == 2 else Replicas
-    return Ownership() if options.mesh is None else replicas_over(options.mesh, owners, kind)
+    """The ownership of parameters that every rank of the options' mesh has.
+
+    Raises TypeError or ValueError unless it is a mesh of one dimension.
+    """
+    mesh = options.mesh
+    if mesh is None:
+        return Ownership()
+    from torch.distributed.device_mesh import DeviceMesh  # here: not every build of PyTorch has it
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; give the DeviceMesh over whose ranks gradients are averaged:"
+            " torch.distributed.init_device_mesh('cuda', (world_size,))"
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("replicate", "shard")
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions, of sizes {tuple(mesh.shape)}; give the one over which gradients are"
+            f" averaged, such as mesh[{names[0]!r}]"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {torch.distributed.get_rank()} is not in the mesh, whose ranks are {mesh.mesh.tolist()}; make the"
+            " optimizer on these ranks alone, or give a mesh that has all"
+        )
+    ranks = Ranks(mesh.get_group(0), mesh.device_type)
+    return (Reduced if options.zero_stage == 2 else Replicas)(ranks, owners)
 
 
 def _call(method: "weakref.WeakMethod[Any]", which: "weakref.ref[torch.Tensor]", *_: Any) -> None:
