@@ -179,7 +179,7 @@ def _read(hint: Any, value: Any, within: str) -> Any:
         kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
         return tuple(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True))
     hints = get_type_hints(hint)
-    if dataclasses.is_dataclass(hint):
+    if hasattr(hint, "__dataclass_fields__"):
         return hint(**{name: _read(hints[name], each, within) for name, each in value.items()})
     kinds = tuple(hints.values())[: len(value)]  # of a NamedTuple, whose last fields have defaults
     return hint(*(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True)))

@@ -20,7 +20,7 @@ def compress_parameter(tensor: torch.Tensor) -> bytes:
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     planes = np.ascontiguousarray(raw.reshape(-1, tensor.itemsize).T)  # exponents repeat, mantissas do not
     deflate = zlib.compressobj(1, zlib.DEFLATED, _ALL_BITS, 9, zlib.Z_RLE)
-    return _header(tensor.dtype, raw.nbytes) + deflate.compress(planes) + deflate.flush()
+    return _header(tensor.dtype, raw.nbytes) + deflate.compress(planes.data) + deflate.flush()
 
 
 def decompress_parameter(
