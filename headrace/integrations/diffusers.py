@@ -52,8 +52,9 @@ def open_component(directory: Path, config: dict[str, Any]) -> "tuple[ModelMixin
     import diffusers  # imported here because it is optional and takes seconds
 
     name = config["_class_name"]
-    model_class: Any = getattr(diffusers, name, None)
-    if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
+    found: Any = getattr(diffusers, name, None)
+    model_class: Any = found if isinstance(found, type) and issubclass(found, nn.Module) else None
+    if model_class is None:
         raise CheckpointError(
             f"{directory / 'config.json'} names the class {name!r}, which this diffusers ({diffusers.__version__}) does"
             " not have; install a version that does"

@@ -178,12 +178,11 @@ def _read(hint: Any, value: Any, within: str) -> Any:
     if get_origin(hint) is tuple:
         kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
         return tuple(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True))
-    make: Any = hint
     hints = get_type_hints(hint)
-    if dataclasses.is_dataclass(hint):
-        return make(**{name: _read(hints[name], each, within) for name, each in value.items()})
+    if hasattr(hint, "__dataclass_fields__"):
+        return hint(**{name: _read(hints[name], each, within) for name, each in value.items()})
     kinds = tuple(hints.values())[: len(value)]  # of a NamedTuple, whose last fields have defaults
-    return make(*(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True)))
+    return hint(*(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True)))
 
 
 def _what(span: Span) -> str:
