@@ -15,7 +15,6 @@ from headrace.planning.cost import (
     Training,
     adapted_of,
     check_config,
-    is_module,
     layers_of,
     read_config,
     shape_of_config,
@@ -47,7 +46,7 @@ def shape_of(
     if isinstance(model, ModelShape):
         shape = model
         adapts = adapts and (adapter_rank is not None or shape.trainable == shape.parameters)
-    elif is_module(model):
+    elif hasattr(model, "named_parameters"):
         trains_all = all(parameter.requires_grad for parameter in model.parameters())
         adapts = adapts and (adapter_rank is not None or trains_all)
         shape = _shape_of_module(model, sequence_length, adapts)
@@ -95,18 +94,15 @@ def _shape_of_module(model: "torch.nn.Module", sequence_length: int, adapts: boo
         return shape_of_module(model)
     counted = shape_of_module(model, first=run.first)
     tokens = BATCH * sequence_length
-    blocks = []
-    for block in counted.blocks:
-        if block.kind is BlockKind.LAYER:
-            found = _with(block, run.layers[block.name], tokens, sequence_length)
-            blocks.append(dataclasses.replace(found, name="layer"))
-        elif block.kind is BlockKind.EMBEDDING:
-            rows = 0 if run.tied else _row_parameters(model, run)
-            blocks.append(dataclasses.replace(_with(block, run.before, tokens, sequence_length), row_parameters=rows))
-        else:
-            logits = run.logits * (run.logit_bytes + 4 * (run.logit_bytes < 4)) / tokens
-            blocks.append(dataclasses.replace(_with(block, run.after, tokens, sequence_length), logit_bytes=logits))
-    return dataclasses.replace(counted, blocks=tuple(blocks), tied=run.tied)
+    seen = run.layers | {"embedding": run.before, "head": run.after}
+    own: dict[BlockKind, dict[str, Any]] = {
+        BlockKind.LAYER: {"name": "layer"},
+        BlockKind.EMBEDDING: {"row_parameters": 0 if run.tied else _row_parameters(model, run)},
+        BlockKind.HEAD: {"logit_bytes": run.logits * (run.logit_bytes + 4 * (run.logit_bytes < 4)) / tokens},
+    }
+    found = [_with(block, seen[block.name], tokens, sequence_length) for block in counted.blocks]
+    blocks = tuple(dataclasses.replace(block, **own[block.kind]) for block in found)
+    return dataclasses.replace(counted, blocks=blocks, tied=run.tied)
 
 
 def _with(block: BlockShape, seen: "Seen", tokens: int, sequence_length: int) -> BlockShape:

@@ -9,7 +9,7 @@ first, because they are needed last. See docs/design/activations.md.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,33 +123,19 @@ class ActivationPlan:
 
 def plan_activations(problem: ActivationProblem) -> ActivationPlan:
     """The plan: what fits stays, what hides behind compute leaves; a budget is kept to even if compute waits."""
-    if problem.all_leave:
-        return _plan(problem, _all_leaving(problem), beyond_bytes=0)
-    hidden = _least_that_hides(problem)
-    if problem.budget_bytes is None:
-        return _plan(problem, hidden, beyond_bytes=0)
-    walk = _within(problem, problem.budget_bytes)
-    beyond_bytes = max(0, walk.peak_bytes - problem.budget_bytes)
-    if _stalls(problem, walk):
-        beyond_bytes = max(beyond_bytes, hidden.peak_bytes - problem.budget_bytes)
-    return _plan(problem, walk, beyond_bytes)
-
-
-def _least_that_hides(problem: ActivationProblem) -> _Walk:
-    """The walk with the lowest peak in which compute waits for nothing."""
-    return _lowest(problem, lambda ceiling: _Walk(problem, ceiling, waits=False), problem.compute_seconds)
-
-
-def _within(problem: ActivationProblem, budget_bytes: int) -> _Walk:
-    """The walk that exceeds the budget the least, then the faster one: with too many copies, tensors stay or wait."""
+    if problem.all_leave:  # with the lowest peak in backward that makes it no slower
+        fastest = _Walk(problem, 0, problem.nbytes)
+        return _plan(problem, _lowest(problem, lambda ceiling: _Walk(problem, 0, ceiling), fastest.seconds))
+    hidden = _lowest(problem, lambda ceiling: _Walk(problem, ceiling, waits=False), problem.compute_seconds)
+    budget_bytes = problem.budget_bytes
+    if budget_bytes is None:
+        return _plan(problem, hidden)
+    # What exceeds the budget the least, then the faster one: with too many copies, tensors stay or wait.
     walks = [_Walk(problem, budget_bytes, waits=waits) for waits in (False, True)]
-    return min(walks, key=lambda walk: (max(0, walk.peak_bytes - budget_bytes), walk.seconds))
-
-
-def _all_leaving(problem: ActivationProblem) -> _Walk:
-    """The walk in which everything leaves, with the lowest peak in backward that makes it no slower."""
-    fastest = _Walk(problem, 0, problem.nbytes)
-    return _lowest(problem, lambda ceiling: _Walk(problem, 0, ceiling), fastest.seconds)
+    walk = min(walks, key=lambda walk: (max(0, walk.peak_bytes - budget_bytes), walk.seconds))
+    stalls = walk.seconds - problem.compute_seconds > _HIDDEN_SHARE * problem.compute_seconds
+    peak_bytes = max(walk.peak_bytes, hidden.peak_bytes) if stalls else walk.peak_bytes
+    return _plan(problem, walk, beyond_bytes=max(0, peak_bytes - budget_bytes))
 
 
 def _lowest(problem: ActivationProblem, walk_under: Callable[[int], _Walk], seconds: float) -> _Walk:
@@ -169,11 +155,7 @@ def _lowest(problem: ActivationProblem, walk_under: Callable[[int], _Walk], seco
     return best
 
 
-def _stalls(problem: ActivationProblem, walk: _Walk) -> bool:
-    return walk.seconds - problem.compute_seconds > _HIDDEN_SHARE * problem.compute_seconds
-
-
-def _plan(problem: ActivationProblem, walk: _Walk, beyond_bytes: int) -> ActivationPlan:
+def _plan(problem: ActivationProblem, walk: _Walk, beyond_bytes: int = 0) -> ActivationPlan:
     return ActivationPlan(
         problem=problem,
         releases=tuple(map(tuple, walk.releases)),
@@ -191,15 +173,15 @@ def _plan(problem: ActivationProblem, walk: _Walk, beyond_bytes: int) -> Activat
 
 def _largest_names(saved: Sequence[Saved], wanted_bytes: int) -> tuple[str, ...]:
     """The modules that saved the most, as many as make up `wanted_bytes`."""
-    by_name: dict[str, int] = {}
+    by_name: Counter[str] = Counter()
     for each in saved:
-        by_name[each.name] = by_name.get(each.name, 0) + each.nbytes
+        by_name[each.name] += each.nbytes
     names: list[str] = []
-    for name in sorted(by_name, key=lambda name: -by_name[name]):
+    for name, nbytes in by_name.most_common():
         if wanted_bytes <= 0:
             break
         names.append(name)
-        wanted_bytes -= by_name[name]
+        wanted_bytes -= nbytes
     return tuple(names)
 
 

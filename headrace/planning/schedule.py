@@ -55,12 +55,13 @@ def _late_slot(gap: Gap, choice: int) -> int:
 
 
 def evaluate(
-    tape: Tape, choices: Sequence[int], held: list[int], limit_seconds: float = float("inf")
+    tape: Tape, choices: Sequence[int], held: list[int] | None = None, limit_seconds: float = float("inf")
 ) -> Schedule | None:
-    """The schedule that follows from the choices (`held` is their profile).
+    """The schedule that follows from the choices (`held`: their profile, if it is known).
 
     None when it does not fit or settle, or when its loads alone take longer than the limit.
     """
+    held = profile(tape, choices) if held is None else held
     if max(held) > tape.budget:
         return None
     chosen = [(gap, choice) for gap, choice in zip(tape.gaps, choices, strict=True) if choice != KEEP]
@@ -82,11 +83,6 @@ def evaluate(
         rounds=rounds,
         load_bytes=sum(tape.problem.block_bytes[gap.block] for gap in loads),
     )
-
-
-def make_schedule(tape: Tape, choices: Sequence[int]) -> Schedule | None:
-    """The schedule that follows from the choices, as `evaluate` finds it; this computes their profile first."""
-    return evaluate(tape, choices, profile(tape, choices))
 
 
 def _issue_slots(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] | None:

@@ -10,7 +10,7 @@ from headrace.planning.candidates import candidates
 from headrace.planning.improve import improve
 from headrace.planning.plan import Plan, Prediction, Step
 from headrace.planning.problem import Problem
-from headrace.planning.schedule import AHEAD, KEEP, Schedule, make_schedule, steps_of
+from headrace.planning.schedule import AHEAD, KEEP, Schedule, evaluate, steps_of
 from headrace.planning.tape import Tape, make_tape
 
 CLOSE = 1.005  # times the lower bound: good enough to stop
@@ -64,7 +64,7 @@ def _best_schedule(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
     leaders: dict[int, tuple[Tape, Schedule]] = {}  # number of cycles -> the best schedule over so many
     singles: list[Schedule] = []
     for shape, kept in candidates(tape):
-        schedule = make_schedule(shape, kept)
+        schedule = evaluate(shape, kept)
         if schedule is None:
             continue
         leader = leaders.get(shape.cycles)
@@ -94,7 +94,7 @@ def _best_schedule(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
 
 def _improved(tape: Tape, candidates: list[Schedule], goal: float) -> tuple[Tape, Schedule] | None:
     """The best schedule improved from the best candidate and from keeping nothing; far from the goal, from all."""
-    plain = make_schedule(tape, [KEEP if gap.free else AHEAD for gap in tape.gaps])
+    plain = evaluate(tape, [KEEP if gap.free else AHEAD for gap in tape.gaps])
     ordered = sorted(candidates, key=lambda schedule: _score(tape, schedule))
     starts = [*ordered[:1], *([plain] if plain is not None else [])]
     if not starts:
@@ -113,7 +113,7 @@ def _repeated(single: tuple[Tape, Schedule] | None) -> list[tuple[Tape, Schedule
     for cycles in (2, 3):
         if single is not None and single[0].ring and single[0].slots * cycles <= _SHORT:
             shape = make_tape(single[0].problem, cycles=cycles)
-            schedule = make_schedule(shape, single[1].choices * cycles)
+            schedule = evaluate(shape, single[1].choices * cycles)
             if schedule is not None:
                 found.append((shape, schedule))
     return found

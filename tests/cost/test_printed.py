@@ -61,7 +61,7 @@ def check(plan: RunPlan) -> None:
     assert f"\nresult    {seconds_text(run.seconds)} a step, {tokens / run.seconds:,.0f} tokens/s, " in text
     assert printed["step_seconds"] == run.seconds
     assert printed["efficiency"] == pytest.approx(run.floors.compute_seconds / run.seconds)
-    rounds = run.method.grouped(work).micro_batches
+    rounds = run.case.grouped().work.micro_batches
     if rounds <= 2:
         assert run.step.seconds == pytest.approx(run.seconds)
         assert f"\none step of {seconds_text(run.seconds)}:\n" in text
@@ -106,7 +106,7 @@ def check_lanes(plan: RunPlan, run: Run, text: str) -> None:
         if lane in EXACT and not plan.model.tied:  # gradients of tied weights leave twice
             latency = hardware.disk_latency_seconds if lane is CostLane.SPILL else hardware.link_latency_seconds
             copies = sum(task.lane is lane and task.nbytes > 0 for task in run.step.tasks)
-            rounds = max(1.0, run.method.grouped(plan.work).micro_batches / 2)
+            rounds = max(1.0, run.case.grouped().work.micro_batches / 2)
             more = latency * copies * rounds if lane in rates else 0.0
             assert floor * (1 - 2e-3) <= alone <= floor * (1 + 2e-3) + more, lane
         if busy or floor:

@@ -16,7 +16,7 @@ from headrace.planning.cost.hardware import (
     machine,
     nearest,
 )
-from headrace.planning.cost.modules import adapted_of, is_module, layers_of, shape_of_module
+from headrace.planning.cost.modules import adapted_of, layers_of, shape_of_module
 from headrace.planning.cost.run_plan import RunPlan, compare_text, plan_run
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.wanted import METHODS, wanted
@@ -44,7 +44,6 @@ __all__ = [
     "adapted_of",
     "check_config",
     "compare_text",
-    "is_module",
     "layers_of",
     "machine",
     "nearest",

@@ -21,10 +21,6 @@ class Module(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, Any]]: ...
 
 
-def is_module(model: object) -> bool:
-    return hasattr(model, "named_parameters")
-
-
 def layers_of(model: Module) -> list[str]:
     """The names of the repeated layers, as far as they have parameters."""
     found = (_REPEATED.match(name) for name, _ in model.named_parameters())

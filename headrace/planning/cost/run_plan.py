@@ -415,7 +415,7 @@ def _time_line(plan: RunPlan, run: Run) -> list[str]:
 def _pictured(plan: RunPlan, run: Run) -> str:
     """What the time line shows: the whole step, or the part of it that is simulated."""
     seconds = seconds_text(run.step.seconds)
-    if run.method.grouped(plan.work).micro_batches <= SIMULATED_MICRO_BATCHES:
+    if run.case.grouped().work.micro_batches <= SIMULATED_MICRO_BATCHES:
         return f"one step of {seconds}"
     shown = SIMULATED_MICRO_BATCHES * run.method.together
     return f"one step with {shown} of its {plan.work.micro_batches} micro-batches, {seconds}"

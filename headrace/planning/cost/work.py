@@ -155,11 +155,6 @@ class Method:
         """The share of the weights that crosses to the device: of weights that stay there, what the host updates."""
         return 1.0 if self.streamed else self.host_share if self.update is Place.HOST else 0.0
 
-    def grouped(self, work: Work) -> Work:
-        """The work with micro-batches that go together as one, because they move as much as a single one."""
-        rounds = math.ceil(work.micro_batches / self.together)
-        return replace(work, batch_size=self.together * work.batch_size, micro_batches=rounds)
-
     @property
     def uses_disk(self) -> bool:
         return Place.DISK in (self.weights, self.state) or self.activations is Activations.SPILLED
@@ -236,5 +231,7 @@ class Case:
         return self.work.micro_batches if self.method.host_share < 1 else 1
 
     def grouped(self) -> Case:
-        """The same case with micro-batches that go together as one."""
-        return replace(self, work=self.method.grouped(self.work))
+        """The same case with micro-batches that go together as one, because they move as much as a single one."""
+        work, together = self.work, self.method.together
+        rounds = math.ceil(work.micro_batches / together)
+        return replace(self, work=replace(work, batch_size=together * work.batch_size, micro_batches=rounds))
