@@ -29,8 +29,6 @@ from headrace.runtime.link import LaneUse
 from headrace.runtime.spans import Moved, Waited
 from headrace.weights.passes.managed import site_of
 
-__all__ = ["ActivationOffloading", "offload_activations"]
-
 _HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
 
 

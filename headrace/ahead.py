@@ -26,7 +26,6 @@ from headrace.shapes import shape_of
 if TYPE_CHECKING:
     import torch  # not imported here: `headrace plan` does without
 
-__all__ = ["HardwareNotFound", "cache_path", "cached_probe", "machine_of", "plan", "probed_rates"]
 
 MEASURED = "measured"
 

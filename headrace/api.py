@@ -69,8 +69,6 @@ from headrace.weights.rest.materialize import Materialized, materialize
 from headrace.weights.rest.placement import Placement
 from headrace.weights.rest.tiers import Tiers
 
-__all__ = ["Offloaded", "offload"]
-
 T = TypeVar("T")
 _LEAST_BYTES = 4096  # in a window of limited copies: each of so few bytes takes longer than they do
 

@@ -15,20 +15,6 @@ if TYPE_CHECKING:
     import torch  # not imported here: `headrace plan` reads sizes without
     from torch import nn
 
-__all__ = [
-    "ActivationConfig",
-    "BlocksSpec",
-    "OffloadConfig",
-    "Size",
-    "activation_config",
-    "directory_of",
-    "format_bytes",
-    "modules_of",
-    "parse_budget",
-    "parse_bytes",
-    "prefetch_blocks",
-]
-
 
 _UNITS = {
     "": 1,

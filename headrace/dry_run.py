@@ -15,8 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.runtime.autograd import FakeTensorMode, more_flops, tree_flatten
 
-__all__ = ["BATCH", "DryRun", "Seen", "dry_run"]
-
 BATCH = 2  # sequences: with a single one, some operations copy less, or more
 
 _ATTENTION = ("scaled_dot_product", "bmm")  # in names of operations: products whose size depends on the context

@@ -2,20 +2,6 @@
 
 from typing import Literal
 
-__all__ = [
-    "BudgetError",
-    "CheckpointError",
-    "DiskError",
-    "HeadraceError",
-    "LayoutError",
-    "OutOfMemoryError",
-    "RankError",
-    "StateError",
-    "TrainInputError",
-    "TrainingFailedError",
-    "WeightChangedError",
-]
-
 
 class HeadraceError(Exception):
     """The base class of all errors that headrace raises for budgets, layout and state."""

@@ -11,8 +11,6 @@ from headrace.runtime.system import after_fork
 from headrace.weights.meter import Checkpointed
 from headrace.weights.movement.block import Block
 
-__all__ = ["Handle", "ModelHandle", "handles", "handles_of"]
-
 
 class Handle:
     """What `offload()` and `offload_activations()` return. As a context manager it calls `remove()` at the end."""

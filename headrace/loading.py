@@ -36,8 +36,6 @@ from headrace.runtime.tensors import map_tree, parameters_of
 from headrace.weights.movement.block import Block
 from headrace.weights.rest.rests import DiskRest
 
-__all__ = ["load"]
-
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_remainder")
 
 

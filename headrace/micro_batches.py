@@ -17,8 +17,6 @@ from headrace.weights.passes.graph_segments import CannotCutError
 from headrace.weights.passes.layer_major import LayerMajor
 from headrace.weights.passes.module_states import ModuleStates
 
-__all__ = ["MicroBatches"]
-
 T = TypeVar("T")
 
 

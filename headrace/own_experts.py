@@ -9,8 +9,6 @@ from headrace.errors import StateError
 from headrace.weights.model.experts import mark_experts, picks_experts
 from headrace.weights.passes.managed import site_of
 
-__all__ = ["experts"]
-
 _Module = TypeVar("_Module", bound=nn.Module)
 
 

@@ -17,8 +17,6 @@ from headrace.runtime.host import available_host_bytes
 from headrace.runtime.probe import disk_rates, link_rates, matmul_rates, memory_rate, update_rate
 from headrace.runtime.progress import progress
 
-__all__ = ["Probe", "probe"]
-
 Measured = TypeVar("Measured")
 
 

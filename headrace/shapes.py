@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from headrace.dry_run import DryRun, Seen
 
-__all__ = ["shape_of"]
-
 
 def shape_of(
     model: Any,

@@ -21,8 +21,6 @@ from headrace.runtime.autograd import NO_TASK, backward_task, in_backward
 from headrace.runtime.fibers import calling_thread
 from headrace.runtime.module_calls import Participant, participant_of, take_part, withdraw
 
-__all__ = ["Calls", "refuse_watched"]
-
 
 class Calls(Participant):
     """The calls of one model and of its modules `watched`. `check` raises where the model cannot be offloaded now."""

@@ -18,8 +18,6 @@ from headrace.activations.item import Item, Presence
 from headrace.activations.resident_index import Items, ResidentIndex
 from headrace.planning import ActivationPlan
 
-__all__ = ["AsPlanned", "Basis", "ByCeiling", "Decisions", "Unplanned"]
-
 _UNPLANNED_COPIES = 2  # in flight at once in each direction, as long as there is no plan
 
 

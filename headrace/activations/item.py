@@ -13,8 +13,6 @@ from headrace.memory.pool import Slab
 from headrace.runtime.autograd import WeakTensor, address_of, storage_use_count
 from headrace.runtime.lanes import LateTransfer, Transfer
 
-__all__ = ["HandleRef", "Item", "Presence"]
-
 
 class Presence(Enum):
     """Where an item's bytes are."""

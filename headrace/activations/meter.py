@@ -8,8 +8,6 @@ from headrace.runtime.lanes import CollectiveLane, Lane, Lanes, LateTransfer, Ti
 from headrace.runtime.link import LaneUse, LinkSpeed
 from headrace.runtime.spans import Moved, Span, Waited, cut_by, spans_of
 
-__all__ = ["ActivationMeter"]
-
 _REMEMBERED = 512  # copies in each direction, which give the link's speed; and waits
 _UNREAD_WAITS = 256
 _REMEMBERED_PASSES = 64

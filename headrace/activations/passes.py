@@ -28,8 +28,6 @@ from headrace.runtime.device import is_capturing
 from headrace.runtime.lanes import Lanes, Tick
 from headrace.runtime.link import LaneUse
 
-__all__ = ["Passes"]
-
 
 class Passes:
     """All forwards and backwards of one model, or of a part of one. `store`: where activations rest; None: the host."""

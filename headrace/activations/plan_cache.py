@@ -17,8 +17,6 @@ from headrace.runtime.lanes import Lanes, Tick
 from headrace.runtime.link import LinkSpeed
 from headrace.runtime.tensors import tensors_in
 
-__all__ = ["PlanCache", "entry_of"]
-
 _MOST_ENTRIES = 64  # how many shapes of inputs are remembered, and kinds of shapes; the least recently used goes first
 
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from headrace.activations.item import Item, Presence
 from headrace.memory.least import LeastTree
 
-__all__ = ["Items", "ResidentIndex"]
-
 Items = Sequence[weakref.ref[Item]]  # the items of a trace, in the order of saving
 
 

@@ -27,8 +27,6 @@ from headrace.runtime.autograd import (
     unseen,
 )
 
-__all__ = ["Forward", "may_save", "pop_left_over"]
-
 _WHOLE_SHARE = 0.5  # if the first view of a storage has at least this share, all of it is saved: others mostly follow
 
 

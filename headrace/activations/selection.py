@@ -10,8 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from headrace.runtime.autograd import address_of, without_overrides
 
-__all__ = ["Selection", "mark_not_offload"]
-
 _marked: dict[int, StorageWeakRef] = {}  # by the address of the storage, which stays unique while the reference lives
 
 

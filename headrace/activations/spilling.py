@@ -25,8 +25,6 @@ from headrace.memory.pool import Slab
 from headrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
 from headrace.runtime.threads import OneThread
 
-__all__ = ["DiskStash"]
-
 _STAGED_ITEMS = 4  # items of the largest size that are on their way at once: two in each direction
 
 

@@ -20,8 +20,6 @@ from headrace.memory.pool import HostPool, Slab
 from headrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
 from headrace.runtime.threads import OneThread, on_headrace_thread
 
-__all__ = ["PURPOSE", "Stash"]
-
 PURPOSE = "activations"
 
 T = TypeVar("T")

@@ -10,8 +10,6 @@ import torch
 
 from headrace.runtime.lanes import Event, Lanes
 
-__all__ = ["ComputeStreams"]
-
 
 class ComputeStreams:
     """The streams on which activations were saved or used since the beginning."""

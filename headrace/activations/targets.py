@@ -7,8 +7,6 @@ from torch import nn
 
 from headrace.config import ActivationConfig
 
-__all__ = ["find_targets", "named_layers"]
-
 _Chosen = list[nn.Module] | None  # None: no restriction
 
 

@@ -16,8 +16,6 @@ from headrace.planning import ActivationPlan
 from headrace.runtime.device import allocated_bytes
 from headrace.runtime.lanes import Tick
 
-__all__ = ["Entry", "Expected", "ForwardTrace", "Others", "SaveRecord", "UseRecord"]
-
 Entry = tuple[Any, ...]  # what was known of a forward when it began: see `entry_of`
 
 _MOST_LOOKS = 512  # about how often, at most, a forward and its backward look at what else the device holds

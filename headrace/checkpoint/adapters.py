@@ -15,8 +15,6 @@ from headrace.checkpoint.contents import Contents
 from headrace.errors import CheckpointError
 from headrace.memory.disk import TensorInFile
 
-__all__ = ["adapter_names", "with_names_of"]
-
 _PREFIX = "base_model.model."  # names have no such prefix if transformers' own `add_adapter` made the adapter
 
 

@@ -26,8 +26,6 @@ from headrace.memory.disk.safetensors_header import read_header
 from headrace.memory.disk.saved_file import SavedFile, TensorInFile
 from headrace.memory.disk.torch_files import TorchFile, open_torch_file, plain_values
 
-__all__ = ["Contents", "contents_of"]
-
 _WEIGHTS = ("state_dict", "model_state_dict", "model")  # keys of weights in files of torch.save
 _ADAPTER = "adapter_model"  # a file of PEFT's, without its suffix
 _OPTIMIZERS = ("optimizer_states", "optimizer_state_dict", "optimizer")

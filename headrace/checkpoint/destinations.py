@@ -9,8 +9,6 @@ import torch
 from headrace.errors import CheckpointError
 from headrace.memory.disk import origin_of, write_bytes
 
-__all__ = ["filling"]
-
 _PLAIN = (torch.Tensor, torch.nn.Buffer)
 
 

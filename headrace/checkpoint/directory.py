@@ -19,8 +19,6 @@ from headrace.checkpoint.manifest import MANIFEST, read_manifest
 from headrace.errors import CheckpointError, DiskError
 from headrace.runtime.system import flush_directory, host_name, libc, lock_directory
 
-__all__ = ["NewDirectory", "check_keep", "exchange", "newest", "remove_older", "restore_interrupted", "write_whole"]
-
 _PREFIX = ".headrace-saving-"
 _BEFORE = ".headrace-before-"
 _AT_FDCWD, _EXCHANGE = -100, 2

@@ -29,8 +29,6 @@ from headrace.checkpoint.manifest import EXTRA_STATE
 from headrace.errors import CheckpointError
 from headrace.runtime.tensors import parameters_of
 
-__all__ = ["load_distributed"]
-
 # The optimizer's prefix, a parameter's number or name, an entry.
 _OPTIMIZERS = re.compile(r"(.*\.)?state\.(.+)\.([^.]+)")
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -26,8 +26,6 @@ from headrace.memory.disk.saved_file import SavedFile
 from headrace.memory.disk.torch_files import open_torch_file, storage_ranges
 from headrace.runtime.tensors import map_tree
 
-__all__ = ["Layout", "Owned", "literal", "torch_file", "weight_files"]
-
 SHARD_BYTES = 5 << 30
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -13,8 +13,6 @@ from headrace.errors import CheckpointError
 from headrace.memory.disk.checkpoint_files import leads_out
 from headrace.memory.disk.saved_file import GRAIN_BYTES
 
-__all__ = ["EXTRA", "EXTRA_STATE", "MANIFEST", "FileRecord", "Manifest", "read_manifest"]
-
 MANIFEST = "headrace.json"
 EXTRA = "extra.pt"  # the file of everything but weights and optimizers
 EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state, which may be of any kind

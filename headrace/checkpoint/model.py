@@ -14,8 +14,6 @@ from headrace.checkpoint.adapters import adapter_names
 from headrace.checkpoint.manifest import EXTRA_STATE
 from headrace.checkpoint.sources import check_plain, nbytes_of
 
-__all__ = ["SavedModel", "check_model", "plain_name", "saved_model", "tensors_of", "unwrapped"]
-
 _STATISTICS_BYTES = 1 << 20
 
 

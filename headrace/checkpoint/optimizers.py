@@ -12,15 +12,6 @@ from headrace.errors import CheckpointError
 from headrace.memory.disk.torch_files import TorchFile
 from headrace.runtime.tensors import parameters_of
 
-__all__ = [
-    "Optimizers",
-    "fitting",
-    "is_loaded_otherwise",
-    "optimizer_file",
-    "plain_optimizers",
-    "state_of_optimizer",
-]
-
 Optimizers = Optimizer | Sequence[Optimizer] | None
 _PLAIN = ("torch.optim.", "headrace.")  # modules of classes whose `state` is complete; not torch.distributed.optim
 

@@ -9,8 +9,6 @@ import torch
 
 from headrace.errors import CheckpointError
 
-__all__ = ["random_state", "restore_random_state"]
-
 _NUMPY_KEYS = 624  # the words of its Mersenne twister
 
 

@@ -14,17 +14,6 @@ from headrace.memory.disk import origin_of, read_bytes
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.lanes import entered
 
-__all__ = [
-    "SMALL_BYTES",
-    "NotPlainError",
-    "Source",
-    "TensorSource",
-    "check_plain",
-    "memory_of",
-    "nbytes_of",
-    "source_of",
-]
-
 SMALL_BYTES = 1 << 14  # tensors up to this size are copied at once
 
 

@@ -9,8 +9,6 @@ from torch import nn
 
 from headrace.errors import StateError
 
-__all__ = ["check_whole", "is_written"]
-
 
 class _Torn:
     """A hook before the forward of each module."""

@@ -39,8 +39,6 @@ from headrace.runtime.progress import progress
 from headrace.runtime.system import CLOSED_IN_CHILDREN, after_fork, reserve
 from headrace.runtime.threads import Gate, mark_headrace_thread
 
-__all__ = ["LEAST_BYTES", "Piece", "Reading", "Saving", "last_saving"]
-
 WRITERS = 4  # enough threads to keep a drive busy; measured, see docs/design/checkpoints.md
 LEAST_BYTES = (WRITERS + 2) * GRAIN_BYTES  # of memory: each writer has a piece, one piece is read, one waits
 

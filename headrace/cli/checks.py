@@ -16,8 +16,6 @@ from headrace.runtime.host import available_host_bytes, container_limit_bytes, t
 from headrace.runtime.page_locks import is_wsl, limit_text, lockable_bytes, memlock_bytes, memlock_matters
 from headrace.runtime.system import available_cores, free_bytes
 
-__all__ = ["Finding", "Machine", "findings"]
-
 _OLDEST_TORCH = (2, 11)
 _GIB = 2**30
 _PAGE_BYTES = mmap.PAGESIZE

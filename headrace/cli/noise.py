@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-__all__ = ["without_noise"]
-
 _LOGGERS = ("torchao", "torch.utils._pytree")
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["SYMPTOMS", "Symptom", "matching"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Symptom:

@@ -60,7 +60,7 @@ def open_component(directory: Path, config: dict[str, Any]) -> "tuple[ModelMixin
             " not have; install a version that does"
         )
     with _parameters_on_meta():
-        model = model_class.from_config(config)  # type: ignore[attr-defined]
+        model = model_class.from_config(config)
     return model.eval(), Checkpoint(directory, Ledger())
 
 

@@ -11,8 +11,6 @@ import torch
 from headrace.memory.ledger import Ledger
 from headrace.memory.locking import host_memory
 
-__all__ = ["ALIGNMENT_BYTES", "KERNEL_ALIGNMENT_BYTES", "Arena", "aligned", "is_large", "whole_pages"]
-
 ALIGNMENT_BYTES = 64  # of every tensor in an arena or a block: a cache line, and any dtype's own alignment
 # Of all but small tensors. Libraries choose kernels by alignments up to this one: with a lesser alignment, another
 # kernel than in the plain run could be chosen, and results could differ in the last bit.

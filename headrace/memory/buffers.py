@@ -20,8 +20,6 @@ from headrace.runtime.autograd import (
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.lanes import entered
 
-__all__ = ["SAVED", "DeviceBuffers", "SavedView", "plain_tensors", "references_beside", "saved_view"]
-
 _PURPOSE = "weights"
 _VIEWS = "headrace_views"  # attribute of a buffer: its views, so that they live as long as it does
 SAVED = "headrace_saved"  # attribute of a buffer: the views that autograd has saved, for the same reason

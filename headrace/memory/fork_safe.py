@@ -26,8 +26,6 @@ from headrace.memory.pages import (
 )
 from headrace.runtime.system import after_fork
 
-__all__ = ["map_fork_safe"]
-
 # Linux's own. Gives whole ranges large pages, whatever the system's setting for shared memory is (Linux 6.1 and later).
 _COLLAPSE = 25
 _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE: frees pages of the file

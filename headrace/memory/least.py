@@ -2,8 +2,6 @@
 
 import math
 
-__all__ = ["LeastTree"]
-
 
 class LeastTree:
     """Numbers by index, from 0 on; infinity where none was put.

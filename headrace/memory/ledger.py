@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from headrace.config import format_bytes
 from headrace.errors import BudgetError
 
-__all__ = ["Ledger", "Tier"]
-
 
 class Tier(StrEnum):  # a string's hash is faster than an Enum's
     """Where bytes can rest."""

@@ -25,8 +25,6 @@ from headrace.runtime.device import (
 from headrace.runtime.page_locks import limit_text
 from headrace.runtime.probe import link_rates
 
-__all__ = ["host_memory", "lock"]
-
 _PROBED_BYTES = 4 << 20  # copied to measure what pageable memory costs
 
 _ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()  # of all models and optimizers in this process

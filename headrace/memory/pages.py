@@ -16,19 +16,6 @@ from headrace.errors import DiskError
 from headrace.runtime.numa import interleave, nodes_of_process
 from headrace.runtime.system import NO_FILE_MEMORY, libc
 
-__all__ = [
-    "HUGEPAGE",
-    "LARGE_FROM_BYTES",
-    "LARGE_PAGE_BYTES",
-    "advise",
-    "libc_call",
-    "libc_error",
-    "map_file",
-    "map_pages",
-    "touch",
-    "unmap",
-]
-
 LARGE_PAGE_BYTES = 2 << 20
 LARGE_FROM_BYTES = 2 * LARGE_PAGE_BYTES
 # MADV_HUGEPAGE is Linux's own, MADV_POPULATE_WRITE is in Linux 5.14 and later. Systems refuse advice they do not know.

@@ -17,8 +17,6 @@ from headrace.memory.arena import Arena, aligned, whole_pages
 from headrace.memory.least import LeastTree
 from headrace.memory.ledger import Ledger
 
-__all__ = ["HostPool", "Slab"]
-
 
 @dataclass(frozen=True, eq=False)
 class Slab:

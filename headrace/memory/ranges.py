@@ -3,8 +3,6 @@
 import math
 from bisect import bisect_left, bisect_right
 
-__all__ = ["Range", "add", "remove", "take"]
-
 Range = tuple[int, int]  # first byte, one past the last
 
 

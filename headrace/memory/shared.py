@@ -16,8 +16,6 @@ from headrace.memory.ledger import Ledger
 from headrace.memory.locking import lock
 from headrace.runtime.node import Node
 
-__all__ = ["Common", "SharedArena", "SharedExtent", "close_descriptors"]
-
 _SLAB_BYTES = 64 << 20
 _SMALL_BYTES = 4 << 20  # up to this, an arena is part of a slab: a process may have only some thousand descriptors
 

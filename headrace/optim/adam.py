@@ -8,8 +8,6 @@ from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.options import Given, Options
 from headrace.optim.rules import AdamRule
 
-__all__ = ["Adam", "AdamW"]
-
 
 class AdamW(HostOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW with its state in host memory, where all cores update it in one pass.

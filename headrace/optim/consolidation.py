@@ -8,8 +8,6 @@ import torch
 from headrace.errors import StateError
 from headrace.runtime.ranks import Ranks
 
-__all__ = ["Consolidated", "OnAnotherRank", "consolidated"]
-
 Consolidated = dict[int, dict[str, Any]]  # the state of other ranks' parameters, by number
 
 _SMALL_BYTES = 1 << 10  # how much is pickled together

@@ -19,8 +19,6 @@ from headrace.optim.weights import MasterWeight
 from headrace.runtime.device import free_device_bytes
 from headrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
 
-__all__ = ["DeviceShare", "HostMirror", "Member"]
-
 _RESERVE = 0.1  # the share of free device memory that "auto" leaves
 _BATCH_BYTES = 32 * 2**20  # of gradients: long enough for the link, short enough to overlap
 

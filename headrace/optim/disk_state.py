@@ -20,8 +20,6 @@ from headrace.memory.disk import DiskStore, Extent, Origin, Request, Slot, Stagi
 from headrace.memory.ledger import Ledger, Tier
 from headrace.optim import eight_bit
 
-__all__ = ["DiskState", "Part", "Wanted"]
-
 CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, enough for a drive to run at full speed
 SLOTS = 8  # one slot is updated; the others are read into or written from
 MOST_BYTES_PER_ELEMENT = 12

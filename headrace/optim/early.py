@@ -17,8 +17,6 @@ from headrace.runtime.autograd import without_overrides
 from headrace.runtime.grad_scaler import grad_scaler_leaves_traces
 from headrace.runtime.pending import Unit, watch
 
-__all__ = ["EarlyUpdates"]
-
 
 class EarlyUpdates:
     """What one optimizer has updated since its last step, and whether it may update early.

@@ -16,20 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "RECORD_BYTES",
-    "RUN_ELEMENTS",
-    "SUFFIX",
-    "convert",
-    "decode",
-    "encode",
-    "fits",
-    "is_record",
-    "nbytes",
-    "records",
-    "zeros",
-]
-
 RUN_ELEMENTS = 128
 RECORD_BYTES = RUN_ELEMENTS + 4
 SUFFIX = "_8bit"  # ends the names of such moments in a parameter's state

@@ -22,8 +22,6 @@ from headrace.optim.states import ParamStates
 from headrace.optim.update import Update, part_of
 from headrace.runtime.torch_rules import foreach_add
 
-__all__ = ["ElementUpdates"]
-
 
 @dataclass
 class _State:

@@ -18,8 +18,6 @@ from headrace.optim.ownership import Ownership
 from headrace.runtime.ranks import Ranks
 from headrace.runtime.sharded import Cut, cut_of, local_shard
 
-__all__ = ["Gathered"]
-
 _ROUND_BYTES = 32 << 20  # of whole gradients that a rank has at once, unless one is larger
 
 

@@ -17,8 +17,6 @@ from headrace.optim.overlap import by_unit
 from headrace.optim.update import Update, part_of
 from headrace.runtime.pending import unit_of
 
-__all__ = ["Grains", "in_files", "mark_written_in_place"]
-
 _AHEAD = 3  # grains that are read, and that are written, while one is updated
 
 

@@ -8,8 +8,6 @@ import torch
 from headrace.errors import StateError
 from headrace.optim.devices import Member
 
-__all__ = ["Interruption"]
-
 
 class Interruption:
     """Whether a step of one optimizer was cut short after some weights had been written."""

@@ -15,22 +15,6 @@ import torch
 from headrace.optim import threads
 from headrace.runtime.native import load_native
 
-__all__ = [
-    "CHUNK_ELEMENTS",
-    "INSTALL",
-    "SLOWER",
-    "Constants",
-    "Master",
-    "Number",
-    "Rule",
-    "Task",
-    "available",
-    "checksum",
-    "native_library",
-    "run",
-    "warn_if_missing",
-]
-
 CHUNK_ELEMENTS = 1 << 16  # what one thread takes at a time
 
 SLOWER = "the native optimizer kernel is missing, so updates on the host take 4 to 40 times as long"  # measured

@@ -7,8 +7,6 @@ import torch
 
 from headrace.optim import eight_bit
 
-__all__ = ["by_number", "values_from"]
-
 
 def by_number(state_dict: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
     """The parameters of `groups`, by their numbers in a state_dict."""

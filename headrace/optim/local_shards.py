@@ -13,8 +13,6 @@ from headrace.optim.loading import by_number
 from headrace.optim.weights import FULL, REMAINDER
 from headrace.runtime.sharded import described, gradient_of_shard, is_sharded, lies_as, local_shard, sharded_like
 
-__all__ = ["LocalShards"]
-
 _STEP = "step"  # a plain number on every rank
 
 

@@ -17,8 +17,6 @@ from headrace.optim.rules import AdamRule, MatrixRule
 from headrace.runtime.pending import name_of, unit_of
 from headrace.runtime.torch_rules import adafactor, muon
 
-__all__ = ["Adafactor", "Muon"]
-
 _TABLE = re.compile(
     r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe|shared|relative_attention_bias|\w*lm_head|head|output|classifier|score)"
     r"\.weight$"

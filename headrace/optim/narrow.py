@@ -9,8 +9,6 @@ import torch
 
 from headrace.optim.kernel import Master
 
-__all__ = ["join", "random_bits", "split_master", "stochastic_bfloat16"]
-
 _MASK = 0xFFFFFFFF
 
 

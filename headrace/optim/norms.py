@@ -14,8 +14,6 @@ from headrace.runtime.pending import Unit
 from headrace.runtime.sharded import is_sharded, largest_of_ranks, local_shard, whole_of
 from headrace.runtime.torch_rules import foreach_norm, group_tensors
 
-__all__ = ["GradientNorms", "SeenGradient", "clipping_of_shards"]
-
 
 class SeenGradient:
     """A gradient as it is now. The weak reference to it does not count as a user of the gradient."""

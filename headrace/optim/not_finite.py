@@ -2,9 +2,6 @@
 
 import torch
 
-__all__ = ["NotFiniteSteps"]
-
-
 _UNDER_WAY = 2  # at most so many steps have updates under way: the current step, and one whose updates were put off
 
 

@@ -23,8 +23,6 @@ from headrace.optim.kernel import Master
 from headrace.optim.update import Update
 from headrace.runtime.lanes import Copy, Event, Lane, open_lanes
 
-__all__ = ["DeviceUpdates", "Piece", "device_bytes"]
-
 _RING_PIECES = 3  # that the memory takes: one arrives, one is updated, one leaves
 _MOST_PIECE_BYTES = 16 << 20  # long enough for the link: 1 Mi elements of AdamW's with bfloat16 weights
 _LEAST_ELEMENTS = 1 << 16  # of a piece, unless its parameter has fewer: kernels take longer than their launches

@@ -12,8 +12,6 @@ from headrace.optim.ownership import Ownership
 from headrace.runtime.pending import OWNER, OtherRanks, Unit, unit_of
 from headrace.runtime.ranks import Ranks
 
-__all__ = ["OnNode", "node_of"]
-
 _SEEN = 64  # at most so many elements of each gradient are compared between ranks
 
 

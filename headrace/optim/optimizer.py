@@ -34,8 +34,6 @@ from headrace.runtime.pending import Unit, watch
 from headrace.runtime.sharded import cut_of, local_shard
 from headrace.runtime.tensors import parameters_of
 
-__all__ = ["HostOptimizer"]
-
 # Attributes that copies and pickles keep, beside those that the stock optimizer keeps.
 _OWN = ("_options", "_adamw", "_not_finite", "skipped_steps", "last_step_skipped", "last_grad_norm")
 

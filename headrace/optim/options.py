@@ -6,8 +6,6 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
-__all__ = ["Given", "Options", "Pin", "comparable", "snapshot"]
-
 _MasterForm = Literal["split", "full"]
 _Tier = Literal["host", "disk"]
 _Overlap = Literal["none", "backward", "forward"]

@@ -16,8 +16,6 @@ from headrace.runtime.autograd import without_overrides
 from headrace.runtime.pending import LostUpdate, OtherRanks, Pending, Unit, unit_of
 from headrace.runtime.threads import OneThread, mark_headrace_thread
 
-__all__ = ["Updater", "by_unit"]
-
 
 class Updater:
     """The thread that performs one optimizer's updates, one block after the other."""

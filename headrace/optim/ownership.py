@@ -21,8 +21,6 @@ from headrace.runtime.pending import OtherRanks, Unit
 from headrace.runtime.ranks import Ranks
 from headrace.runtime.sharded import is_sharded
 
-__all__ = ["OwnerMap", "Ownership", "Replicas"]
-
 _Perform = Callable[[list[Member]], None]
 
 

@@ -9,8 +9,6 @@ from headrace.optim.kernel import Master
 from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.weights import FULL, REMAINDER
 
-__all__ = ["adopt_exact", "take_exact"]
-
 
 def take_exact(weight: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """The exact values of a weight, by the master in `state` if there is one; the master is removed."""

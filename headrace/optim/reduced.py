@@ -27,8 +27,6 @@ from headrace.runtime.autograd import EndOfBackward
 from headrace.runtime.pending import unit_of
 from headrace.runtime.ranks import Ranks
 
-__all__ = ["Reduced", "owners_over"]
-
 TOGETHER_BYTES = 25 << 20  # of neighbouring parameters, whose gradients leave in one bucket for each owner
 IN_FLIGHT_BYTES = 64 << 20  # of gradients on their way at once, unless one bucket is larger
 _numbers = count()  # numbers every `Reduced` that is made, in the same order on all ranks

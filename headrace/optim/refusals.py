@@ -10,16 +10,6 @@ from headrace.optim.options import Options
 from headrace.runtime.autograd import data_of, without_overrides
 from headrace.runtime.pending import name_of, unit_of
 
-__all__ = [
-    "check_bytes",
-    "check_device_fraction",
-    "check_duplicates",
-    "check_gradient",
-    "check_one_model",
-    "check_overlap",
-    "check_parameter",
-]
-
 
 def check_duplicates(param_group: Any) -> None:
     """Raises ValueError if a parameter is in a new group twice."""

@@ -15,8 +15,6 @@ import torch
 from headrace.optim.kernel import Constants, Rule
 from headrace.runtime.torch_rules import fused_adam, fused_adamw, fused_sgd
 
-__all__ = ["AdamRule", "ElementRule", "LionRule", "MatrixRule", "SgdRule"]
-
 
 @dataclass(frozen=True)
 class MatrixRule:

@@ -9,8 +9,6 @@ from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.options import Given, Options
 from headrace.optim.rules import LionRule, SgdRule
 
-__all__ = ["SGD", "Lion"]
-
 
 class SGD(HostOptimizer, torch.optim.SGD):
     """torch.optim.SGD with state and update in host memory. Other settings are those of `headrace.optim.AdamW`.

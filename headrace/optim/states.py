@@ -20,8 +20,6 @@ from headrace.optim.options import Options
 from headrace.optim.rules import ElementRule, MatrixRule
 from headrace.optim.weights import FULL, REMAINDER, MasterWeight
 
-__all__ = ["ParamStates"]
-
 LEAST_BYTES = 1 << 14  # smaller tensors of a matrix rule's state stay in memory
 
 

@@ -15,8 +15,6 @@ from headrace.runtime import system
 from headrace.runtime.system import after_fork
 from headrace.runtime.threads import OneThread
 
-__all__ = ["count", "limited_to", "on_each"]
-
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 

@@ -13,8 +13,6 @@ from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from headrace.optim.kernel import CHUNK_ELEMENTS, Master, Number, Task
 from headrace.optim.rules import ElementRule
 
-__all__ = ["Update", "are_apart", "part_of", "perform", "scaled"]
-
 _NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.float16: Number.FLOAT16}
 _STATE_NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.uint8: Number.EIGHT_BIT}
 _DEVICE_CHUNK_ELEMENTS = 1 << 23  # at a time on an accelerator, which bounds the memory for widened state

@@ -23,8 +23,6 @@ from headrace.runtime.capture import before_write, will_write
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.pending import Manager, Pending, Unit, unit_of
 
-__all__ = ["Updates"]
-
 
 class Updates:
     """The updates of one optimizer."""

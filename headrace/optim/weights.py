@@ -16,8 +16,6 @@ from headrace.optim.kernel import Master
 from headrace.optim.refusals import check_bytes
 from headrace.runtime.pending import Unit
 
-__all__ = ["FULL", "REMAINDER", "MasterWeight", "flat"]
-
 REMAINDER = "master_remainder"  # keys in the state of a parameter
 FULL = "master"
 _MASTER_DTYPES = {REMAINDER: torch.int16, FULL: torch.float32}

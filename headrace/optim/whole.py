@@ -15,8 +15,6 @@ from headrace.optim.update import are_apart, scaled
 from headrace.optim.weights import flat
 from headrace.runtime.lanes import Copy
 
-__all__ = ["update_whole"]
-
 
 def update_whole(
     members: Sequence[Member],

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from headrace.config import format_bytes
 from headrace.report.rows import Row, rows_text
 
-__all__ = ["ActivationStats"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationStats:

@@ -5,8 +5,6 @@ import os
 
 from headrace.report.record import RunRecord
 
-__all__ = ["draw"]
-
 _COLOURS = {
     "compute": "#2b6cb0",
     "onload": "#2f855a",

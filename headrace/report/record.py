@@ -20,8 +20,6 @@ from headrace.report.rows import Row
 from headrace.report.stats import Stats
 from headrace.runtime.spans import Sample, Span
 
-__all__ = ["RunRecord", "Stall"]
-
 VERSION = 3
 
 

@@ -16,8 +16,6 @@ from headrace.report.record import RunRecord
 from headrace.report.rows import Row, rows_text
 from headrace.report.timeline import write_trace
 
-__all__ = ["Report"]
-
 _SHOWN = 5  # at most so many stalls
 
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["Row", "rows_text"]
-
 Row = tuple[str, str]
 
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from headrace.config import counted, format_bytes
 from headrace.report.rows import Row, rows_text
 
-__all__ = ["Stats"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:

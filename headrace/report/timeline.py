@@ -8,8 +8,6 @@ from typing import Any
 
 from headrace.runtime.spans import Sample, Span
 
-__all__ = ["write_trace"]
-
 _LANES = ("compute", "onload", "offload", "fetch", "spill")
 _PROCESS = 1_000_000  # a process id that a profiler's trace does not have
 

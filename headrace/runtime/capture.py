@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from headrace.runtime.system import after_fork
 from headrace.runtime.tensors import parameters_of
 
-__all__ = ["Capture", "before_write", "begin_capture", "end_capture", "is_ours", "will_write"]
-
 
 class Capture(Protocol):
     """Reads parameters and their state."""

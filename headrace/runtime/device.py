@@ -8,18 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "allocate_locked_memory",
-    "allocated_bytes",
-    "can_register_host_memory",
-    "free_device_bytes",
-    "is_accelerator",
-    "is_capturing",
-    "pci_address",
-    "register_host_memory",
-    "resolve_device",
-]
-
 _CUDA_HOST_REGISTER_PORTABLE = 1
 
 

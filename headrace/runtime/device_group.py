@@ -15,8 +15,6 @@ from torch import distributed
 from headrace.errors import StateError
 from headrace.runtime.node import Node
 
-__all__ = ["DeviceGroup"]
-
 # PyTorch 2.13 asks for the newer names of these functions.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 _reduce_scatter: Any = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor

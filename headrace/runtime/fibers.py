@@ -17,8 +17,6 @@ import torch
 from headrace.runtime.autograd import function_modes, pop_hooks, push_hooks, top_hooks
 from headrace.runtime.device import is_accelerator
 
-__all__ = ["Fiber", "calling_thread"]
-
 _fibers = threading.local()
 
 

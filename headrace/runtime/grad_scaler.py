@@ -14,8 +14,6 @@ from torch.amp import grad_scaler
 from headrace.runtime.process_wide import Method, patched
 from headrace.runtime.tensors import parameters_of
 
-__all__ = ["grad_scaler_leaves_traces", "grad_scaler_waits"]
-
 
 @patched(lambda: grad_scaler._MultiDeviceReplicator, "get")
 def grad_scaler_waits(get: Method) -> Method:

@@ -13,8 +13,6 @@ from torch import nn
 
 from headrace.runtime.autograd import address_of, storage_use_count, tensor_use_count, without_overrides
 
-__all__ = ["gradient_is_shared"]
-
 
 def gradient_is_shared(parameter: torch.Tensor) -> bool:
     """Whether anybody but the parameter refers to its `grad`, which must not be None, or to that gradient's memory."""

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_host_bytes", "container_limit_bytes", "total_host_bytes"]
-
 _ROOT = Path("/")
 _CGROUPS, _OWN_CGROUPS = "sys/fs/cgroup", "proc/self/cgroup"
 _NO_LIMIT_BYTES = 2**60  # version 1 says "no limit" with a huge number

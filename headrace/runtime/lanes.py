@@ -23,21 +23,6 @@ import torch
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.threads import Job, OneThread
 
-__all__ = [
-    "CollectiveLane",
-    "Copy",
-    "Event",
-    "Lane",
-    "Lanes",
-    "LateTransfer",
-    "StreamLanes",
-    "ThreadLanes",
-    "Tick",
-    "Transfer",
-    "entered",
-    "open_lanes",
-]
-
 _AT_ONCE_BYTES = 256 * 2**10  # a thread copies these about as quickly as it wakes another one
 _LONG_SECONDS = 0.1  # waiting for a transfer to be submitted, which may depend on other ranks
 _T = TypeVar("_T")

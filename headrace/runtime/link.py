@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["LaneUse", "LinkSpeed"]
-
 
 @dataclass
 class LaneUse:

@@ -20,8 +20,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["Method", "Participant", "compile_calls", "computing_methods", "participant_of", "take_part", "withdraw"]
-
 _CALLS = "_compiled_call_impl"
 Method = Callable[..., Any]  # takes the module, its method as it would be without us, and that method's arguments
 _P = TypeVar("_P")

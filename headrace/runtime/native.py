@@ -4,8 +4,6 @@ import ctypes
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-__all__ = ["load_native"]
-
 
 def load_native(beside: str, version_function: str, expected: int) -> ctypes.CDLL | None:
     """The library `_kernel` in the directory of the file `beside`; None if it was not built.

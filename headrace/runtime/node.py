@@ -23,8 +23,6 @@ from headrace.errors import RankError, StateError
 from headrace.runtime.numa import Spread, node_of, nodes_of_process
 from headrace.runtime.ranks import Ranks, new_group, timeout_seconds
 
-__all__ = ["BorrowedGroup", "Counters", "Node", "mapped"]
-
 # The counters that every node has, for each rank:
 _PASS = 0  # the pass that the rank has begun
 _MET = 1  # how many meetings it has been at

@@ -19,8 +19,6 @@ import torch
 
 from headrace.runtime.device import pci_address
 
-__all__ = ["Spread", "bind", "interleave", "libnuma", "node_of", "nodes_of_process"]
-
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 

@@ -16,8 +16,6 @@ import torch
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
 from headrace.runtime.threads import OneThread
 
-__all__ = ["Pace"]
-
 _PIECES = 16  # in a window
 _LEAST_SECONDS = 1e-6  # of sleep, which rounding could make zero
 

@@ -20,15 +20,6 @@ from headrace.runtime.device import (
 )
 from headrace.runtime.host import total_host_bytes
 
-__all__ = [
-    "is_wsl",
-    "limit_text",
-    "lockable_bytes",
-    "locked_tensor",
-    "memlock_bytes",
-    "memlock_matters",
-]
-
 LockedTensor = tuple[torch.Tensor, Callable[[], Any]]  # the tensor, and the call that unlocks it
 
 

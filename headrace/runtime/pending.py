@@ -14,8 +14,6 @@ import torch
 
 from headrace.errors import StateError
 
-__all__ = ["OWNER", "LostUpdate", "Manager", "OtherRanks", "Pending", "Unit", "Watcher", "name_of", "unit_of", "watch"]
-
 OWNER = "_headrace_owner"  # attribute of a managed parameter: its owner, which has its `name` and its `unit`
 
 

@@ -14,8 +14,6 @@ from headrace.errors import StateError
 from headrace.runtime.pending import unit_of
 from headrace.runtime.process_wide import Method, patched
 
-__all__ = ["pipelines_are_imported", "split_backward_is_refused"]
-
 _STAGE = "torch.distributed.pipelining.stage"
 
 

@@ -18,17 +18,6 @@ from headrace.runtime.lanes import Copy, Lane, open_lanes
 from headrace.runtime.page_locks import locked_tensor
 from headrace.runtime.system import free_bytes, read_at, write_at
 
-__all__ = [
-    "DiskRates",
-    "LinkRates",
-    "disk_rates",
-    "link_rates",
-    "matmul_rates",
-    "median_seconds",
-    "memory_rate",
-    "update_rate",
-]
-
 _COPY_BYTES = 256 * 2**20
 _DISK_BLOCK_BYTES = 8 * 2**20
 _DISK_FILE_BYTES = 512 * 2**20

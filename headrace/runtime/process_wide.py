@@ -8,8 +8,6 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Method", "ProcessWide", "hooked", "patched"]
-
 Method = Callable[..., Any]
 
 

@@ -7,8 +7,6 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-__all__ = ["progress"]
-
 _AFTER_SECONDS = 3.0
 _LEAST_BYTES = 2**28  # fewer are there before a bar would be
 

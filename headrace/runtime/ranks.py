@@ -12,8 +12,6 @@ import torch
 
 from headrace.errors import RankError
 
-__all__ = ["Ranks", "new_group", "timeout_seconds"]
-
 _BUCKET_BYTES = 32 << 20  # of small tensors that travel together
 _ALONE_BYTES = 4 << 20  # a tensor of this size or more travels alone, without a copy
 _IN_FLIGHT = 4  # buckets at once, to limit the memory that they take

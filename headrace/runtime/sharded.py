@@ -9,19 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Cut",
-    "cut_of",
-    "described",
-    "gradient_of_shard",
-    "is_sharded",
-    "largest_of_ranks",
-    "lies_as",
-    "local_shard",
-    "sharded_like",
-    "whole_of",
-]
-
 _MODULE = "torch.distributed.tensor"
 
 

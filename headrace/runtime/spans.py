@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from headrace.runtime.lanes import CollectiveLane, Lane, Lanes, Tick
 
-__all__ = ["Moved", "Sample", "Span", "Wait", "Waited", "cut_by", "spans_of"]
-
 
 class Span(NamedTuple):
     """Something that took `seconds` on a lane. `what` was copied; for a stall, `what` is the stretch that waited.

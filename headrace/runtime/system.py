@@ -20,24 +20,6 @@ try:
 except ModuleNotFoundError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "CLOSED_IN_CHILDREN",
-    "NOT_A_LINK",
-    "NO_FILE_MEMORY",
-    "NO_NAME",
-    "after_fork",
-    "available_cores",
-    "flush_directory",
-    "free_bytes",
-    "host_name",
-    "libc",
-    "lock_directory",
-    "lock_file",
-    "read_at",
-    "read_some",
-    "reserve",
-    "write_at",
-]
 
 # Flags of os.open. O_BINARY is for Windows, which opens files as text otherwise.
 CLOSED_IN_CHILDREN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["containers_in", "is_integer", "map_tensors", "map_tree", "parameters_of", "tensors_in"]
-
 
 def parameters_of(optimizer: Any) -> list[Any]:
     """All parameters of a `torch.optim.Optimizer`, in the order in which its state_dict numbers them."""

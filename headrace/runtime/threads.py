@@ -14,8 +14,6 @@ import torch
 
 from headrace.runtime.device import is_accelerator
 
-__all__ = ["Gate", "Job", "OneThread", "mark_headrace_thread", "on_headrace_thread"]
-
 T = TypeVar("T")
 
 

@@ -11,8 +11,6 @@ from headrace.runtime.node import Node
 from headrace.runtime.page_locks import locked_tensor
 from headrace.runtime.probe import median_seconds
 
-__all__ = ["Way", "way_of"]
-
 _TRIED_BYTES = 64 * 2**20
 
 

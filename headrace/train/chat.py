@@ -10,8 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from headrace.errors import TrainInputError
 from headrace.train.files import CHAT_KEYS
 
-__all__ = ["IGNORED", "Conversations"]
-
 IGNORED = -100  # the label of a token that is not learned
 
 _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}

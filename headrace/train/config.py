@@ -17,19 +17,6 @@ from headrace.activation_offloading import offload_activations
 from headrace.config import activation_config, parse_budget
 from headrace.errors import TrainInputError
 
-__all__ = [
-    "DTYPES",
-    "HEAD_SIZE",
-    "OPTIMIZERS",
-    "Kind",
-    "TrainConfig",
-    "flag",
-    "kinds_of",
-    "refuse_idle",
-    "setting",
-    "words_of",
-]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_SIZE = 64  # in the built-in model, whose hidden size is a multiple of this
 

@@ -22,8 +22,6 @@ from headrace.train.config import Kind, TrainConfig
 from headrace.train.files import find_files, kind_of
 from headrace.train.model import Tokens
 
-__all__ = ["Batch", "Batches", "Sequences", "read_sequences"]
-
 Batch = dict[str, torch.Tensor]
 Examples = dict[str, list[Any]]  # lists of values, by column
 

@@ -13,8 +13,6 @@ from headrace.train.data import Sequences
 from headrace.train.ranks import World
 from headrace.train.run import Run, learned_tokens
 
-__all__ = ["Evaluation", "evaluate"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:

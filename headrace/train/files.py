@@ -9,8 +9,6 @@ from typing import Any
 from headrace.errors import TrainInputError
 from headrace.train.config import Kind, TrainConfig, flag
 
-__all__ = ["CHAT_KEYS", "find_files", "kind_of"]
-
 CHAT_KEYS = ("messages", "conversations")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _START_CHARACTERS = 1 << 16  # read to tell what a file holds

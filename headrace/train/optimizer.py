@@ -16,8 +16,6 @@ import headrace.optim
 from headrace.optim.optimizer import HostOptimizer
 from headrace.train.config import DTYPES, TrainConfig
 
-__all__ = ["Optimizers", "make_schedule"]
-
 Rule = Callable[..., torch.optim.Optimizer]
 
 # By name: ours, and PyTorch's own if ours equals it bit for bit for float32 weights.

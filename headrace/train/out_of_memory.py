@@ -12,8 +12,6 @@ from headrace.errors import BudgetError, OutOfMemoryError
 from headrace.runtime.host import available_host_bytes
 from headrace.train.config import TrainConfig
 
-__all__ = ["explained"]
-
 _DEVICE, _HOST, _DISK = "device memory", "host memory", "disk"
 
 

@@ -12,8 +12,6 @@ from headrace.train.config import DTYPES, TrainConfig
 from headrace.train.model import LoadedModel
 from headrace.train.ranks import World
 
-__all__ = ["place"]
-
 
 def place(loaded: LoadedModel, config: TrainConfig, world: World) -> headrace.Offloaded | None:
     """Offloads the model as `config` says, and returns its handle; None if all weights stay on the device."""

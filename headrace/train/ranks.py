@@ -19,8 +19,6 @@ from headrace.errors import TrainInputError
 from headrace.runtime.ranks import Ranks
 from headrace.train.config import TrainConfig, flag
 
-__all__ = ["World", "is_first_rank", "joined"]
-
 T = TypeVar("T")
 
 _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")  # beside WORLD_SIZE; all but the last are numbers

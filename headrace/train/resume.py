@@ -20,18 +20,6 @@ from headrace.train.evaluation import Evaluation
 from headrace.train.ranks import World
 from headrace.train.run import Run
 
-__all__ = [
-    "FINISHED",
-    "Past",
-    "Saver",
-    "Terms",
-    "check_terms",
-    "find_checkpoint",
-    "load_checkpoint",
-    "name_of",
-    "tell_changes",
-]
-
 FINISHED = "training.json"  # in the output directory, once the model is saved
 _TERMS = "run.json"  # beside the checkpoints
 _KEPT = {"checkpoints", "best", "best.new"}  # what an interrupted run leaves in its output directory

@@ -6,8 +6,6 @@ from headrace.errors import TrainInputError
 from headrace.train.evaluation import Evaluation
 from headrace.train.progress import Progress, StepRecord
 
-__all__ = ["ScalarProgress"]
-
 
 class ScalarProgress(Progress):
     """Passes everything on to `progress`, and writes each step's numbers to `directory`."""

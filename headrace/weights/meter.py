@@ -14,8 +14,6 @@ from headrace.runtime.lanes import CollectiveLane, Lane, Lanes, LateTransfer, Ti
 from headrace.runtime.link import LaneUse, LinkSpeed
 from headrace.runtime.spans import Moved, Sample, Span, Waited, cut_by, spans_of
 
-__all__ = ["Checkpointed", "Meter", "Timing", "VisitRecord"]
-
 
 @dataclass
 class VisitRecord:

@@ -14,8 +14,6 @@ from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, disk_pages
 from headrace.memory.disk.mapping import Origin
 from headrace.memory.disk.saved_file import new_pages
 
-__all__ = ["neighbours_follow", "read_bytes", "write_bytes"]
-
 
 class _OfThread(threading.local):
     def __init__(self) -> None:

@@ -24,8 +24,6 @@ from headrace.memory.disk.requests import Access, Kind, Request, Requests
 from headrace.memory.disk.saved_file import Place, SavedFile, TensorInFile, read_all
 from headrace.memory.ledger import Ledger
 
-__all__ = ["LEAST_READING_BYTES", "Checkpoint", "Part"]
-
 _THREADS = 4
 LEAST_READING_BYTES = _THREADS * DISK_ALIGNMENT_BYTES  # a page for each thread
 _MEMORY_BYTES = 32 << 20

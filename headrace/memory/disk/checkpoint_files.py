@@ -9,8 +9,6 @@ from headrace.memory.disk.safetensors_header import read_header
 from headrace.memory.disk.saved_file import SavedFile, TensorInFile
 from headrace.memory.disk.torch_files import open_torch_file
 
-__all__ = ["leads_out", "tensors_in"]
-
 _Files = dict[Path, frozenset[str] | None]  # the tensors to take from each file; None: all of them
 
 _ZIP = b"PK\x03\x04"

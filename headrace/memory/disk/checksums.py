@@ -13,8 +13,6 @@ from headrace.errors import DiskError
 from headrace.memory.disk.extent import Extent, pieces
 from headrace.memory.ranges import Range
 
-__all__ = ["Checksums", "checksum"]
-
 
 def checksum(address: int, nbytes: int) -> int:
     """xxh3 (64 bits) of `nbytes` of memory at `address`."""

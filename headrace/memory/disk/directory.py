@@ -30,8 +30,6 @@ from headrace.runtime.system import (
     write_at,
 )
 
-__all__ = ["StoreDirectory"]
-
 _LOCK_NAME = ".headrace-lock"
 _FILE_PREFIX = ".headrace-file-"  # of files that have a name only for a moment
 _IN_RAM = ("tmpfs", "ramfs")

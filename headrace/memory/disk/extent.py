@@ -7,8 +7,6 @@ import torch
 
 from headrace.memory.ranges import Range
 
-__all__ = ["DISK_ALIGNMENT_BYTES", "PIECE_BYTES", "Extent", "check_memory", "disk_pages", "pieces"]
-
 # The alignment that direct I/O requires of offsets, lengths and memory, and that mmap requires of offsets.
 DISK_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
 PIECE_BYTES = 8 << 20  # of one request to the drive; measured, see docs/design/disk.md

@@ -12,8 +12,6 @@ from headrace.errors import DiskError
 from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES
 from headrace.runtime.system import CLOSED_IN_CHILDREN, read_at, write_at
 
-__all__ = ["HAS_DIRECT", "DirectFile"]
-
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 HAS_DIRECT = bool(_O_DIRECT)  # whether the operating system has direct I/O
 # The errors of filesystems without direct I/O, at opening or only at the first transfer.

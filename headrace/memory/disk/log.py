@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from headrace.memory.disk.requests import Access
 
-__all__ = ["DiskLog", "Moved"]
-
 _REMEMBERED = 4096
 
 

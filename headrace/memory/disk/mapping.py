@@ -18,8 +18,6 @@ from headrace.memory.pages import advise, libc_call, libc_error, map_file, unmap
 from headrace.memory.ranges import Range
 from headrace.runtime.system import read_some
 
-__all__ = ["Mapping", "Origin", "copy_on_disk", "origin_of", "release_pages"]
-
 _WAIT_WRITE_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_: waits for writes under way, writes dirty pages, waits for these
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(bit) for bit in (63, 62, 61))  # bits of an entry in a page map
 _COPIED_BYTES = 4 << 20

@@ -12,8 +12,6 @@ from headrace.memory.disk.directory import StoreDirectory
 from headrace.memory.disk.mapping import Mapping
 from headrace.runtime.system import reserve
 
-__all__ = ["TensorsOnDisk"]
-
 _SMALL_BYTES = 2**20  # less than this stays in RAM
 _COPIES = frozenset((torch.Tensor.contiguous, torch.Tensor.clone, torch.Tensor.to, torch.Tensor.reshape))
 

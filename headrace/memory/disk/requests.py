@@ -30,8 +30,6 @@ from headrace.memory.ranges import Range
 from headrace.runtime.lanes import Event
 from headrace.runtime.threads import Gate, mark_headrace_thread
 
-__all__ = ["Access", "Ended", "Kind", "Request", "Requests"]
-
 _Job = Callable[[], object]
 
 

@@ -14,8 +14,6 @@ from safetensors import SafetensorError, safe_open
 from headrace.errors import CheckpointError
 from headrace.memory.disk.saved_file import SavedFile, TensorInFile
 
-__all__ = ["DTYPES", "read_header"]
-
 _LENGTH_BYTES = 8
 
 DTYPES = {

@@ -27,17 +27,6 @@ from headrace.memory.pages import map_pages
 from headrace.runtime.progress import progress
 from headrace.runtime.system import CLOSED_IN_CHILDREN, read_some
 
-__all__ = [
-    "GRAIN_BYTES",
-    "Place",
-    "SavedFile",
-    "TensorAtRest",
-    "TensorInFile",
-    "new_pages",
-    "read_all",
-    "reading_memory",
-]
-
 GRAIN_BYTES = 4 << 20  # in a checkpoint's file, the bytes that have a checksum together
 _READERS = 8
 _KEPT_GRAINS = 6  # grains that are kept for reads of neighbouring bytes

@@ -12,8 +12,6 @@ from headrace.memory.disk.extent import disk_pages
 from headrace.memory.ledger import Ledger
 from headrace.runtime.lanes import Event
 
-__all__ = ["Slot", "StagingRing"]
-
 _PURPOSE = "staging"
 
 

@@ -32,8 +32,6 @@ from headrace.runtime.lanes import Event
 from headrace.runtime.node import Node
 from headrace.runtime.system import reserve
 
-__all__ = ["DiskStore"]
-
 _THREADS = 4  # threads that move bytes; measured, see docs/design/disk.md
 
 

@@ -13,8 +13,6 @@ import torch
 from headrace.errors import CheckpointError
 from headrace.memory.disk.saved_file import SavedFile, TensorInFile
 
-__all__ = ["TorchFile", "open_torch_file", "plain_values", "storage_ranges"]
-
 _NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record's header in a zip archive
 
 

@@ -10,8 +10,6 @@ import torch
 
 from headrace.memory.packed.format import GROUP_WORDS, Packed
 
-__all__ = ["unpack_on_device", "unpacks_by_kernel"]
-
 _AT_A_TIME = 1 << 13  # groups that PyTorch's operators unpack at once, to limit the memory that they take
 
 

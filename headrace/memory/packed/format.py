@@ -19,18 +19,6 @@ import torch
 
 from headrace.runtime.native import load_native
 
-__all__ = [
-    "GROUP_WORDS",
-    "Packed",
-    "available",
-    "level",
-    "pack",
-    "pack_into",
-    "unpack",
-    "unpack_in_place",
-    "unpacking_speed",
-]
-
 _VERSION = 1  # of the native code
 _HEADER_BYTES = 64
 GROUP_WORDS, _GROUP_BYTES = 128, 192

@@ -8,8 +8,6 @@ import triton.language as tl
 
 from headrace.memory.packed.format import Packed
 
-__all__ = ["unpack_by_triton"]
-
 _BLOCK = 1024
 
 

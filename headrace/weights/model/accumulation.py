@@ -12,8 +12,6 @@ from torch import nn
 
 from headrace.runtime.autograd import runs_in_backward, tensor_use_count, without_overrides, without_transforms
 
-__all__ = ["accumulate", "accumulate_as_autograd", "is_accumulated_itself", "is_saved", "late_hooks", "node_is_kept"]
-
 _MARK = "headrace"
 
 

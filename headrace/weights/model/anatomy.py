@@ -15,8 +15,6 @@ from headrace.errors import LayoutError
 from headrace.runtime.autograd import is_wrapper, make_subclass, without_overrides
 from headrace.weights.model.data_parallel import ADVICE, SHARDS
 
-__all__ = ["OWN_DATA", "Attributes", "parts_of", "rebuilt"]
-
 OWN_DATA = "data"  # the name of the part that is the Parameter itself
 
 

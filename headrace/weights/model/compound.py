@@ -20,8 +20,6 @@ from headrace.runtime.autograd import data_of, make_subclass, without_overrides
 from headrace.weights.model.anatomy import OWN_DATA, Attributes, parts_of, rebuilt
 from headrace.weights.model.home import GONE, AliasParam, AwayLeaf, Home, Leaf, owner_of, raw_data
 
-__all__ = ["AwayCompound", "Compound", "compound_of", "is_compound", "shown_for"]
-
 _VIEWS = frozenset(("t", "view", "detach"))
 _PLAIN = frozenset((torch.Tensor, nn.Parameter, Home, Leaf, AwayLeaf, AliasParam))
 _known: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the compound of each weight and of each leaf, weakly

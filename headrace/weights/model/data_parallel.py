@@ -13,8 +13,6 @@ from torch import nn
 from headrace.errors import StateError
 from headrace.weights.model.home import Home
 
-__all__ = ["ADVICE", "SHARDS", "refuse_wrapped", "refuse_wrapping"]
-
 ADVICE = (
     "offload the model without a wrapper, on all ranks: headrace.offload(model, mesh=mesh) averages their gradients and"
     " keeps one copy of the model for each node (mesh = torch.distributed.init_device_mesh('cuda', (world_size,)))."

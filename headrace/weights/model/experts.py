@@ -21,22 +21,6 @@ from headrace.weights.model.inventory import Inventory
 from headrace.weights.model.layout import travel_dtype
 from headrace.weights.model.managed_param import Layout
 
-__all__ = [
-    "ExpertAccess",
-    "Experts",
-    "SlicePart",
-    "access_of",
-    "experts_of",
-    "is_marked",
-    "lists_experts",
-    "mark_experts",
-    "named_index_of",
-    "picks_experts",
-    "routing_of",
-    "slice_parts",
-    "takes_single_experts",
-]
-
 _LISTS = "experts"  # names of lists of experts end with this
 _ARGUMENT = "_headrace_experts_argument"  # attribute of a marked module; copies of the module have it, too
 _LEAST_SLOTS = 2  # for a marked module: one expert comes while another computes

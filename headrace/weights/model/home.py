@@ -26,23 +26,6 @@ from headrace.runtime.autograd import (
 )
 from headrace.runtime.pending import OWNER, name_of
 
-__all__ = [
-    "GONE",
-    "AliasHome",
-    "AliasParam",
-    "AwayLeaf",
-    "Home",
-    "Leaf",
-    "PlainCopies",
-    "WatchedBuffer",
-    "as_home",
-    "as_parameter",
-    "home_of",
-    "lie_alike",
-    "owner_of",
-    "raw_data",
-]
-
 GONE = (
     "a weight that a pass over an offloaded model had handed out was kept, and the model is no longer offloaded; ask"
     " the module for its parameter again"

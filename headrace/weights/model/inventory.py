@@ -19,8 +19,6 @@ from headrace.weights.model.layout import by_storage, check_can_travel, lay_out,
 from headrace.weights.model.module_buffers import may_rest_on_host, overlapping_buffers
 from headrace.weights.model.places import Member, Place
 
-__all__ = ["USE_WEIGHTS_OF_CHILDREN", "Inventory", "is_left_to_user", "leave_to_user", "take_inventory"]
-
 # These have a path on which they compute with their children's weights without calling the children.
 USE_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _LARGE_BUFFER_BYTES = 16 * 2**10  # smaller ones stay on the device

@@ -12,8 +12,6 @@ from headrace.runtime.autograd import address_of
 from headrace.weights.model.home import AliasHome, AliasParam, Home
 from headrace.weights.model.managed_param import Layout
 
-__all__ = ["by_storage", "check_can_travel", "lay_out", "overlap", "travel_dtype"]
-
 
 def travel_dtype(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which a parameter travels and computes: `param_dtype` for floating-point ones, else its own."""

@@ -18,8 +18,6 @@ from headrace.weights.model.accumulation import node_is_kept
 from headrace.weights.model.data_parallel import ADVICE
 from headrace.weights.model.home import AliasParam, AwayLeaf, Home, Leaf, as_home, as_parameter, lie_alike, raw_data
 
-__all__ = ["REMOVED", "Layout", "ManagedParam", "Token"]
-
 REMOVED = (
     "the model was let go of (remove() on its handle) between this forward and its backward; run backward before"
     " remove(), or the forward again"

@@ -18,8 +18,6 @@ from headrace.runtime.autograd import data_of, no_override, without_overrides
 from headrace.weights.model.home import PlainCopies, WatchedBuffer
 from headrace.weights.model.uses import StandIn
 
-__all__ = ["HostBuffer", "ModuleBuffers", "may_rest_on_host", "overlapping_buffers", "plain_buffer"]
-
 _Key = tuple[int, str]  # identifies a place: the id of a module's `_buffers`, and the name
 
 

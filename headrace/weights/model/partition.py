@@ -18,8 +18,6 @@ from headrace.weights.model.experts import Experts, experts_of, lists_experts
 from headrace.weights.model.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
 from headrace.weights.model.layout import travel_dtype
 
-__all__ = ["Part", "Partition", "gathering_bytes", "looks_rows_up", "partition"]
-
 _ADAPTER_SHARE = 0.1  # of all bytes: trainable parameters that take no more count as adapters
 _SMALL_SHARE = 1 / 16  # of a unit: a module with fewer bytes is not worth a trip of its own
 _MISSING_SHARE = 1 / 32  # of the bytes without room: the unit of a model that decodes, see `_unit_of_decoding`

@@ -18,8 +18,6 @@ from headrace.weights.model.compound import Compound
 from headrace.weights.model.home import Home, Leaf
 from headrace.weights.model.managed_param import ManagedParam
 
-__all__ = ["Member", "Place", "Places"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -11,8 +11,6 @@ import torch
 
 from headrace.runtime.autograd import tree_map_only, without_overrides
 
-__all__ = ["StandIn", "Use", "use_of"]
-
 
 class Use(Enum):
     """What a torch function wants of a tensor."""

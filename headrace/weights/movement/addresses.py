@@ -9,8 +9,6 @@ import torch
 from headrace.runtime.autograd import address_of, has_storage
 from headrace.weights.movement.block import Block
 
-__all__ = ["Addresses"]
-
 
 class Addresses:
     """The blocks that have a buffer on one device, by its address."""

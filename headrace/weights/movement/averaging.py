@@ -34,8 +34,6 @@ from headrace.weights.movement.host_gradients import NodeGradients, elements_of
 from headrace.weights.movement.sums import DeviceSums, HostSums, Round, Sums
 from headrace.weights.rest.tiers import Tiers
 
-__all__ = ["AveragedGradients"]
-
 _ARRIVED, _SUMMED = 0, 1  # counters: the last round whose gradients this rank has given, and has summed up
 _IN_A_PASS = 1 << 24  # numbers of rounds that each pass has: the most in one pass
 _GIVES, _ADDS = 1, 2  # what a rank says of each parameter: it gives a gradient; its home has one already

@@ -9,8 +9,6 @@ from headrace.planning import Keeping, Key
 from headrace.runtime.lanes import LateTransfer, Transfer
 from headrace.weights.movement.block import Block
 
-__all__ = ["Arrival", "Bank", "ExpertSlots"]
-
 
 class ExpertSlots:
     """Equal slots in one buffer, for experts of so many layers. `spare`: how many slots stay empty."""

@@ -15,8 +15,6 @@ from headrace.weights.movement.block import Block, block_of
 from headrace.weights.movement.flow import PURPOSE
 from headrace.weights.movement.gradients import Gradients, sum_of_rows
 
-__all__ = ["BatchSums", "bytes_apart"]
-
 _Part = tuple[torch.Tensor, torch.Tensor | None]  # a gradient on the host, and the rows that it has; None: all
 
 

@@ -26,8 +26,6 @@ from headrace.weights.rest.fetching import Fetch, Fetching
 from headrace.weights.rest.reads import Range
 from headrace.weights.rest.tiers import Tiers
 
-__all__ = ["Block", "BlockPart", "Presence", "block_of"]
-
 _KINDS: dict[tuple[Layout, ...], int] = {}  # a number for each layout: blocks of one kind have the same layout
 _VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
 _ADDRESS_OF = torch.Tensor.data_ptr

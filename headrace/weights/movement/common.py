@@ -21,8 +21,6 @@ from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.block import Block, block_of
 from headrace.weights.rest.rests import CheckpointRest, SharedRest
 
-__all__ = ["CommonHomes"]
-
 _WRITTEN, _TRAINED, _STEPS = "what was written into weights", "which parameters are trained", "optimizers' steps"
 
 

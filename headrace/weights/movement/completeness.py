@@ -12,8 +12,6 @@ from headrace.errors import StateError
 from headrace.runtime.pending import Unit, Watcher
 from headrace.weights.model.managed_param import ManagedParam
 
-__all__ = ["Completeness", "tell_of_failure", "tell_watchers"]
-
 _ALIKE = 2  # backwards that must have been alike before the next is expected to be
 
 

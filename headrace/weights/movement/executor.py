@@ -26,8 +26,6 @@ from headrace.weights.movement.shares import Shares
 from headrace.weights.movement.slices import Slices
 from headrace.weights.movement.trace import Course, Entry, Trace, TraceBook, VisitKey
 
-__all__ = ["Executor"]
-
 _MOST_RECORDED_VISITS = 100_000  # in one cycle: beyond that (a forward in a loop with gradients on) nothing is learned
 
 

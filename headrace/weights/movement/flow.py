@@ -18,8 +18,6 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.host_gradients import offsets_of
 from headrace.weights.rest.tiers import Tiers
 
-__all__ = ["PURPOSE", "GradientFlow", "Leaving", "Wanted"]
-
 PURPOSE = "gradients"  # the name under which the ledger books their memory
 
 

@@ -33,8 +33,6 @@ from headrace.weights.movement.trace import Course, VisitKey
 from headrace.weights.rest.fetching import Fetch, Fetching, Target
 from headrace.weights.rest.reads import Range
 
-__all__ = ["Agreed", "Gathered", "Gathers"]
-
 _PURPOSE = "gathers"  # for the ledger: memory of gathers in which a rank takes part for the others' sake
 _BEGUN, _ENTERED, _BEFORE, _AGREED = range(4)  # counters
 _MOST_AGREED = 64  # the most agreements that are remembered

@@ -32,8 +32,6 @@ from headrace.weights.movement.host_gradients import HostGradient, laid_out
 from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, remainders_of
 from headrace.weights.rest.tiers import GradientMemory, Tiers
 
-__all__ = ["Gradients", "refuse_graph", "sum_of_rows"]
-
 _SEND_BYTES = 4 * 2**20  # gradients of a block are sent in pieces of about this size: large enough for the link's full
 # speed, small enough that little is left to send when backward ends
 

@@ -15,8 +15,6 @@ from headrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
 from headrace.weights.meter import Meter
 from headrace.weights.movement.banks import ExpertSlots
 
-__all__ = ["FEWEST_SLOTS", "HostExpertCache"]
-
 FEWEST_SLOTS = 2  # one expert leaves the host while another takes its place
 
 

@@ -13,8 +13,6 @@ from headrace.memory.shared import Common
 from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.rest.tiers import DiskGradients, GradientMemory
 
-__all__ = ["HostGradient", "NodeGradients", "elements_of", "flat", "laid_out", "offsets_of", "strides_of"]
-
 
 class HostGradient:
     """The memory of one parameter's `home.grad`, which is reused after `zero_grad(set_to_none=True)`.

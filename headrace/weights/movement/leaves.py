@@ -12,8 +12,6 @@ from headrace.weights.model.compound import Compound
 from headrace.weights.model.home import AwayLeaf, Leaf
 from headrace.weights.model.managed_param import Layout, ManagedParam
 
-__all__ = ["AbsentLeaves", "Leaves"]
-
 _VERSION_OF: Callable[[Leaf], int] = attrgetter("_version")
 _KEPT_VERSION_OF: Callable[[ManagedParam], int] = attrgetter("kept_version")
 _HANDED_OUT: Callable[[Leaf], bool] = attrgetter("handed_out")

@@ -12,8 +12,6 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.shares import Shares
 
-__all__ = ["ModuleExperts"]
-
 
 class ModuleExperts:
     """Experts of one model that are modules: which ones were called, and which make room for others.

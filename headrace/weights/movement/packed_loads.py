@@ -27,8 +27,6 @@ from headrace.weights.meter import Meter
 from headrace.weights.movement.block import Block
 from headrace.weights.rest.packing import is_frozen
 
-__all__ = ["PackedLoads"]
-
 _LOADS_BEFORE = 3  # loads of the same contents, after which a block is packed: it comes repeatedly
 MOST_PIECE_BYTES, LEAST_PIECE_BYTES = 32 << 20, 8 << 20  # of weights; smaller pieces cost the host more than they save
 PIECES_OF_BUDGET = 64

@@ -10,8 +10,6 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.trace import Trace
 
-__all__ = ["Planner"]
-
 WAITS = 0.05  # waits for the link, as a share of compute, above which loads are packed
 
 

@@ -21,8 +21,6 @@ from headrace.weights.movement.gathering import Gathered, Gathers
 from headrace.weights.movement.packed_loads import PackedLoads
 from headrace.weights.rest.fetching import Fetching, Target
 
-__all__ = ["Residency"]
-
 NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
 
 

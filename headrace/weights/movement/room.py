@@ -12,8 +12,6 @@ from headrace.weights.movement.residency import Residency
 from headrace.weights.rest.fetching import Fetching
 from headrace.weights.rest.placement import ring_size
 
-__all__ = ["Room"]
-
 
 class Room:
     """Host memory of one offloaded model that has a disk.

@@ -21,8 +21,6 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.shares import Shares
 
-__all__ = ["Rows"]
-
 
 class Rows:
     """Looks up rows in the tables of one model."""

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from headrace.planning import FEWEST_ROWS
 from headrace.weights.movement.block import Block
 
-__all__ = ["Shares"]
-
 _FEWEST_MODULE_EXPERTS = 2  # experts: one comes while another computes
 
 

@@ -24,8 +24,6 @@ from headrace.weights.movement.shares import Shares
 from headrace.weights.rest.fetching import Target
 from headrace.weights.rest.reads import Range
 
-__all__ = ["Slices"]
-
 
 class Slices:
     """The experts of one model's blocks that travel one by one, and their banks."""

@@ -18,8 +18,6 @@ from headrace.weights.movement.flow import PURPOSE
 from headrace.weights.movement.host_gradients import flat, laid_out
 from headrace.weights.rest.tiers import DiskGradients
 
-__all__ = ["Additions", "Remainder", "Staged", "Staging", "add_up", "remainders_of"]
-
 _ANY_BYTES = 1 << 62  # no limit
 
 

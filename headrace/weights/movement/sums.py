@@ -25,8 +25,6 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.flow import GradientFlow
 from headrace.weights.movement.host_gradients import elements_of, offsets_of
 
-__all__ = ["DeviceSums", "HostSums", "Round", "Sums"]
-
 
 @dataclass(eq=False)
 class Round:

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from headrace.planning import Phase, Plan, Step
 from headrace.weights.meter import Timing
 
-__all__ = ["MOST_PLANS", "MOST_TRACES", "Course", "Entry", "Trace", "TraceBook", "VisitKey"]
-
 MOST_TRACES = 64  # the most that are remembered: where layers are skipped at random, each cycle has its own trace
 MOST_PLANS = 8  # the most of one trace, each for other blocks that change
 

@@ -28,8 +28,6 @@ from headrace.weights.passes.expert_dispatch import adapts_experts
 from headrace.weights.passes.managed import bring_attributes_back, lend_parameters, make_managed, make_plain, site_of
 from headrace.weights.passes.refusals import refuse_call, refuse_script
 
-__all__ = ["Attachment"]
-
 
 class _Registrations:
     """Counts registrations of parameters, buffers and modules with managed modules, so that a changed model is noticed.

@@ -34,8 +34,6 @@ from headrace.weights.passes.call import Passes, PassState, Site, bind, release
 from headrace.weights.passes.lending import Lending
 from headrace.weights.passes.parameter_access import lending_leaves
 
-__all__ = ["WATCHED", "Backward"]
-
 WATCHED = "_headrace_watched"  # on outputs whose gradient announces a site's backward: the number of their node
 
 

@@ -26,8 +26,6 @@ from headrace.weights.movement.flow import GradientFlow
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.parameter_access import Lender, is_lending, waiting_for_homes
 
-__all__ = ["Call", "Companion", "MethodCall", "PassState", "Passes", "Site", "bind", "release"]
-
 Bindable = Block | ModuleBuffers  # both put something in the place of the user's own tensors
 
 

@@ -14,8 +14,6 @@ from torch import nn
 from headrace.runtime.module_calls import compile_calls
 from headrace.weights.passes.engine import Engine
 
-__all__ = ["compile_blocks", "note_not_compiled"]
-
 _told: weakref.WeakSet[Engine] = weakref.WeakSet()  # one note for each model
 
 

@@ -32,8 +32,6 @@ from headrace.weights.passes.lookup import Lookups
 from headrace.weights.passes.parameter_access import is_lending, lending_leaves, stop_lending
 from headrace.weights.passes.row_gradients import RowGradients
 
-__all__ = ["Engine", "Together"]
-
 
 class Together(Protocol):
     """Several micro-batches that take turns at blocks."""

@@ -26,8 +26,6 @@ from headrace.weights.passes.expert_stand_ins import ExpertsOfCall, WeightOfExpe
 from headrace.weights.passes.lending import Lending
 from headrace.weights.passes.row_gradients import RowGradients
 
-__all__ = ["ExpertDispatch", "adapts_experts"]
-
 _NEEDS_ALL = object()  # in the place of a module's output: the call needs all experts
 
 

@@ -25,8 +25,6 @@ from headrace.weights.movement.slices import Slices
 from headrace.weights.passes.parameter_access import borrow
 from headrace.weights.passes.row_gradients import RowGradients
 
-__all__ = ["ExpertsOfCall", "WeightOfExperts", "standing_in"]
-
 
 @contextlib.contextmanager
 def standing_in(

@@ -28,8 +28,6 @@ from headrace.weights.model.uses import Use, use_of
 from headrace.weights.passes.backward import WATCHED
 from headrace.weights.passes.row_gradients import TakenRows
 
-__all__ = ["CannotCutError", "GraphSegments", "in_one_backward"]
-
 _HOOKED = "a hook is put on a tensor that comes from before a block"
 _USERS_LEAVES = 0  # the number of the segment that has the user's own leaves
 

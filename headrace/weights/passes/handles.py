@@ -40,8 +40,6 @@ from headrace.weights.movement.slices import Slices
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.call import Site
 
-__all__ = ["SavedTensors", "is_checkpointed", "pop_left_over"]
-
 
 class WeightHandle(NamedTuple):
     """A view of a weight that autograd saved, without its memory."""

@@ -9,8 +9,6 @@ from headrace.runtime.tensors import is_integer, map_tensors, tensors_in
 from headrace.weights.model.home import Home, Leaf
 from headrace.weights.movement.addresses import Addresses
 
-__all__ = ["handed_out", "to_device"]
-
 
 def to_device(
     device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -28,8 +28,6 @@ from headrace.weights.passes.graph_segments import CannotCutError, GraphSegments
 from headrace.weights.passes.handles import is_checkpointed
 from headrace.weights.passes.module_states import ModuleStates
 
-__all__ = ["LayerMajor"]
-
 
 class _Member:
     """One micro-batch. `at`: the site at whose call it waits for its turn. `calls`: its calls under way."""

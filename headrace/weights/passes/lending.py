@@ -18,8 +18,6 @@ from headrace.weights.model.uses import Use
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.call import MethodCall, Passes, bind
 
-__all__ = ["Lending", "is_idle"]
-
 
 class Lending:
     """Lends the leaves of one model. `begin_method` makes a method's call a pass, unless it is one."""

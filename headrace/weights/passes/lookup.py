@@ -18,8 +18,6 @@ from headrace.weights.movement.block import Block, Presence
 from headrace.weights.passes.lending import Lending
 from headrace.weights.passes.row_gradients import RowGradients
 
-__all__ = ["Lookups"]
-
 
 class Lookups:
     """Lookups in the tables of one model."""

@@ -41,8 +41,6 @@ from headrace.weights.passes.parameter_access import (
     pass_begins,
 )
 
-__all__ = ["Managed", "bring_attributes_back", "lend_parameters", "make_managed", "make_plain", "site_of"]
-
 
 class LendingDict(dict[str, Any]):
     """A module's `_buffers`, or `_parameters`: gives, while the model computes, the leaf for a home."""

@@ -12,8 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.home import Leaf
 
-__all__ = ["ModuleStates"]
-
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Attributes that are compared elsewhere, or are ours.
 _NOT_COMPARED = frozenset(("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"))

@@ -20,19 +20,6 @@ from headrace.weights.model.compound import AwayCompound, compound_of
 from headrace.weights.model.home import GONE, AwayLeaf, Home, WatchedBuffer, home_of, owner_of
 from headrace.weights.model.uses import Use, use_of
 
-__all__ = [
-    "Lender",
-    "Registration",
-    "borrow",
-    "borrow_compound",
-    "homes_as_they_are",
-    "is_lending",
-    "lending_leaves",
-    "pass_begins",
-    "stop_lending",
-    "waiting_for_homes",
-]
-
 
 class Lender(Protocol):
     """Lends the leaves of one model while a visit of it is under way. They stay until the innermost call ends."""

@@ -8,8 +8,6 @@ from headrace.runtime.autograd import in_gradient_transform
 from headrace.weights.model.data_parallel import refuse_wrapped
 from headrace.weights.passes.managed import site_of
 
-__all__ = ["refuse_call", "refuse_script", "refuse_unmanageable"]
-
 
 def refuse_unmanageable(model: nn.Module, *, with_checkpoint: bool) -> None:
     """Raises StateError for a model that something else manages already, or that cannot be; names the module.

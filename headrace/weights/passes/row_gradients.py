@@ -18,8 +18,6 @@ from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.backward import Backward
 
-__all__ = ["RowGradients", "TakenRows"]
-
 _MARK = "headrace_whole"
 
 

@@ -19,8 +19,6 @@ from headrace.weights.movement.common import CommonHomes
 from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.parameter_access import homes_as_they_are
 
-__all__ = ["OptimizerSteps"]
-
 Optimizer = Any  # a torch.optim.Optimizer; one of ours has more
 
 

@@ -20,8 +20,6 @@ from headrace.weights.model.partition import Part, Partition, gathering_bytes
 from headrace.weights.rest.materialize import Materialized
 from headrace.weights.rest.placement import Placement, place
 
-__all__ = ["Budgets"]
-
 _DEVICE_RESERVE = 0.1  # of free device memory: for workspaces and fragmentation, when no device_memory is given
 _READING_BYTES = 32 * 2**20  # keeps a drive busy
 _HOST_RESERVE = 0.15  # of available host memory: for the rest of the process, when no host_memory is given

@@ -26,8 +26,6 @@ from headrace.runtime.threads import Gate, Job, OneThread
 from headrace.weights.meter import Meter
 from headrace.weights.rest.reads import DiskRead, ReadEvent
 
-__all__ = ["Fetch", "Fetchable", "Fetching", "Target"]
-
 _AT_ONCE = 6  # requests under way before a guess has to wait: a drive has four threads; it may be asked for meanwhile
 _ENOUGH_BLOCKS = 3  # the one that computes, the one that arrives, and the next
 

@@ -15,8 +15,6 @@ from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Request, disk_pages, new_
 from headrace.weights.model.managed_param import Layout
 from headrace.weights.rest.reads import DiskRead, Range
 
-__all__ = ["Source", "fill", "from_files", "from_memory", "memory_of"]
-
 _AHEAD = 3  # grains that are read, or written, while one is put together
 # Begins to read bytes `first` to `end` of an image. The function that it returns lays them out in memory.
 Source = Callable[[int, int], Callable[[torch.Tensor], None]]

@@ -15,8 +15,6 @@ from headrace.memory.ledger import Ledger
 from headrace.weights.model.compound import is_compound
 from headrace.weights.model.home import AliasParam
 
-__all__ = ["Materialized", "materialize"]
-
 
 class Materialized:
     """Knows which parameters lie in the checkpoint. `undo()` gives the model its meta tensors back."""

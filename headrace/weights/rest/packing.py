@@ -19,8 +19,6 @@ from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.rest.fetching import Fetching
 from headrace.weights.rest.reads import DiskRead
 
-__all__ = ["PackedCopy", "is_frozen"]
-
 # Writing 0.75 of the bytes costs as much as reading 0.75 of them saves in three fetches. So a block that is packed
 # after three fetches costs at most twice the best choice, however often it comes.
 _FETCHES_BEFORE = 3

@@ -8,8 +8,6 @@ from headrace.errors import BudgetError
 from headrace.memory.arena import whole_pages
 from headrace.planning import on_disk
 
-__all__ = ["Placement", "place", "ring_size"]
-
 _CHUNK_BYTES = 8 * 2**20  # a request of this size has a drive's full speed
 _SMALLEST_CHUNK_BYTES = 2**12
 _RING_SHARE = 1 / 8  # of the host budget, for staging; the rest of the budget holds blocks

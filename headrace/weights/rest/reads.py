@@ -9,8 +9,6 @@ import torch
 from headrace.memory.packed import Packed, unpack
 from headrace.runtime.lanes import Copy, Event
 
-__all__ = ["DiskRead", "Range", "ReadEvent"]
-
 
 class Range(NamedTuple):
     """A range of bytes, of a block or of a chunk, and where it goes."""

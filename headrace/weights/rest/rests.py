@@ -18,8 +18,6 @@ from headrace.weights.model.managed_param import Layout, ManagedParam
 from headrace.weights.rest.filling import Source, fill, from_files
 from headrace.weights.rest.reads import DiskRead, Range, ReadEvent
 
-__all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest", "SharedRest"]
-
 
 class Rest(ABC):
     """Where the bytes of one block rest. User code sees them through its tensors, one for each parameter."""

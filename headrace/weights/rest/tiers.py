@@ -24,8 +24,6 @@ from headrace.weights.rest.packing import PackedCopy
 from headrace.weights.rest.placement import Placement, ring_size
 from headrace.weights.rest.rests import CheckpointRest, DiskRest, HostRest, Rest, SharedRest
 
-__all__ = ["DiskGradients", "GradientMemory", "Tiers"]
-
 _HANDED_OUT = 4  # blocks that user code may hold memory of, and that `HandedOut` still looks after
 
 
