@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace.memory.arena import Arena
@@ -147,6 +148,60 @@ def test_some_go_together_and_then_the_next(together: int, rounds: int) -> None:
     continued = 0 if together == 1 else rounds * nbytes
     assert rounds * nbytes < stats.onload_bytes - continued <= rounds * 2 * nbytes
     assert stats.micro_batches_together == (0 if together == 1 else 6)
+
+
+class InPairs(Model):
+    """Each checkpoint recomputes two layers before the backward of either."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first in range(0, 4, 2):
+            x = checkpoint(lambda x, at=first: self.layers[at + 1](self.layers[at](x)), x, use_reentrant=True)
+        return self.layers[4](x)
+
+
+@pytest.mark.parametrize("kind", [Model, InPairs])
+@pytest.mark.parametrize("resident", [(), (0, 4)])
+def test_sums_begin_with_the_gradients_of_calls_before(kind: type[Model], resident: tuple[int, ...]) -> None:
+    """Values at which ((a + b) + c) + d and (a + b) + (c + d) differ: in blocks that come, and in those that stay."""
+    plain, trained = built(kind), built(kind)
+    largest = sum(p.nbytes for p in trained.layers[0].parameters())
+    handle = offloaded(
+        trained,
+        resident=[trained.layers[index] for index in resident],
+        device_memory=(2 + len(resident)) * largest + 4096,
+    )
+    for _ in range(3):
+        handle.forward_backward(batches(4), lambda batch: square(trained, batch.requires_grad_()), together=2)
+    for _ in range(3):
+        in_turn(plain, lambda batch: square(plain, batch.requires_grad_()), batches(4))
+    assert_same_gradients(trained, plain, some_missing=True)
+
+
+def test_a_gradient_that_a_hook_takes_away_does_not_come_back() -> None:
+    plain, trained = built(), built()
+    handle = offloaded(trained)
+
+    def cleared(model: Any) -> Callable[[Tensor], Tensor]:
+        """Clears a gradient of the first layer when backward comes to its output."""
+        weight = model.layers[0].up.weight
+
+        def loss(batch: Tensor) -> Tensor:
+            def clear(_: Tensor) -> None:
+                weight.grad = None
+
+            between = model.layers[0](batch)
+            between.register_hook(clear)
+            for layer in model.layers[1:]:
+                between = layer(between)
+            return between.square().mean()
+
+        return loss
+
+    handle.forward_backward(batches(2), lambda batch: square(trained, batch))
+    in_turn(plain, lambda batch: square(plain, batch), batches(2))
+    handle.forward_backward(batches(1), cleared(trained))
+    in_turn(plain, cleared(plain), batches(1))
+    assert_same_gradients(trained, plain, some_missing=True)
 
 
 class Skips(Model):

@@ -38,8 +38,8 @@ class BatchSums:
         self._gradients, self._lanes = gradients, gradients.lanes
         self._apart, self._one_by_one = apart, one_by_one
         self._sums: dict[ManagedParam, torch.Tensor] = {}  # on the device: sums for the block that backward is at
-        # On the device: gradients that homes of that block have already, and the copies that bring them.
-        self._before: dict[ManagedParam, tuple[torch.Tensor, Transfer]] = {}
+        # Gradients that homes of that block have already, their versions, and the copies that come to the device.
+        self._before: dict[ManagedParam, tuple[torch.Tensor, int, torch.Tensor, Transfer]] = {}
         # Parameters of that block for which a micro-batch gave only rows: their gradients leave one by one.
         self._of_rows: set[ManagedParam] = set()
         self._waiting: list[dict[ManagedParam, list[_Part]]] = [{} for _ in range(count)]  # by micro-batch
@@ -53,14 +53,32 @@ class BatchSums:
         """Called when backward comes to these blocks: sends for gradients that their homes have already, those that
         sums begin with. The last parameter's comes first, as backward needs it first.
         """
-        for block in () if self._before else blocks:
+        for block in blocks:
             for param in () if block.travels_in_parts else reversed(block.params):
-                there = None if param in self._apart or param in self._sums else self._gradients.continued(param)
-                if there is not None:
-                    here = torch.empty_like(there, device=self._lanes.device)
-                    transfer = self._lanes.copy(Lane.ONLOAD, [(here, there)], self._lanes.mark())
-                    self._gradients.meter.gradient_onloaded(transfer.nbytes)
-                    self._before[param] = here, transfer
+                known = param in self._apart or param in self._before or param in self._sums
+                if param.home.requires_grad and not known:
+                    self._send_for(param)
+
+    def _send_for(self, param: ManagedParam) -> None:
+        there = self._gradients.continued(param)
+        if there is not None:
+            here = torch.empty_like(there, device=self._lanes.device)
+            transfer = self._lanes.copy(Lane.ONLOAD, [(here, there)], self._lanes.mark())
+            self._before[param] = there, there._version, here, transfer
+            self._gradients.meter.gradient_onloaded(transfer.nbytes)
+
+    def _begun_with(self, param: ManagedParam) -> torch.Tensor | None:
+        """A copy on the device of the gradient that the home has now, to which the caller adds. None: it has none."""
+        there = self._gradients.continued(param)
+        sent, version, here, transfer = self._before.pop(param, (None, 0, None, None))
+        if transfer is not None:
+            self._lanes.wait(transfer.done)
+        if there is None:
+            return None
+        self._gradients.replaces(param)
+        if sent is there and here is not None and there._version == version:
+            return here
+        return there.to(self._lanes.device, copy=True)  # of a block that stays, or was not announced
 
     def take(self, param: ManagedParam, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Takes a complete gradient of the present micro-batch. Arguments: see `GradientFlow.take`."""
@@ -75,18 +93,14 @@ class BatchSums:
             self._gradients.take(param, *gradients, rows=rows)
         elif param in self._sums:
             self._sums[param].add_(gradients[0])
-        elif param in self._before:
-            before, transfer = self._before.pop(param)
-            self._lanes.wait(transfer.done)
-            self._gradients.replaces(param)
-            self._sums[param] = before.add_(gradients[0])
         else:
-            self._sums[param] = gradients[0].to(self._gradients.dtype(param))
+            before, dtype = self._begun_with(param), self._gradients.dtype(param)
+            self._sums[param] = gradients[0].to(dtype) if before is None else before.add_(gradients[0])
 
     def leave_block(self) -> None:
         """Called when all micro-batches have been at the block: hands its sums on."""
         sums, self._sums = self._sums, {}
-        for _, transfer in self._before.values():  # of parameters that got no gradient
+        for *_, transfer in self._before.values():  # of parameters that got no gradient
             self._lanes.wait(transfer.done)
         self._before.clear()
         self._of_rows.clear()
@@ -96,6 +110,13 @@ class BatchSums:
         for transfer in leaving:
             self._lanes.wait(transfer.done)
             self._last = transfer.done
+
+    def abandon(self) -> None:
+        """Called when backward raised: compute waits for all that comes, also where Ctrl-C came before that was noted,
+        as its memory is free for compute from now on.
+        """
+        self._lanes.wait(self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done)
+        self._before.clear()
 
     def end(self) -> None:
         """Called when all micro-batches are through: adds up gradients that wait, in the order of the micro-batches."""

@@ -338,6 +338,9 @@ class Engine:
         self.backward.batch_sums = batch_sums
         try:
             in_one_backward(run)
+        except BaseException:
+            batch_sums.abandon()
+            raise
         finally:
             self.backward.batch_sums = None
 
