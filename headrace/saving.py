@@ -20,7 +20,7 @@ from headrace.checkpoint.model import SavedModel, check_model, saved_model
 from headrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
 from headrace.checkpoint.random_state import random_state
 from headrace.checkpoint.torn import check_whole
-from headrace.checkpoint.writing import LEAST_BYTES, Saving, last_saving
+from headrace.checkpoint.writing import LEAST_BYTES, Saving, begin, last_saving
 from headrace.config import Size, format_bytes, parse_bytes
 from headrace.errors import CheckpointError
 from headrace.live import handles_of
@@ -104,6 +104,7 @@ def save(
     except BaseException:
         directory.discard()
         raise
+    begin(saving)
     for handle in handles:
         handle.note_checkpoint(saving)
     if wait:
@@ -150,25 +151,30 @@ def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
     """What `load` gives back and restores, as `torch.save` writes it. Raises CheckpointError for objects."""
     strange: list[str] = []
 
+    def has_state_dict(value: Any) -> bool:
+        return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+
     def plain(value: Any, path: str) -> Any:
         """What has a state_dict() is saved as that."""
         if isinstance(value, torch.Tensor):
             return value.detach().to("cpu")
-        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-            return map_tree(value.state_dict(), plain, path)
-        if not isinstance(value, str | int | float | bytes | complex | None):
+        if has_state_dict(value):
+            return map_tree(value.state_dict(), plain, path, is_leaf=has_state_dict)
+        if not isinstance(value, str | int | float | bytes | complex | tuple | None):
             strange.append(f"{path} is a {type(value).__name__}")
         return value
 
-    tree = map_tree({"extra": extra, "module_state": module_state}, plain) | {"random": random_state()}
+    whole = {"extra": extra, "module_state": module_state}
+    tree = map_tree(whole, plain, is_leaf=has_state_dict) | {"random": random_state()}
     buffer = io.BytesIO()
     try:
         torch.save(tree, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
+        why = next(iter([*strange, *str(error).splitlines(), type(error).__name__]))
         raise CheckpointError(
-            f"extra holds what cannot be read back safely: {[*strange, str(error).splitlines()[0]][0]}; give plain"
-            " values, tensors, lists, dicts, and what has a state_dict()"
+            f"extra holds what cannot be read back safely: {why}; give plain values,"
+            " tensors, lists, dicts, and what has a state_dict()"
         ) from error
     return buffer.getvalue()

@@ -144,13 +144,10 @@ def _split(name: str) -> tuple[int, str]:
 
 
 def _numbered(directory: Path) -> list[tuple[int, str, Path]]:
-    """The complete checkpoints in `directory` whose names end in a number, by that number."""
+    """The complete checkpoints in `directory` that may be read and whose names end in a number, by that number."""
     found = [(*_split(path.name), path) for path in (directory.iterdir() if directory.is_dir() else ())]
-    return sorted(
-        (number, stem, path)
-        for number, stem, path in found
-        if number >= 0 and not path.name.startswith((_PREFIX, _BEFORE)) and (path / MANIFEST).is_file()
-    )
+    named = [one for one in found if one[0] >= 0 and not one[2].name.startswith((_PREFIX, _BEFORE))]
+    return sorted(one for one in named if os.path.isfile(one[2] / MANIFEST))  # Path's raises EACCES
 
 
 def _other_name(path: Path) -> Path:

@@ -70,7 +70,8 @@ def load_distributed(
     weights = _weights(path, state, found)
     if len(optimizers) > 1:
         raise CheckpointError(f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call")
-    places = _places_in(optimizers[0], path, state, found) if optimizers else {}
+    besides_weights = {key: one for key, one in found.items() if key not in weights}
+    places = _places_in(optimizers[0], path, state, besides_weights) if optimizers else {}
     wanted = {**weights, **{key: _memory_for(path, key, found[key]) for key in places}}
     with is_written:
         try:

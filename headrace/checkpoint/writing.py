@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
@@ -188,14 +189,10 @@ class Saving:
                 self._files[name] = _new_file(directory.path / name, nbytes)
             for _ in range(min(memory_bytes // GRAIN_BYTES, len(self._reading.pieces))):
                 self._free.put(new_pages(GRAIN_BYTES))
-            threading.Thread(target=self._run, name="headrace-save").start()
         except BaseException:
             for file in self._files.values():
                 file.close()
             raise
-        begin_capture(self._reading)  # from now on, optimizers ask before they write
-        self._begin.open()
-        last_saving[:] = [self]
 
     @property
     def done(self) -> bool:
@@ -231,16 +228,17 @@ class Saving:
         reading = self._reading
         devices = (source.device for source in reading.tensors())
         mark_headrace_thread(next(filter(is_accelerator, devices), None))
+        captured = ExitStack()  # ends with reading, or with what is before that
+        captured.callback(end_capture, reading)
         try:
             with (
+                captured,
                 progress("headrace: saving", self.nbytes if self._shows else 0) as bar,
                 ThreadPoolExecutor(WRITERS, thread_name_prefix="headrace-save-write") as writers,
+                neighbours_follow(),
+                captured,
             ):
-                try:
-                    with neighbours_follow():
-                        self._read(writers, bar.update)
-                finally:
-                    end_capture(reading)
+                self._read(writers, bar.update)
         except BaseException as error:
             self._fail(self._cause(error))
         for piece in reading.pieces:  # after a failure
@@ -324,6 +322,21 @@ def _new_file(path: Path, nbytes: int) -> DirectFile:
             error.errno,
             f"{path}: {format_bytes(nbytes)} could not be taken: {error.strerror}. Free space, or save elsewhere.",
         ) from error
+
+
+def begin(saving: Saving) -> None:
+    """Starts the thread that reads, writes and publishes. From now on, optimizers ask before they write."""
+    thread = threading.Thread(target=saving._run, name="headrace-save")
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads
+        for file in saving._files.values():
+            file.close()
+        saving._directory.discard()
+        raise
+    begin_capture(saving._reading)
+    saving._begin.open()
+    last_saving[:] = [saving]
 
 
 def _end() -> None:

@@ -43,9 +43,10 @@ class ElementRule(ABC):
     @classmethod
     def of(cls, group: dict[str, Any], step: float, **more: Any) -> Self:
         """The rule of a param group at one step. `more`: settings that a group does not have."""
-        betas = zip(("beta1", "beta2"), map(float, group.get("betas", ())), strict=False)
-        settings = {**group, **dict(betas), "lr": float(group["lr"]), "step": step, **more}
-        return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+        beta1, beta2 = map(float, group.get("betas", (0, 0)))
+        settings = {**group, "beta1": beta1, "beta2": beta2, "lr": float(group["lr"]), "step": step}
+        read = {field.name for field in fields(cls)} - {"bias_correction"}  # which groups of others have, too
+        return cls(**{name: settings[name] for name in read if name in settings}, **more)
 
     @property
     def moments(self) -> tuple[str, ...]:

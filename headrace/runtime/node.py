@@ -27,10 +27,11 @@ from headrace.runtime.ranks import Ranks, new_group, timeout_seconds
 _PASS = 0  # the pass that the rank has begun
 _MET = 1  # how many meetings it has been at
 _BROKEN = 2  # the last pass whose backward it has broken off
-_HANDED = 3  # how many calls of `hand_out` it has finished: the first rank has given, the others have taken
-_GIVEN = 4  # of the first rank: the `number` of its last `hand_out`, or the negative errno of an error
-_DESCRIPTOR = 5  # of the first rank: the descriptor that it hands out, or -1
-_COUNTERS = 6
+_SAID = 3  # its answers in `all_agree`: two counters, used in turn
+_HANDED = 5  # how many calls of `hand_out` it has finished: the first rank has given, the others have taken
+_GIVEN = 6  # of the first rank: the `number` of its last `hand_out`, or the negative errno of an error
+_DESCRIPTOR = 7  # of the first rank: the descriptor that it hands out, or -1
+_COUNTERS = 8
 _NOTE_BYTES = 2048  # for each rank's note about its last error
 _ENDS_SECONDS = 1.0  # a process closes its connections up to this long before it counts as ended
 _LOOK_SECONDS = 0.2  # between two checks that the ranks that are waited for have not ended
@@ -89,7 +90,7 @@ class Node:
         self._here = Ranks(self.group, "cpu", look)
         self._across = self._here if self.across is None else Ranks(self.across, "cpu", look)
         self.spread = Spread()  # of memory that the ranks of the node share
-        self._handed = 0
+        self._asked = self._handed = 0
         memory = mapped(self._opened(facts[here[0]][4]), (8 * _COUNTERS + _NOTE_BYTES) * self.size)
         self._meetings = Counters(self, _COUNTERS, memory)
         self._notes = memory[8 * _COUNTERS * self.size :]
@@ -237,7 +238,10 @@ class Node:
 
     def all_agree(self, yes: bool, what: str) -> bool:
         """Whether all ranks of the node say yes. A collective of the node."""
-        return all(said for (said,) in self._here.numbers([yes], what))
+        self._asked += 1
+        self._meetings.post(_SAID + self._asked % 2, 2 * self._asked + yes)  # others may still read the last
+        self.meet(what)
+        return all(self._meetings.of(rank, _SAID + self._asked % 2) & 1 for rank in range(self.size))
 
     def from_first(self, value: Any, what: str) -> Any:
         """The `value` of the node's first rank, on all of its ranks. A collective."""

@@ -52,11 +52,11 @@ class Ranks:
                 " run, and go on from its last checkpoint"
             ) from error
 
-    def numbers(self, values: Sequence[int], what: str = "its part of a step") -> list[list[int]]:
+    def numbers(self, values: Sequence[int]) -> list[list[int]]:
         """The `values` of every rank; all give equally many. Raises RankError if one does not call this in time."""
         own = torch.tensor(values, dtype=torch.int64, device=self._device)
         every = [torch.empty_like(own) for _ in range(self.count)]
-        with self.together(what):
+        with self.together():
             torch.distributed.all_gather(every, own, group=self._group)
         found: list[list[int]] = torch.stack(every).tolist()
         return found

@@ -86,12 +86,17 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
-def map_tree(tree: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:
-    """`tree` with each leaf of its dicts, lists and tuples replaced by `change(leaf, path)`, as "state.0.exp_avg"."""
+def map_tree(
+    tree: Any, change: Callable[[Any, str], Any], path: str = "", is_leaf: Callable[[Any], bool] = lambda _: False
+) -> Any:
+    """`tree` with each leaf of its dicts, lists and tuples replaced by `change(leaf, path)`, as "state.0.exp_avg".
+
+    `is_leaf`: whether a container is a leaf, too.
+    """
     within = f"{path}." if path else ""
-    if isinstance(tree, Mapping):
+    if isinstance(tree, Mapping) and not is_leaf(tree):
         kind = OrderedDict if isinstance(tree, OrderedDict) else dict
-        return kind((key, map_tree(value, change, f"{within}{key}")) for key, value in tree.items())
+        return kind((key, map_tree(value, change, f"{within}{key}", is_leaf)) for key, value in tree.items())
     if type(tree) in (list, tuple):
-        return type(tree)(map_tree(value, change, f"{within}{index}") for index, value in enumerate(tree))
+        return type(tree)(map_tree(value, change, f"{within}{index}", is_leaf) for index, value in enumerate(tree))
     return change(tree, path)

@@ -45,7 +45,7 @@ def test_nothing_that_fits_is_faster(device_gigabytes: int, host_gigabytes: int,
         assert plan.shortfall.fixes
         return
     runs = [run_of(Case(shape, plan.work, Spread(), option.method, hardware)) for option in fitting]
-    weighed = [run.seconds * (1.1 if run.case.wears else 1.0) for run in (*runs, plan.run)]
+    weighed = [run.seconds * (1.1 if run.wears else 1.0) for run in (*runs, plan.run)]
     assert weighed.pop() <= min(weighed) * 1.021
     assert plan.run.tiers.fits
     assert plan.run.seconds >= plan.run.floors.longest * (1 - 1e-9)
@@ -93,7 +93,7 @@ def test_what_writes_to_the_drive_has_to_be_faster_by_a_tenth() -> None:
     assert seconds["host"] <= seconds["disk"] * 1.1
     plan = plan_run(shape, fast, work)
     assert plan.run is not None
-    assert not plan.run.case.wears
+    assert not plan.run.wears
 
 
 def test_smaller_micro_batches_help_where_large_ones_leave_no_room() -> None:
@@ -102,7 +102,7 @@ def test_smaller_micro_batches_help_where_large_ones_leave_no_room() -> None:
     work = Work(training=Training.ADAPTER, batch_size=4)
     plan = plan_run(shape, MACHINES["4090"].changed(host_memory_bytes=128 * 10**9), work)
     assert plan.run is not None
-    assert plan.run.case.wears
+    assert plan.run.wears
     named = next(help for help in plan.helps if "2 micro-batches of 4,096 tokens" in help.change)
     assert "activations recomputed" in named.change
     halved = plan_run(shape, plan.hardware, replace(work, batch_size=2, micro_batches=2))

@@ -28,7 +28,8 @@ def decompress_parameter(
 ) -> torch.Tensor:
     """The tensor that `compress_parameter` was given, on the CPU, bit for bit.
 
-    Raises ValueError if that tensor has another `shape` or `dtype`, and if a byte of `compressed` was changed.
+    Raises ValueError if that tensor has another `shape` or `dtype`, and if `compressed` was changed so that another one
+    comes out of it.
     """
     header, newline, deflated = compressed.partition(b"\n")
     if not newline or not header.startswith(b"headrace torch."):

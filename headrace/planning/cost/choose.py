@@ -55,7 +55,7 @@ def best_run(considered: list[Option]) -> Run | None:
     fitting = [(place, option) for place, option in enumerate(considered) if not option.lacks]
 
     def weighed(option: Option, seconds: float) -> float:
-        return seconds * (_WEAR if option.case.wears else 1.0)
+        return seconds * (_WEAR if option.wears else 1.0)
 
     best: tuple[int, Run] | None = None
     for place, option in sorted(fitting, key=lambda pair: (weighed(pair[1], pair[1].floor_seconds), pair[0])):
@@ -157,6 +157,8 @@ def helps(run: Run, considered: list[Option]) -> list[Help]:
         on_host = run.method.without_disk()
         needed = _host_memory(option_of(replace(case, method=on_host)))
         enough = hardware.changed(host_memory_bytes=max(hardware.host_memory_bytes, needed))
+        if hardware.unified:
+            enough = enough.changed(device_memory_bytes=enough.host_memory_bytes)
         more = f"{decimal_text(needed, 4)} of host memory instead of the disk"
         consider(more, hardware=enough, method=on_host)
     if case.spread.nodes > 1:
@@ -205,6 +207,8 @@ def shortfall(considered: list[Option]) -> Shortfall:
     fixes = []
     for place, _ in closest.lacks:
         total = closest.tiers.total(place)
+        if place is Place.DEVICE and hardware.unified:
+            continue  # the host lacks that as well
         if place is Place.DEVICE:
             fixes.append(f"devices of {decimal_text(_up(total / (1 - DEVICE_RESERVE)), 4)}")
             if work.tokens > 1:
@@ -220,7 +224,7 @@ def shortfall(considered: list[Option]) -> Shortfall:
 
 def _host_memory(option: Option) -> int:
     """The host memory of a node in which the option fits."""
-    return _up(option.tiers.total(Place.HOST) * option.case.hardware.devices / (1 - HOST_RESERVE))
+    return _up(option.tiers.needed(Place.HOST) * option.case.hardware.devices / (1 - HOST_RESERVE))
 
 
 def _up(nbytes: float) -> int:

@@ -11,7 +11,7 @@ from headrace.planning.cost.sharing import Sharing, sharing_of
 from headrace.planning.cost.step import StepForecast, forecast_step
 from headrace.planning.cost.tiers import Tiers, tiers_of
 from headrace.planning.cost.traffic import BlockTraffic, traffic_of
-from headrace.planning.cost.work import Case, Method, Overlap, Place
+from headrace.planning.cost.work import Activations, Case, Method, Overlap, Place
 from headrace.planning.plan import Plan
 from headrace.planning.problem import Phase, Problem, Visit
 from headrace.planning.search import make_plan
@@ -39,6 +39,12 @@ class Option:
     def lacks(self) -> tuple[tuple[Place, int], ...]:
         """The tiers that are too small, and the bytes that each lacks; empty if the method fits."""
         return tuple((place, self.tiers.short(place)) for place in Place if self.tiers.short(place))
+
+    @property
+    def wears(self) -> bool:
+        """Whether each step writes to the drive."""
+        spilled = self.method.activations is Activations.SPILLED
+        return any(own.state_bytes or own.spill_bytes or (spilled and own.activation_bytes) for own in self.traffic)
 
     @property
     def floor_seconds(self) -> float:

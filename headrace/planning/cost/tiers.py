@@ -44,10 +44,14 @@ class Tiers:
     def total(self, place: Place) -> int:
         return sum(held.nbytes for held in self.held if held.place is place)
 
-    def short(self, place: Place) -> int:
-        """Bytes that the tier lacks. Of one memory for device and host, the host lacks what both need beyond it."""
+    def needed(self, place: Place) -> int:
+        """Bytes that the tier has to have: of one memory for device and host, the host's has to hold both."""
         beside = self.total(Place.DEVICE) if self.unified and place is Place.HOST else 0
-        return max(0, beside + self.total(place) - self.capacity[place])
+        return beside + self.total(place)
+
+    def short(self, place: Place) -> int:
+        """Bytes that the tier lacks."""
+        return max(0, self.needed(place) - self.capacity[place])
 
     @property
     def fits(self) -> bool:

@@ -207,13 +207,6 @@ class Case:
         return self.work.training is Training.FULL and self.gradients_leave
 
     @property
-    def wears(self) -> bool:
-        """Whether each step writes to the drive."""
-        method = self.method
-        written = method.state is Place.DISK or (self.work.training is Training.FULL and method.weights is Place.DISK)
-        return self.trains and (written or method.activations is Activations.SPILLED)
-
-    @property
     def gradients_leave(self) -> bool:
         """Whether gradients go to the host: they stay where the device updates weights that stay there."""
         stay = self.method.update is Place.DEVICE and not self.method.streamed
