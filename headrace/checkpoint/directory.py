@@ -109,7 +109,7 @@ def remove_older(path: Path, keep: int) -> None:
     """Removes checkpoints older than `path`, named like it but for the number, except the `keep` - 1 newest of them."""
     own, stem = _split(path.name)
     try:
-        older = [other for number, like, other in _numbered(path.parent) if like == stem and number < own]
+        older = [other for number, _, other in _numbered(path.parent, stem) if number < own]
     except OSError as error:
         warnings.warn(f"older checkpoints beside {path} stay: {error.strerror}", RuntimeWarning, stacklevel=2)
         return
@@ -143,11 +143,12 @@ def _split(name: str) -> tuple[int, str]:
     return (-1, name) if found is None else (int(found[2]), found[1])
 
 
-def _numbered(directory: Path) -> list[tuple[int, str, Path]]:
-    """The complete checkpoints in `directory` that may be read and whose names end in a number, by that number."""
+def _numbered(directory: Path, stem: str | None = None) -> list[tuple[int, str, Path]]:
+    """The complete checkpoints in `directory` whose names are `stem` (None: anything) and a number, by that number."""
     found = [(*_split(path.name), path) for path in (directory.iterdir() if directory.is_dir() else ())]
-    named = [one for one in found if one[0] >= 0 and not one[2].name.startswith((_PREFIX, _BEFORE))]
-    return sorted(one for one in named if os.path.isfile(one[2] / MANIFEST))  # Path's raises EACCES
+    named = [one for one in found if one[0] >= 0 and stem in (None, one[1])]
+    ours = [one for one in named if not one[2].name.startswith((_PREFIX, _BEFORE))]
+    return sorted(one for one in ours if (one[2] / MANIFEST).is_file())
 
 
 def _other_name(path: Path) -> Path:

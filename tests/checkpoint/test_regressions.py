@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -584,3 +585,88 @@ def test_conjugated_views_in_files_of_torch(tmp_path: Path) -> None:
         absent = torch.nn.Linear(4, 4, bias=False, dtype=torch.complex64)
     with pytest.raises(headrace.CheckpointError, match=r"'weight' is not contiguous .*, or a conjugated"):
         headrace.offload(absent, device="cpu", device_memory="1MiB", checkpoint=tmp_path)
+
+
+def test_weights_of_a_distributed_checkpoint_may_be_named_like_state(tmp_path: Path) -> None:
+    def model_with_state(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Module()
+        model.state = nn.ModuleList([nn.Linear(4, 4)])
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = model_with_state(0)
+    model.state[0](torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with warnings.catch_warnings(action="ignore"):  # there is one process
+        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other, others = model_with_state(1)
+    headrace.load(tmp_path / "dcp", other, others)
+    assert_same_weights(other, model)
+    assert_same(others.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_another_directory_that_may_not_be_read_keeps_no_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = small()
+    (tmp_path / "other-9").mkdir()
+    stat = os.stat
+
+    def forbids(path: Any, **how: Any) -> os.stat_result:
+        if Path(path).parent.name == "other-9":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(os, "stat", forbids)
+    for number in (1, 2, 3):
+        headrace.save(tmp_path / f"step-{number}", model, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other-9", "step-3"]
+
+
+class _Meters(dict[str, int]):
+    """A dict that says itself what of it is saved."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"inner": 5}
+
+
+class _Unpicklable:
+    def __reduce__(self) -> str:
+        raise TypeError
+
+
+def test_a_dict_with_a_state_dict_is_saved_as_that(tmp_path: Path) -> None:
+    model, _ = small()
+    headrace.save(tmp_path / "step-1", model, extra={"meters": _Meters(x=1)})
+    assert headrace.load(tmp_path / "step-1", model) == {"meters": {"inner": 5}}
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [({"a": _Unpicklable()}, "extra.a is a _Unpicklable"), ({"s": torch.Size([2]), "b": {"c": object()}}, "extra.b.c")],
+)
+def test_what_of_extra_cannot_be_saved_is_named(tmp_path: Path, extra: Any, named: str) -> None:
+    model, _ = small()
+    with pytest.raises(headrace.CheckpointError, match=named):
+        headrace.save(tmp_path / "step-1", model, extra=extra)
+
+
+def test_ctrl_c_as_a_save_begins_leaves_it_to_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread writes and publishes: nothing of what it writes is removed from under it."""
+    model, _ = small()
+
+    class Interrupted(list[Any]):
+        def __setitem__(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "last_saving", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            headrace.save(tmp_path / "step-1", model)
+    deadline = threading.Event()
+    while not (tmp_path / "step-1").exists() and not deadline.wait(0.01):
+        pass
+    other, _ = small(1)
+    headrace.load(tmp_path / "step-1", other)
+    assert_same_weights(other, model)

@@ -122,7 +122,12 @@ def test_one_memory_for_device_and_host_counts_once() -> None:
         return int(plan.tiers.total(Place.DEVICE) + plan.tiers.total(Place.HOST))
 
     assert in_memory(one) <= 0.9 * 14 * 10**9 < in_memory(two)
-    assert not plan_run(shape, ram.changed(unified=True), work, disk=False).fits
+    short = plan_run(shape, ram.changed(unified=True), work, disk=False)
+    assert short.shortfall is not None
+    assert short.shortfall.fixes[0].endswith(" GB of host memory in the node")
+    enough = int(short.shortfall.fixes[0].split()[0]) * 10**9
+    larger = ram.changed(unified=True, device_memory_bytes=enough, host_memory_bytes=enough)
+    assert plan_run(shape, larger, work, disk=False).fits
 
 
 @pytest.mark.extended

@@ -374,3 +374,14 @@ def test_weights_with_gaps_that_were_written_after_a_step_failed(monkeypatch: py
     optimizer.step()
     reference.step()
     assert_same([ours], [theirs])
+
+
+def test_settings_that_groups_of_others_have_change_nothing() -> None:
+    """`bias_correction` of apex and Transformer Engine is none of torch.optim's."""
+    ours, theirs = parameters(torch.float32, SMALL), parameters(torch.float32, SMALL)
+    groups = [{"params": ours, "bias_correction": False}]
+    optimizer, reference = AdamW(groups, lr=0.1), torch.optim.AdamW(theirs, lr=0.1, fused=True)
+    give_gradients(ours, theirs, 0)
+    optimizer.step()
+    reference.step()
+    assert_same(ours, theirs)
