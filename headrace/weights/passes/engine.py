@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.errors import StateError
+from headrace.errors import BudgetError, StateError
 from headrace.memory.ledger import Tier
 from headrace.planning import Phase
 from headrace.runtime.autograd import in_transform, pop_hooks, saving_is_left_to_autograd, without_overrides
@@ -92,8 +92,12 @@ class Engine:
         """Takes the bytes of buffers that came later off the budget for blocks."""
         grown_bytes = self.passes.buffers.nbytes - self._buffer_bytes
         if grown_bytes:
-            self._take_off_budget("buffers of modules", grown_bytes)
-            self._buffer_bytes += grown_bytes
+            self._buffer_bytes += grown_bytes  # first: Ctrl-C must not let them be taken off twice
+            try:
+                self._take_off_budget("buffers of modules", grown_bytes)
+            except BudgetError:
+                self._buffer_bytes -= grown_bytes
+                raise
 
     def lend_device_memory(self, nbytes: int) -> torch.Tensor:
         """Called by optimizers: see `runtime.pending.Manager`."""
