@@ -356,7 +356,8 @@ class Offloaded(live.Handle, live.ModelHandle):
         of its own, this is not noticed.
 
         Raises ValueError if there is no micro-batch or no loss, StateError within a pass, and whatever `loss_function`
-        raises. After an error, gradients are those of the groups of `together` micro-batches that were done before it.
+        raises. After an error, gradients are those of the groups of `together` micro-batches that were done before it;
+        one to which the failed group was adding may hold a part of that, as after any backward that raises.
         """
         self._check_between_passes("forward_backward()")
         if self._attachment is None:
