@@ -227,4 +227,7 @@ def test_micro_batches_together_change_no_bit_and_bring_weights_once(
     in_pairs = train(settings(micro_batches_together=2, output=tmp_path / "pairs", **common), progress)
     assert in_pairs.losses == losses
     assert in_pairs.stats.micro_batches_together == 4 * 3
-    assert together.stats.onload_bytes < in_pairs.stats.onload_bytes <= 2.04 * of_one.stats.onload_bytes
+    # The sums of a step's second pair begin with the gradients of its first one, which come to the device for it.
+    weights_bytes = in_pairs.stats.onload_bytes - in_pairs.stats.offload_bytes // 2
+    assert together.stats.onload_bytes < in_pairs.stats.onload_bytes
+    assert weights_bytes <= 2.04 * of_one.stats.onload_bytes

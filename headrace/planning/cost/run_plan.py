@@ -160,7 +160,7 @@ class RunPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON. `docs/json.md` describes all keys, and says when `version` changes."""
-        run, of_run = self.run, ("efficiency", "resident_fraction", "busy_seconds", "moved_bytes", "in_use")
+        run, by_lane = self.run, ("busy_seconds", "moved_bytes", "in_use")
         return {
             "version": 1,
             "model": {
@@ -183,7 +183,9 @@ class RunPlan:
             "capacity_bytes": {place.value: nbytes for place, nbytes in self.tiers.capacity.items()},
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
-            **{name: run and getattr(run, name) for name in of_run},
+            "efficiency": run and run.efficiency,
+            "resident_fraction": run and run.resident_fraction,
+            **{name: run and {str(lane): n for lane, n in getattr(run, name).items()} for name in by_lane},
             "floors_seconds": run and _plain(run.floors),
             "sharing": run and run.sharing and _plain(run.sharing),
             "latency_share": run and self.latency_share,

@@ -65,9 +65,9 @@ def forecast_step(
     begin = graph.tasks[first].end
     seconds = (graph.tasks[last].end - begin) / turns
     tasks = graph.tasks[first + 1 : last + 1]  # without loads for the step after it
-    busy: dict[str, float] = {lane.value: 0.0 for lane in CostLane}
-    alone: dict[str, float] = {lane.value: 0.0 for lane in CostLane}
-    moved: dict[str, int] = {lane.value: 0 for lane in CostLane}
+    busy: dict[str, float] = dict.fromkeys(CostLane, 0.0)
+    alone: dict[str, float] = dict.fromkeys(CostLane, 0.0)
+    moved: dict[str, int] = dict.fromkeys(CostLane, 0)
     stalls, computed = [], begin
     for task in tasks:
         busy[task.lane] += (task.end - task.begin) / turns
