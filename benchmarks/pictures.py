@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/pictures.py
 
-The same results give the same bytes: tests/test_pictures.py holds the pictures to them.
+The same results give the same bytes: tests/test_site.py holds the pictures to them.
 """
 
 import re

@@ -68,7 +68,8 @@ def handles_of(model: nn.Module) -> list[ModelHandle]:
 
 
 def _let_all_go() -> None:
-    """Whatever is in flight at exit ends before the devices and the interpreter do; passes of other threads or not."""
+    """Whatever is in flight at exit ends before the devices and the interpreter do, also where another
+    thread is within a pass."""
     with contextlib.ExitStack() as steps:
         for handle in list(handles):
             steps.callback(handle.let_go)

@@ -6,6 +6,7 @@ One checkpoint is written at a time; the end of the process waits for it.
 """
 
 import errno
+import functools
 import os
 import sys
 import threading
@@ -324,12 +325,19 @@ def _new_file(path: Path, nbytes: int) -> DirectFile:
         ) from error
 
 
+@functools.cache
+def _settle_at_exit() -> None:
+    """Called when the first save begins: what is registered last runs first, before models are let go of."""
+    threading._register_atexit(_end)  # type: ignore[attr-defined]
+
+
 def begin(saving: Saving) -> None:
     """Starts the thread that reads, writes and publishes. From now on, optimizers ask before they write."""
     thread = threading.Thread(target=saving._run, name="headrace-save")
     try:
+        _settle_at_exit()
         thread.start()
-    except RuntimeError:  # no more threads
+    except RuntimeError:  # no more threads, or the interpreter ends
         for file in saving._files.values():
             file.close()
         saving._directory.discard()
@@ -349,4 +357,3 @@ def _end() -> None:
 
 
 after_fork(last_saving.clear)  # a forked child has none of the threads that write
-threading._register_atexit(_end)  # type: ignore[attr-defined]  # before models are let go of, if imported after that

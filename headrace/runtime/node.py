@@ -326,7 +326,7 @@ class Node:
 
 
 class Counters:
-    """`count` numbers for each rank of a node, which only grow. A rank posts its own, and waits for the others'."""
+    """`count` numbers for each rank of a node. A rank posts its own, and waits until the others' have grown so far."""
 
     def __init__(self, node: Node, count: int, cells: memoryview | None = None) -> None:
         """A collective. `cells`: memory that all ranks share, with 8 bytes for each number; None: it is made."""

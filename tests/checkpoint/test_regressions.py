@@ -3,6 +3,8 @@
 import errno
 import os
 import random
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -670,3 +672,25 @@ def test_ctrl_c_as_a_save_begins_leaves_it_to_its_thread(tmp_path: Path, monkeyp
     other, _ = small(1)
     headrace.load(tmp_path / "step-1", other)
     assert_same_weights(other, model)
+
+
+def test_at_exit_a_checkpoint_is_whole_before_models_are_let_go_of(tmp_path: Path) -> None:
+    """Whatever was imported first."""
+    program = f"""
+import headrace.saving
+import headrace, torch
+from headrace.checkpoint.writing import Saving
+
+def said(kind, name):
+    own = getattr(kind, name)
+    setattr(kind, name, lambda self: (print(name), own(self)))
+
+model = torch.nn.Linear(8, 8)
+handle = headrace.offload(model, device="cpu")
+said(Saving, "settle")
+said(type(handle), "let_go")
+headrace.save({str(tmp_path / "step-1")!r}, model, wait=False)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["settle", "let_go"]
+    headrace.load(tmp_path / "step-1", nn.Linear(8, 8))

@@ -9,6 +9,7 @@ import pytest
 
 import headrace
 from headrace.cli.main import main
+from headrace.optim.on_device import _MOST_PIECE_BYTES, _RING_PIECES
 from headrace.planning.cost import DRIVES, MACHINES, METHODS, Place, RunPlan
 from headrace.planning.cost.lanes import CostLane
 from tests.cost.conftest import plain
@@ -59,7 +60,7 @@ def test_the_device_updates_where_the_host_is_slow() -> None:
     state = 10 * by_device.model.parameters
     moved = by_device.run.moved_bytes
     assert moved[CostLane.ONLOAD] == moved[CostLane.OFFLOAD] == pytest.approx(state, rel=1e-6)
-    assert held(by_device, Place.DEVICE)["updates"] == 48 << 20
+    assert held(by_device, Place.DEVICE)["updates"] == _RING_PIECES * _MOST_PIECE_BYTES
     assert "gradients" not in held(by_device, Place.HOST)
     assert fast.run is not None
     streamed = planned(method="stream-weights,update=device", hardware=slow)

@@ -38,9 +38,9 @@ _held: set[tuple[int, int]] = set()  # device and inode of the directories in us
 
 
 class StoreDirectory:
-    """A directory that this store alone uses until `close`. If it is missing, it is made, for its owner only.
+    """A directory for the files of a store. If it is missing, it is made, for its owner only.
 
-    Without `alone`, it is not held: any number of stores use it at the same time, and one that uses it alone.
+    With `alone`, no other store that wants to be alone uses it until `close`; others may, at the same time.
 
     Raises ValueError if `path` is no directory, StateError if another store or process uses it, DiskError if no file
     can be made in it.

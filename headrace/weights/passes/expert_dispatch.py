@@ -142,7 +142,7 @@ class ExpertDispatch:
 
     def _at_once(self, call: _Call, bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
         """Runs the call with all experts that it uses in the bank at once. The number of an expert is that of its slot:
-        no result depends on which number an expert has.
+        no output depends on it. Gradients of tokens do, where they are added up by expert: then slots are in order.
         """
         block, slices, trains = call.block, self._slices, self._gradients.trains(call.block)
         with without_overrides():
