@@ -36,7 +36,7 @@ HostThreads::Thread& HostThreads::calling() {
 HostThreads::Moment HostThreads::act(VectorClock& seen) {
   std::lock_guard lock(mutex_);
   Thread& thread = calling();
-  uint64_t tick = ++component(thread.clock, thread.party);
+  uint64_t tick = component(thread.clock, thread.party) = ++tick_;
   component(all_, thread.party) = tick;
   join(seen, thread.clock);
   return {thread.party, tick};

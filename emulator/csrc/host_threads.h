@@ -54,6 +54,7 @@ class HostThreads {
   std::atomic<bool> is_forked_{false}, one_clock_{false};
   std::mutex mutex_;
   uint64_t epoch_ = 0;
+  uint64_t tick_ = 0;  // of all threads and epochs: a clock of an earlier epoch covers nothing of this one
   int next_number_ = 0;
   VectorClock all_, at_starts_;  // at_starts_: what a thread knew that started another
   ThreadPtr autograd_, shared_;

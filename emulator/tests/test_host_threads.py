@@ -156,6 +156,27 @@ def test_a_copy_of_what_another_thread_writes(emu_device: ModuleType, waits: boo
 
 
 @pytest.mark.emu("threads", "lazy")
+def test_what_was_known_before_a_reset_orders_nothing_after_it(emu_device: ModuleType) -> None:
+    """An event of an earlier test, which PyTorch's allocator of pinned memory asks for whenever it gets to it."""
+    home, target = torch.zeros(64).pin_memory(), torch.empty(64, device="emu")
+
+    def update(times: int = 1) -> None:
+        for _ in range(times):
+            emu_device.host_access(home, write=True, what="an update")
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(update, 50).result()
+        earlier = torch.accelerator.current_stream().record_event()
+        emu_device.reset(scheduler="lazy")
+        by_a_variable(update)
+        earlier.synchronize()
+        target.copy_(home, non_blocking=True)
+    reports = emu_device.take_reports()
+    assert len(reports) == 1
+    assert "copy H2D on stream 0 is not ordered after an update on the host (thread" in reports[0]
+
+
+@pytest.mark.emu("threads", "lazy")
 def test_a_backward_hands_over_both_ways(emu_device: ModuleType, copied: tuple[torch.Tensor, torch.Event]) -> None:
     target, done = copied
     done.synchronize()
