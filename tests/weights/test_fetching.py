@@ -18,6 +18,7 @@ from torch import nn
 import headrace
 from headrace.memory.disk import DirectFile, StagingRing
 from headrace.memory.ledger import Ledger, Tier
+from headrace.runtime.threads import Job
 from headrace.weights.movement.block import Block
 from headrace.weights.rest.fetching import Fetch, Fetching
 from tests.support.compare import assert_same_gradients
@@ -100,6 +101,32 @@ def test_blocks_larger_than_the_ring_are_read_ahead(
     rest_bytes = max(layer.nbytes for layer in layers) - RING_BYTES
     least = passes * len(layers) * (RING_BYTES - rest_bytes - rings[-1].slot_bytes)
     assert least <= handle._meter.ahead_bytes <= stats.fetch_bytes
+    handle.remove()
+
+
+def test_what_has_arrived_is_counted(
+    tokens: torch.Tensor, tmp_path: Path, rings: list[StagingRing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has waited for a block finds its bytes in `stats()`."""
+    model = large_decoder().requires_grad_(False)
+    handle = offload(model, torch.device("cpu"), tmp_path, rings)
+    handle.synchronize()
+    handle.reset_stats()
+    arrived, counted = [0], []
+    opened = Job.set_result
+
+    def note(self: Job[Any], result: Any) -> None:
+        if threading.current_thread().name.startswith("headrace-send"):
+            arrived[0] += result.nbytes
+            counted.append((arrived[0], handle._meter.fetch_bytes))
+        opened(self, result)
+
+    monkeypatch.setattr(Job, "set_result", note)
+    for _ in range(2):
+        loss_of(model, tokens)
+    handle.synchronize()
+    assert len(counted) >= 2 * len(layers_on_disk(handle))
+    assert all(nbytes <= fetched for nbytes, fetched in counted)
     handle.remove()
 
 

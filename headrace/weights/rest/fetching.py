@@ -187,6 +187,7 @@ class Fetch:
         except BaseException as error:
             failed = error
         target = self._asked["target"][0] = None  # nothing but the block may keep the buffer alive
+        meter.fetch_bytes += read_bytes  # before anybody learns that the block has arrived, and asks what was read
         if failed is not None:
             self.arrived.set_exception(failed)
         elif sent:
@@ -370,6 +371,5 @@ class Fetching:
 
     def _send(self, fetch: Fetch) -> None:
         nbytes, seconds = fetch.send(self._ring, self._pace, self._meter)
-        self._meter.fetch_bytes += nbytes
         if seconds > 0:
             self._seconds_per_byte = min(self._seconds_per_byte, seconds / nbytes)
