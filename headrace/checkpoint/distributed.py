@@ -72,7 +72,8 @@ def load_distributed(
         raise CheckpointError(f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call")
     besides_weights = {key: one for key, one in found.items() if key not in weights}
     places = _places_in(optimizers[0], path, state, besides_weights) if optimizers else {}
-    wanted = {**weights, **{key: _memory_for(path, key, found[key]) for key in places}}
+    file_bytes = sum(file.stat().st_size for file in path.iterdir())
+    wanted = {**weights, **{key: _memory_for(path, file_bytes, key, found[key]) for key in places}}
     with is_written:
         try:
             with torch.no_grad():
@@ -132,14 +133,14 @@ def _places_in(
     return places
 
 
-def _memory_for(path: Path, key: str, stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+def _memory_for(path: Path, file_bytes: int, key: str, stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+    """Memory for what is stored under `key`: it is made only if the directory has as many bytes, `file_bytes`."""
     if not isinstance(stored, TensorStorageMetadata):
         return None
     nbytes = math.prod(stored.size) * stored.properties.dtype.itemsize
-    held = sum(file.stat().st_size for file in path.iterdir())
-    if nbytes > held:
+    if nbytes > file_bytes:
         raise CheckpointError(
-            f"{key!r} is of {nbytes} bytes, it says, and all files of {path} have {held}; {path} is unsound"
+            f"{key!r} is of {nbytes} bytes, it says, and all files of {path} have {file_bytes}; {path} is unsound"
         )
     return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
 

@@ -20,7 +20,7 @@ from headrace.memory.disk import DiskStore, Extent, Origin, Request, Slot, Stagi
 from headrace.memory.ledger import Ledger, Tier
 from headrace.optim import eight_bit
 
-CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, enough for a drive to run at full speed
+STAGED_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, enough for a drive to run at full speed
 SLOTS = 8  # one slot is updated; the others are read into or written from
 MOST_BYTES_PER_ELEMENT = 12
 
@@ -109,7 +109,7 @@ class DiskState:
 
     def _ring_for(self, device: torch.device) -> StagingRing:
         self._device = device
-        return StagingRing(CHUNK_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, device, self._ledger)
+        return StagingRing(STAGED_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, device, self._ledger)
 
     def lock_for(self, device: torch.device) -> None:
         """Called before an update: has state pass through memory that is page-locked for a device which performs it."""
@@ -263,7 +263,7 @@ class DiskState:
     def _chunk_of(self, one: Wanted) -> int:
         """How many elements each part of this parameter has from now on."""
         wide = sum(dtype.itemsize for dtype in one.dtypes.values()) > MOST_BYTES_PER_ELEMENT  # float64, amsgrad
-        chunk = CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
+        chunk = STAGED_ELEMENTS // 2 if wide else STAGED_ELEMENTS
         if self._chunks.setdefault(one.key, chunk) != chunk:
             self._end_parts(one.key)
             self._chunks[one.key] = chunk

@@ -285,6 +285,8 @@ class ThreadLanes(Lanes):
     The submitting thread makes a small copy at once if the lane is idle, since it takes longer to wake another thread.
     """
 
+    tick = staticmethod(time.perf_counter)
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._threads = {lane: OneThread(f"headrace-{lane.value}") for lane in Lane}
@@ -345,9 +347,6 @@ class ThreadLanes(Lanes):
 
     def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
-
-    def tick(self) -> Tick:
-        return time.perf_counter()
 
     def intervals(self, ticks: Sequence[Tick]) -> list[float]:
         moments = [tick if type(tick) is float else tick.reached_at() for tick in ticks]

@@ -36,7 +36,7 @@ class Participant(Protocol):
         return {}
 
     def leaves_out(self) -> bool:
-        """Whether `call` would do nothing of its own now. Asked at every call."""
+        """Whether `call` would do nothing of its own now. Asked at every call, which then goes without it."""
         return False
 
     def call(
@@ -79,9 +79,11 @@ class _Calls:
             return type(module)._call_impl(module, *args, **kwargs)
         if len(self.participants) == 1:
             only = self.participants[0]
-            if self.compiled is None and self.entered is None and only.leaves_out():
+            if not only.leaves_out():
+                return only.call(module, self._inside, args, kwargs)
+            if self.compiled is None and self.entered is None:
                 return type(module)._call_impl(module, *args, **kwargs)
-            return only.call(module, self._inside, args, kwargs)
+            return self._inside(*args, **kwargs)
         return self.around(module, self._inside, args, kwargs)
 
     def _stops_compiler(self, module: nn.Module) -> bool:
@@ -98,10 +100,10 @@ class _Calls:
         return self(*args, **kwargs)
 
     def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Calls `forward` within every participant's `call`."""
-        for participant in self.participants[:0:-1]:
+        """Calls `forward` within the `call` of every participant that does not leave it out."""
+        for participant in self.participants[::-1]:
             forward = _around(participant, module, forward)
-        return self.participants[0].call(module, forward, args, kwargs)
+        return forward(*args, **kwargs)
 
     def forward(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """The module's `forward`. If user code calls it directly, the participants take part in it as in a call."""
@@ -141,7 +143,11 @@ def _outside_of_compiler() -> Callable[..., Any]:
 
 def _around(participant: Participant, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A participant's `call` as the `forward` of the participant around it."""
-    return lambda *args, **kwargs: participant.call(module, forward, args, kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if participant.leaves_out() else participant.call(module, forward, args, kwargs)
+
+    return call
 
 
 class _Bound:

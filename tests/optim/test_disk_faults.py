@@ -31,7 +31,7 @@ SHAPES = ((64, 64), (130, 70), (64, 64), (37, 13), (96, 64))
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(disk_state, "STAGED_ELEMENTS", 1 << 12)
     monkeypatch.setattr(disk_state, "SLOTS", 3)
     monkeypatch.setattr(states, "LEAST_BYTES", 1)
 
@@ -223,7 +223,7 @@ def test_a_byte_of_state_that_changed_on_disk_is_named(
 KILLED = """
 import sys, torch
 from headrace.optim import AdamW, disk_state
-disk_state.CHUNK_ELEMENTS = 1 << 14
+disk_state.STAGED_ELEMENTS = 1 << 14
 weights = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(4)]
 optimizer = AdamW(weights, tier="disk", disk=sys.argv[1])
 for weight in weights:

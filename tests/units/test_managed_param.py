@@ -148,7 +148,7 @@ def test_the_token_tells_what_autograd_would_notice(param: ManagedParam) -> None
 
 def test_data_waits_for_copies_that_read_the_home(param: ManagedParam) -> None:
     reads = Waits()
-    param.block.read_until(reads)
+    param.block.last_read = reads
     param.home.detach()
     assert reads.count == 0
     assert param.home.data.shape == (2, 3)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
 from benchmarks.overhead import PARAMETERS, WIDTH, Layer
@@ -36,13 +37,15 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made of times."""
-    monkeypatch.setattr(lanes, "time", Clock())
+    clock = Clock()
+    monkeypatch.setattr(lanes, "time", clock)
+    monkeypatch.setattr(lanes.ThreadLanes, "tick", lambda _: clock.perf_counter())
 
 
 LIMITS = {  # of a layer of 12 parameters, in forward and backward together where it is trained
-    "training streamed": 299,
-    "training resident": 107,
-    "inference streamed": 99,
+    "training streamed": 283,
+    "training resident": 106,
+    "inference streamed": 90,
     "inference resident": 24,
 }
 
@@ -95,6 +98,44 @@ def test_calls_of_a_visit(kind: str) -> None:
     few, many = calls_of_pass(kind, 8), calls_of_pass(kind, 16)
     each = Counter({name: (many[name] - few[name]) / 8 for name in many})
     assert each.total() <= LIMITS[kind], "\n".join(f"{count:6.1f} {name}" for name, count in each.most_common(40))
+
+
+LLAMA_LIMITS = {"training": 339, "inference": 116}  # of a streamed layer, whose 14 modules are called
+
+
+def calls_of_llama(run: Callable[[nn.Module, torch.Tensor], None], layers: int) -> Counter[str]:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4, vocab_size=256
+    )
+    model = seeded(lambda: LlamaForCausalLM(config))
+    head_bytes = 3 * model.lm_head.weight.nbytes
+    layer_bytes = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    tokens = torch.arange(8)[None]
+    with headrace.offload(model, device="cpu", device_memory=head_bytes + 4 * layer_bytes) as handle:
+        for _ in range(6):
+            run(model, tokens)
+            model.zero_grad()
+        before = handle.stats().onload_bytes
+        calls = calls_in(lambda: run(model, tokens))
+        assert handle.stats().onload_bytes - before > layer_bytes * (layers - 4)
+    return calls
+
+
+def train_llama(model: nn.Module, tokens: torch.Tensor) -> None:
+    model(tokens, labels=tokens, use_cache=False).loss.backward()
+
+
+@torch.inference_mode()
+def infer_llama(model: nn.Module, tokens: torch.Tensor) -> None:
+    model(tokens, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", LLAMA_LIMITS)
+def test_calls_of_a_layer_of_transformers(kind: str) -> None:
+    run = train_llama if kind == "training" else infer_llama
+    few, many = calls_of_llama(run, 8), calls_of_llama(run, 16)
+    each = Counter({name: (many[name] - few[name]) / 8 for name in many})
+    assert each.total() <= LLAMA_LIMITS[kind], "\n".join(f"{count:6.1f} {name}" for name, count in each.most_common(40))
 
 
 class Routed(nn.Module):

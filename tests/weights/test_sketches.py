@@ -1,4 +1,4 @@
-"""How much is new, where somebody adds a place for blocks to rest, or a policy of eviction? One class, or one function.
+"""What is new where somebody adds a place to rest, a unit of travel, or a policy of eviction? A class, or a function.
 
 Each of these is a sketch of such an addition. What it does not say is the engine's, which computes the same bits.
 """
@@ -6,6 +6,7 @@ Each of these is a sketch of such an addition. What it does not say is the engin
 import copy
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -16,13 +17,14 @@ from torch import nn
 import headrace
 from headrace.planning import Problem
 from headrace.weights.model.managed_param import Layout
+from headrace.weights.model.partition import Partition, partition
 from headrace.weights.movement import planner
 from headrace.weights.movement.executor import Executor
 from headrace.weights.rest.rests import Rest
 from headrace.weights.rest.tiers import Tiers
 from tests.support.compare import assert_same, assert_same_gradients
 from tests.support.held import weight_bytes
-from tests.support.models import linears
+from tests.support.models import linears, seeded
 
 
 class InDict(Rest):
@@ -64,6 +66,31 @@ def test_a_new_place_to_rest(monkeypatch: pytest.MonkeyPatch, compute_device: to
         assert sum(map(len, kept.values())) >= weight_bytes(model)
         weights = torch.frombuffer(kept["5"], dtype=torch.float32)[: 32 * 32].view(32, 32)
         assert torch.equal(weights, plain[5].weight.cpu())
+
+
+def halved(*args: Any, **named: Any) -> Partition:
+    """A unit of travel: half of a layer. Both halves come when the layer is called, and each goes by itself."""
+    parts = partition(*args, **named)
+    parts.streamed = [
+        replace(part, name=f"{part.name}.{half}", keys=keys)
+        for part in parts.streamed
+        for half, keys in enumerate((part.keys[: len(part.keys) // 2], part.keys[len(part.keys) // 2 :]))
+    ]
+    return parts
+
+
+def test_a_new_unit_of_travel(monkeypatch: pytest.MonkeyPatch, compute_device: torch.device) -> None:
+    monkeypatch.setattr(headrace.api, "partition", halved)
+    model = seeded(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(6))))
+    plain = copy.deepcopy(model).to(compute_device)
+    memory = 5 * weight_bytes(model) // 12  # two layers and a half
+    with headrace.offload(model, device=compute_device, device_memory=memory, blocks=list(model)) as handle:
+        assert [block.name for block in handle.settled_blocks("a look")][:3] == ["0.0", "0.1", "1.0"]
+        assert_same(train(model, compute_device), train(plain, compute_device))
+        stats = handle.stats()
+        assert stats.onload_bytes > 2 * weight_bytes(model)
+        assert stats.device_peak_bytes <= stats.device_budget_bytes
+    assert_same_gradients(model, plain)
 
 
 def test_a_new_policy_of_eviction(monkeypatch: pytest.MonkeyPatch, emu_device: ModuleType) -> None:

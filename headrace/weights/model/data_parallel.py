@@ -5,7 +5,8 @@ but autograd accumulates into leaves: nothing would be averaged, and every rank 
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ _ONE_PROCESS = (
 _WRAPPERS = frozenset((
     "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule",
 ))  # fmt: skip
+_NAME_OF: Callable[[type], str] = attrgetter("__name__")  # asked for each layer in each forward where layers are sliced
 
 
 def refuse_wrapping(wrapper: nn.Module, module: nn.Module | None) -> None:
@@ -87,7 +89,7 @@ def _described(model: nn.Module) -> str:
 
 
 def _is_wrapper(kind: type) -> bool:
-    return not _WRAPPERS.isdisjoint(base.__name__ for base in kind.__mro__)
+    return not _WRAPPERS.isdisjoint(map(_NAME_OF, kind.__mro__))
 
 
 def _learns(module: nn.Module) -> bool:

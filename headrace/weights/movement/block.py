@@ -78,7 +78,7 @@ class Block:
         self.common: object = None  # the `CommonHomes` of a node whose ranks have one copy of the homes
         self.order = -1  # its place in the order in which a forward needs blocks
         self.presence = Presence.ABSENT  # only `becomes` and `lost` change it
-        self._last_read: Event | None = None  # the end of the last copy that reads the homes
+        self.last_read: Event | None = None  # when homes have been read for the last copy; not to be written before
         self.generation = 0  # a number for what the homes held at the last look, see `look`
         self.loaded_generation = -1  # that of the device copy; -1: there is none, or it cannot be known
         self.last_loaded_generation = -1  # that of the last device copy, which may be gone
@@ -261,18 +261,14 @@ class Block:
             pieces = self.packed.pieces(pieces, self.params, by, generation, self.rest)
         flush = partial(_flush, weakref.ref(self), generation, ranges if always else None)
         fetch = Fetch(pieces, nbytes, generation, flush, by)
-        self.read_until(fetch)
+        self.last_read = fetch
         return fetch
-
-    def read_until(self, done: Event) -> None:
-        """Notes that the homes are being read, and may not be written before `done`."""
-        self._last_read = done
 
     def wait_for_reads(self) -> None:
         """The host waits until no copy reads the homes. A fetch that nobody has asked for is withdrawn."""
-        if self._last_read is not None:
-            self._last_read.synchronize()
-            self._last_read = None
+        if self.last_read is not None:
+            self.last_read.synchronize()
+            self.last_read = None
 
     @property
     def being_updated(self) -> bool:
@@ -296,7 +292,7 @@ class Block:
 
     def forked(self) -> None:
         """Called in a forked process, where no thread ends what was under way: forgets reads, marks updates as lost."""
-        self._last_read = None
+        self.last_read = None
         if self.being_updated:
             self.updates = [LostUpdate(f"block {self.name!r}")]
 
@@ -492,7 +488,9 @@ class Block:
             return True
         if self.may_be_saved and self.is_in_graph:
             return False
-        views = self.leaves.views
+        views = self.leaves.with_bytes
+        for compound in self.compounds:
+            views += compound.own_views
         for destination, _ in () if self.arrival is None else self.arrival.copies:
             views += destination is not self.buffer
         return references_beside(self.buffer) <= views

@@ -300,14 +300,17 @@ class Executor:
 
     def prefetch(self, block: Block) -> None:
         """Loads the block before it is needed, if there is room for it."""
-        if block.buffer is None and (self._residency.fits(block) or self._make_way(block)):
+        if block.buffer is None:
+            if not (self._residency.fits(block) or self._make_way(block)):
+                return
             self._residency.reserve(block)
-        if block.buffer is not None and block.look() != block.loaded_generation:
-            # `_put_off`: loads keep the order in which they are needed.
-            if self._pauses or self._put_off or (block.updates and block.being_updated):
-                self._put_off[block] = None
-            else:
-                self._residency.submit_copies(block)
+        elif block.look() == block.loaded_generation:
+            return
+        # `_put_off`: loads keep the order in which they are needed.
+        if self._pauses or self._put_off or (block.updates and block.being_updated):
+            self._put_off[block] = None
+        else:
+            self._residency.submit_copies(block)
 
     @property
     def _reached(self) -> float:

@@ -209,7 +209,7 @@ class Gathers:
             raise RankError(f"block {block.name!r} is to be gathered, and is not there on this rank")
         number, _ = self._begins(block)
         done = self._thread.submit(self._fill, bring, whole, part, number)
-        block.read_until(LateTransfer(Lane.ONLOAD, part.own_bytes, done))
+        block.last_read = LateTransfer(Lane.ONLOAD, part.own_bytes, done)
         self._meter.onloaded(part.own_bytes)
 
     def close(self) -> None:

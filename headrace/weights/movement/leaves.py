@@ -24,7 +24,7 @@ class Leaves:
         self._params, self._compounds = params, compounds
         self._leaves = [param.leaf for param in params]
         self._absent = [param.absent for param in params]
-        self._with_bytes = sum(param.layout.nbytes > 0 for param in params)
+        self.with_bytes = sum(param.layout.nbytes > 0 for param in params)  # how many lie in the buffer
         by_home = {id(param.home): param.leaf for param in params}
         for compound in compounds:
             compound.make_leaf({path: by_home[id(part)] for path, part in compound.parts.items()})
@@ -49,12 +49,6 @@ class Leaves:
                 data_of.__set__(leaf, view)
             for compound in self._compounds:
                 compound.follow()
-
-    @property
-    def views(self) -> int:
-        """How many tensors of the leaves lie in the buffer."""
-        own = sum(compound.own_views for compound in self._compounds) if self._compounds else 0
-        return own + self._with_bytes
 
     def may_be_written(self) -> bool:
         """Whether the model may have written to a leaf since `note_writes_kept`. Called within `without_overrides`."""

@@ -99,6 +99,7 @@ class PackedLoads:
     def __init__(self, device: torch.device, lanes: Lanes, ledger: Ledger, meter: Meter, *, wanted: bool) -> None:
         self._device, self._lanes, self._ledger, self._meter = device, lanes, ledger, meter
         self._may_open = wanted and unpacks_by_kernel(device)
+        self.is_open = False
         self._scratch: torch.Tensor | None = None
         self._halves: list[_Half] = []
         self._piece_bytes = 0
@@ -135,7 +136,7 @@ class PackedLoads:
 
     def open(self, scratch: torch.Tensor, link: LinkSpeed) -> None:
         """From now on packs blocks that come repeatedly. `scratch`: device memory; `link`: the speed of plain loads."""
-        self._scratch, self._plain_link = scratch, link
+        self._scratch, self._plain_link, self.is_open = scratch, link, True
         half_bytes, free = scratch.nbytes // 2, self._lanes.mark()
         self._halves = [_Half(part, free) for part in scratch.split(half_bytes)]
         self._piece_bytes = min(MOST_PIECE_BYTES, int(half_bytes / _MOST_SHARE) // 256 * 256)
@@ -173,16 +174,11 @@ class PackedLoads:
 
     def onload(self, block: Block, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> Transfer | None:
         """Submits a packed load in place of `copies`, which are from `Block.prepare_copies`. It begins after `after`.
+        Called while `is_open`.
 
         None: nothing was submitted, as the block is not packed.
         """
-        if (
-            self._scratch is None
-            or not self._may_open
-            or not copies
-            or copies[0][0] is not buffer
-            or buffer.nbytes < LEAST_PIECE_BYTES
-        ):
+        if not copies or copies[0][0] is not buffer or buffer.nbytes < LEAST_PIECE_BYTES:
             return None
         if not is_frozen(block.params):
             if block in self._blocks:
@@ -207,7 +203,7 @@ class PackedLoads:
         """Ends packed loads for good. Returns the device memory that `open` was given, which compute may then use."""
         if self._scratch is None:
             raise StateError("packed loads were closed before they were opened")
-        self._may_open = False
+        self._may_open = self.is_open = False
         for packed in self._blocks.values():
             self._drop(packed)
         self._blocks.clear()

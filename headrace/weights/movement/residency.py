@@ -384,19 +384,20 @@ class Residency:
         if by is not None:
             self._submitted.pop(block, None)
             block.arrival, read = by.onload(block, buffer, copies, after)
-            block.read_until(read)
+            block.last_read = read
         elif not block.is_fetched:
-            arrival = None if self.pace.is_limited else self.packed_loads.onload(block, buffer, copies, after)
+            packs = self.packed_loads.is_open and not self.pace.is_limited
+            arrival = self.packed_loads.onload(block, buffer, copies, after) if packs else None
             if arrival is None:
                 block.arrival, done = self.pace.submit(Lane.ONLOAD, copies, after)
             else:
                 block.arrival, done = arrival, arrival.done
-            block.read_until(done)
+            block.last_read = done
             self._submitted[block] = self.next_number()
         else:
             self._submitted.pop(block, None)
             fetch = self.way_from_disk().onload(block, Target(buffer, after, copies))
-            block.read_until(fetch)
+            block.last_read = fetch
             block.arrival = LateTransfer(Lane.ONLOAD, block.nbytes, fetch.arrived)
         block.becomes(Presence.ARRIVING)
         if by is None:

@@ -265,7 +265,7 @@ class Slices:
                 places = self.views(block, bank, slot, 1)
                 copies = [(place[0], own.source[key[1]]) for place, own in zip(places, block.params, strict=True)]
                 arrival, read = self._copy(copies, after)
-                block.read_until(read)
+                block.last_read = read
         bank.arriving[slot] = arrival
         bank.hold(slot, key)
         self._residency.changing -= 1

@@ -222,8 +222,9 @@ class Passes:
 class Call:
     """One call of a managed module. It records what it has begun, so that just this is ended, whatever happens."""
 
-    def __init__(self, site: "Site") -> None:
+    def __init__(self, site: "Site", *, recomputes: bool = False) -> None:
         self.site = site
+        self.recomputes = recomputes  # whether a backward makes it
         self.blocks: tuple[Block, ...] = ()  # bound until the call ends
         self.lent: list[Block] = []  # blocks that came without a call of their module; they go back when this one ends
         self.thread = get_ident()
@@ -231,11 +232,12 @@ class Call:
 
     def end(self, but: int = 0) -> None:
         """Ends what was begun, in reverse order, but for the first `but` things, whatever is raised meanwhile."""
-        if len(self.ends) > but:
+        while len(self.ends) > but:
             try:
                 self.ends.pop()()
-            finally:
+            except BaseException:
                 self.end(but)
+                raise
 
 
 class MethodCall(Call):
@@ -295,7 +297,7 @@ class Site:
     compiled_by: "weakref.ref[nn.Module] | None" = None  # torch.compile's module around it, until the call
 
     def __post_init__(self) -> None:
-        self._may_be_inside = bool(self.blocks) and not self.main
+        self._may_be_inside = not self.main and (bool(self.blocks) or not self.encloses)
         self.may_be_idle = len(self.blocks) == 1 and self.blocks[0].expert_key is not None
 
     def is_inside(self) -> bool:

@@ -125,9 +125,9 @@ class Engine:
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the call of a managed module. An outermost call begins a pass; a call that needs blocks is a visit."""
         self.passes.check_process()
-        call, outermost = Call(site), False
+        call, outermost = Call(site, recomputes=self.passes.in_backward), False
         try:
-            if not self.passes.in_backward:
+            if not call.recomputes:
                 self._claim()
                 if site.encloses:
                     self.pause_method()
@@ -395,7 +395,7 @@ class Engine:
         """A site's call, or its recomputation, makes its blocks present until it ends."""
         site = call.site
         with without_overrides():  # what looks at homes here is our own
-            if self.passes.in_backward:
+            if call.recomputes:
                 self.backward.reach(site)
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)

@@ -134,12 +134,11 @@ class Managed:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The module is called."""
+        site, engine = self.site, self._engine
         if self._looks_at_homes:
             forward = _looking_at_homes(forward)
-        site = self.site
-        if site.is_inside():
-            return forward(*args, **kwargs)
-        engine = self._engine
+            if site.is_inside():
+                return forward(*args, **kwargs)
         if engine.passes.straight_for == get_ident() and site.needs_no_visit():
             output = forward(*args, **kwargs)
             engine.backward.watch_output(site, output)

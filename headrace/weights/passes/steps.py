@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -86,7 +86,7 @@ class OptimizerSteps:
         if params and not (is_ours(optimizer) and optimizer.overlaps):  # which waits for each block when it comes to it
             self._engine.wait_until_free()
         if params and common is not None:
-            self._meet_other_ranks(optimizer, common)
+            self._meet_other_ranks(optimizer, common, params)
             for block in blocks:
                 block.make_writable()  # with the contents that all ranks have agreed on
         if not is_ours(optimizer):  # the step may be broken off, and nothing is called after it then
@@ -112,7 +112,7 @@ class OptimizerSteps:
             self._passes.updates_changed()
             self._passes.executor.homes_changed()
 
-    def _meet_other_ranks(self, optimizer: Optimizer, common: CommonHomes) -> None:
+    def _meet_other_ranks(self, optimizer: Optimizer, common: CommonHomes, params: Sequence[ManagedParam]) -> None:
         """Waits until no rank reads homes, or saves those to be updated, and all ranks see the same contents."""
         if not is_ours(optimizer):
             name = type(optimizer).__name__
@@ -122,9 +122,7 @@ class OptimizerSteps:
             )
         for block in self._passes.all_blocks():
             block.wait_for_reads()
-        before_write(
-            param.home for param in self._params_of(optimizer)
-        )  # by other ranks, which know of no capture here
+        before_write(param.home for param in params)  # by other ranks, which know of no capture here
         common.agree(f"{type(optimizer).__name__}.step()")
 
     def _params_of(self, optimizer: Optimizer) -> list[ManagedParam]:
