@@ -282,6 +282,11 @@ class Offloaded(live.Handle, live.ModelHandle):
         for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
             block.index, block.row_bytes = index, part.row_bytes
             block.experts, block.expert_key = part.experts, part.expert_key
+        # Without a budget, nothing comes and goes. With a node or a disk, the memory at rest is not the process's own.
+        alone = config.mesh is None and config.disk is None and config.checkpoint is None
+        if alone and config.device_memory_bytes is None and not is_accelerator(config.device):
+            for block in (*streamed, *residents):
+                block.may_stay_at_rest = True
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)

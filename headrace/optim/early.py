@@ -25,6 +25,8 @@ class EarlyUpdates:
     groups) are methods of the optimizer, held weakly: an optimizer that was dropped updates nothing any more.
     """
 
+    begins_updates = True
+
     def __init__(self, begin: Callable[..., Sequence[Any]], settings: Callable[[], list[dict[str, Any]]]) -> None:
         self._begin = weakref.WeakMethod(begin)
         self._settings_now = weakref.WeakMethod(settings)

@@ -33,6 +33,8 @@ class GradientNorms:
     `run` submits a job to the thread on which norms are taken.
     """
 
+    begins_updates = False
+
     def __init__(self, run: Callable[..., "Future[None]"]) -> None:
         self._run = run
         self._jobs: list[Future[None]] = []

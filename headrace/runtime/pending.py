@@ -102,7 +102,12 @@ class LostUpdate(Pending):
 
 
 class Watcher(Protocol):
-    """Is notified of gradients that arrive in host memory during a backward."""
+    """Is notified of gradients that arrive in host memory during a backward.
+
+    `begins_updates`: whether `complete` may begin updates of weights.
+    """
+
+    begins_updates: bool
 
     def complete(
         self, unit: "Unit", gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]

@@ -63,6 +63,7 @@ class Block:
         self.device = device
         # How it travels: `offload()` sets `index`, `row_bytes`, `experts` and `expert_key` of blocks that stream.
         self.index = -1  # its number among the blocks that stream; -1: it is resident
+        self.may_stay_at_rest = False  # the device reads host memory: leaves may be views of where the block rests
         self.row_bytes = 0  # the size of a row, if only rows of it travel (movement/rows.py); 0: it travels whole
         self.experts: Experts | None = None  # if they travel one by one (movement/slices.py); None: it travels whole
         self.trains_whole = False  # whether its experts were used as a whole weight while they were trained
@@ -208,17 +209,18 @@ class Block:
         generation = self.look()
         if self._as_arena == generation and not only_changes:  # so no shape has changed either
             self.loaded_generation = self.last_loaded_generation = generation
-            return [] if self.rest.memory is None else [(self.buffer, self.rest.memory)]
+            return self._whole_copy(self.buffer)
         self.make_homes_readable()
         changed = [
             param for param in self.params if param.generation > self.loaded_generation or param.others_may_write
         ]
         copies: list[Copy] = []
         if not only_changes or self.is_fetched or 2 * len(changed) > len(self.params):
-            if self.rest.memory is not None:
-                copies.append((self.buffer, self.rest.memory))
+            copies += self._whole_copy(self.buffer)
             changed = [param for param in self.params if not param.casts and not param.in_place]
         # Detached: a view would hold a reference to its base that `is_free` does not expect.
+        if self.is_at_rest:
+            changed = [param for param in changed if not param.casts and not param.in_place]
         copies += [(param.layout.view(self.buffer).detach(), param.source) for param in changed if param.layout.nbytes]
         self.tell_autograd()
         for param in self.params:
@@ -228,6 +230,22 @@ class Block:
             self.loaded_generation = -1  # it cannot be known
         self._as_arena = generation if all(param.in_place for param in self.params) else -1
         return copies
+
+    def _whole_copy(self, buffer: torch.Tensor) -> list[Copy]:
+        memory = self.rest.memory
+        return [] if memory is None or memory is buffer else [(buffer, memory)]
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether its buffer is the memory in which it rests: there is no other copy of it."""
+        return self.buffer is not None and self.buffer is self.rest.memory
+
+    @property
+    def stays_at_rest(self) -> bool:
+        """Whether its buffer is to be the memory in which it rests. Not if updates begin within backward, which reads
+        the old weights.
+        """
+        return self.may_stay_at_rest and not any(watcher.begins_updates for watcher in self.watchers)
 
     def tell_autograd(self) -> None:
         """Called when homes may hold other values than the device copy. Raises the version of such leaves if autograd

@@ -99,7 +99,8 @@ class Residency:
         """Allocates a buffer, to be filled later by `submit_copies`. The caller has seen to it that the block fits."""
         self.changing += 1
         with plain_tensors():
-            buffer = self._buffers.allocate(block.nbytes)
+            at_rest = block.rest.memory if block.stays_at_rest else None
+            buffer = self._buffers.allocate(block.nbytes) if at_rest is None else at_rest
             self.held_bytes += block.nbytes
             self._residents_bytes += block.nbytes if block.index < 0 else 0
             try:
@@ -120,6 +121,9 @@ class Residency:
         `gathered`: every rank copies its part of the whole block, and the devices exchange these parts.
         """
         if block.presence is Presence.ARRIVING and not self._outlive(block):
+            self.reserve(block)
+        if block.is_at_rest and not block.stays_at_rest:
+            self.evict(block)
             self.reserve(block)
         buffer = block.buffer
         if buffer is None:
@@ -243,7 +247,8 @@ class Residency:
         self.held_bytes -= block.nbytes
         self._residents_bytes -= block.nbytes if block.index < 0 else 0
         block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
-        self._buffers.release(buffer)
+        if buffer is not block.rest.memory:
+            self._buffers.release(buffer)
 
     def _undo(self, block: Block, buffer: torch.Tensor) -> None:
         """Lets go of the buffer after an error or Ctrl-C during a copy: its contents are unknown."""
@@ -361,13 +366,13 @@ class Residency:
                 with plain_tensors():
                     block.leaves.point(None)
                 block.buffer = None
-                if buffer is not None:
+                if buffer is not None and buffer is not block.rest.memory:
                     self._buffers.release(buffer)
         self.addresses.reset(held)
         self.held_bytes = sum(block.nbytes for block in held)
         self._residents_bytes = sum(block.nbytes for block in held if block.index < 0)
         self.held_bytes += self.packed_loads.held_bytes + beside_bytes
-        self._buffers.rebook(self.held_bytes)
+        self._buffers.rebook(self.held_bytes)  # nothing on the CPU, where blocks may be at rest
         self.changing = 0
 
     def close(self) -> None:
