@@ -17,7 +17,7 @@ from tests.programs.changes import CHANGES
 from tests.programs.faults import FAULTS
 from tests.programs.steps import STEPS, plain_train
 
-MODES = ("cpu", "disk", "activations", "overlap", "emulated")
+MODES = ("cpu", "disk", "activations", "overlap", "at rest", "emulated")  # at rest: without a budget, on the CPU
 ACTIONS = STEPS | CHANGES | FAULTS | {"plain_train": (plain_train, 0.0)}
 LEAST_HOST_BYTES = 64 * 1024  # staging memory for weights and gradients, whatever the model
 # With overlap="backward" nothing may happen to gradients or settings between backward and step().
@@ -44,7 +44,11 @@ def random_mode(name: str, rng: random.Random, directory: Path) -> Mode:
     device = torch.device("cpu")
     if name == "emulated":
         device = torch.device("emu", torch.accelerator.current_device_index())
-    kind = name if name != "emulated" else rng.choice(["cpu", "cpu", "disk", "activations", "overlap"])
+    kind = name
+    if name == "emulated":
+        kind = rng.choice(["cpu", "cpu", "disk", "activations", "overlap"])
+    elif name == "at rest":
+        kind = rng.choice(["cpu", "activations", "overlap"])
     weights = {action: weight for action, (_, weight) in ACTIONS.items()}
     ours = plain = torch_optimizer
     if kind == "overlap":
@@ -58,7 +62,7 @@ def random_mode(name: str, rng: random.Random, directory: Path) -> Mode:
     def offload(model: nn.Module, rng: random.Random) -> Any:
         if alone:
             return headrace.offload_activations(model.to(device), **activation_settings(rng))
-        return offload_weights(model, device, kind, rng, directory)
+        return offload_weights(model, device, kind, rng, directory, at_rest=name == "at rest")
 
     widths = (64,) if kind == "disk" else (8, 16, 32, 64)  # disk: more than its staging memory
     return Mode(device, widths, weights["plain_train"] > 0, weights, offload, ours, plain)
@@ -74,8 +78,10 @@ def activation_settings(rng: random.Random) -> dict[str, Any]:
     return settings
 
 
-def offload_weights(model: nn.Module, device: torch.device, kind: str, rng: random.Random, directory: Path) -> Any:
-    """With the least budget, with all that is needed, or something between."""
+def offload_weights(
+    model: nn.Module, device: torch.device, kind: str, rng: random.Random, directory: Path, *, at_rest: bool = False
+) -> Any:
+    """With the least budget, with all that is needed, or something between; `at_rest`: with none."""
     nbytes = sum(p.nbytes for p in model.parameters())
     settings: dict[str, Any] = {
         "blocks": rng.choice(["auto", "auto", nbytes // 8, nbytes // 3]),
@@ -84,6 +90,8 @@ def offload_weights(model: nn.Module, device: torch.device, kind: str, rng: rand
     share = rng.choice([0.0, 0.0, 0.2, 0.5, 1.0])
     least = least_bytes(model, settings["blocks"], nbytes)
     settings["device_memory"] = int(least + share * max(0, 1.2 * nbytes + 4096 - least))
+    if at_rest:
+        del settings["device_memory"]
     if kind == "activations":
         settings["activations"] = activation_settings(rng)
     if kind != "disk":

@@ -147,6 +147,7 @@ def _end(plain: World, ours: World) -> None:
         if reports:
             raise _FailedError(f"{len(reports)} reports from the emulator: {reports[0]}")
     streams = has_weights(ours.handle) and len(ours.handle._engine.passes.blocks) > 0
+    streams = streams and ours.handle._config.device_memory_bytes is not None  # else blocks stay where they rest
     if streams and ours.passes and ours.handle.stats().onload_bytes == 0:
         raise _FailedError("nothing was brought to the device")
     ours.handle.remove()

@@ -220,7 +220,7 @@ class Block:
             changed = [param for param in self.params if not param.casts and not param.in_place]
         # Detached: a view would hold a reference to its base that `is_free` does not expect.
         if self.is_at_rest:
-            changed = [param for param in changed if not param.casts and not param.in_place]
+            changed = []
         copies += [(param.layout.view(self.buffer).detach(), param.source) for param in changed if param.layout.nbytes]
         self.tell_autograd()
         for param in self.params:
@@ -243,9 +243,13 @@ class Block:
     @property
     def stays_at_rest(self) -> bool:
         """Whether its buffer is to be the memory in which it rests. Not if updates begin within backward, which reads
-        the old weights.
+        the old weights, nor if a user has re-pointed a home, and may have the memory in which it was.
         """
-        return self.may_stay_at_rest and not any(watcher.begins_updates for watcher in self.watchers)
+        return (
+            self.may_stay_at_rest
+            and not any(watcher.begins_updates for watcher in self.watchers)
+            and all(param.casts or param.in_place for param in self.params)
+        )
 
     def tell_autograd(self) -> None:
         """Called when homes may hold other values than the device copy. Raises the version of such leaves if autograd
