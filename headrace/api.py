@@ -101,7 +101,8 @@ def offload(
     - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
       buffers of modules. Give an int, or text such as "8GiB" or "25%" (of the weights), here and for `host_memory`.
       Gradients on their way out (those of two blocks at most) and activations come on top. Default: the memory that is
-      free now, less a tenth; on the CPU, twice the size of the weights, or half of the free memory if that is less.
+      free now, less a tenth; on the CPU, weights then compute where they rest, unless `disk`, `checkpoint` or `mesh` is
+      given, too.
     - `host_memory`: ceiling in bytes for weights, gradients, activations and staging buffers in host memory. What
       optimizers hold (`optimizer.held_bytes()`) comes on top. Default: the memory that is free on the machine and in
       the cgroup, less 15%.
@@ -279,14 +280,15 @@ class Offloaded(live.Handle, live.ModelHandle):
             self._open_fetching(placement.chunk_bytes, placement.chunks)
         self._common = None if self._node is None else CommonHomes(self._node, lambda: self._made)
         streamed, residents = self._place(inventory, parts)
-        for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
-            block.index, block.row_bytes = index, part.row_bytes
-            block.experts, block.expert_key = part.experts, part.expert_key
         # Without a budget, nothing comes and goes. With a node or a disk, the memory at rest is not the process's own.
         alone = config.mesh is None and config.disk is None and config.checkpoint is None
-        if alone and config.device_memory_bytes is None and not is_accelerator(config.device):
-            for block in (*streamed, *residents):
-                block.may_stay_at_rest = True
+        at_rest = alone and config.device_memory_bytes is None and not is_accelerator(config.device)
+        for block in (*streamed, *residents):
+            block.may_stay_at_rest = at_rest
+        for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
+            block.index = index
+            if not at_rest:  # else nothing is gained by single rows and experts
+                block.row_bytes, block.experts, block.expert_key = part.row_bytes, part.experts, part.expert_key
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
