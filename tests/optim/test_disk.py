@@ -32,7 +32,7 @@ SHAPES = ((37, 13), (1,), (65536 + 5,), (3, 4, 5), (), (0,), (60, 1031))
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of several chunks, and more loads than the ring has slots."""
-    monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 13)
+    monkeypatch.setattr(disk_state, "STAGED_ELEMENTS", 1 << 13)
     monkeypatch.setattr(states, "LEAST_BYTES", 1)
 
 

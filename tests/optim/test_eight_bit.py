@@ -146,7 +146,7 @@ def test_kernel_equals_its_replacement(rule: str, dtype: torch.dtype, bad: float
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_threads_tiers_and_resuming_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding is stochastic, but depends on nothing but the step and the element's place."""
-    monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(disk_state, "STAGED_ELEMENTS", 1 << 17)
     here, there = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
     long = [nn.Parameter(torch.zeros((1 << 18) + 77)) for _ in "ab"]  # several chunks
     here, there = [*here, long[0]], [*there, long[1]]

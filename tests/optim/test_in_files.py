@@ -57,7 +57,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(elements, "Grains", grains)
     monkeypatch.setattr(DiskStore, "_write_piece", note_write)
     monkeypatch.setattr(DiskStore, "_hand_over", note_hand_over)
-    monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(disk_state, "STAGED_ELEMENTS", 1 << 12)
     return counter
 
 
