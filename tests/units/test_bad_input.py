@@ -306,7 +306,7 @@ def test_an_error_half_way_is_undone(compute_device: torch.device, model: Decode
     monkeypatch.setattr("headrace.weights.movement.residency.DeviceBuffers.allocate", full)
     before = Snapshot(model, addresses=False)  # the values lie in other memory now
     with pytest.raises(torch.OutOfMemoryError, match="of another process"):
-        headrace.offload(model, device=compute_device)
+        headrace.offload(model, device=compute_device, device_memory="1MiB")
     before.assert_unchanged()
     monkeypatch.undo()
     works(model, compute_device)

@@ -196,9 +196,9 @@ class Block:
         Notes the copies as made: the caller submits them at once or, where that fails, gives up the buffer
         (`Residency._undo`).
 
-        The copies are the whole arena, and then the homes that the user re-pointed. With `only_changes`, the buffer
-        holds an older state: only the parameters that changed are copied, unless most have. A block on disk is fetched
-        whole, so that only its re-pointed homes are copied.
+        The copies are the whole arena, and then the homes that the user re-pointed; at rest there are none. With
+        `only_changes`, the buffer holds an older state: only the parameters that changed are copied, unless most have.
+        A block on disk is fetched whole, so that only its re-pointed homes are copied.
         """
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")
@@ -207,20 +207,22 @@ class Block:
         if self.presence is Presence.PRESENT:
             self.keep_leaf_writes()  # the copies would overwrite them
         generation = self.look()
+        memory = None if self.buffer is self.rest.memory else self.rest.memory
         if self._as_arena == generation and not only_changes:  # so no shape has changed either
             self.loaded_generation = self.last_loaded_generation = generation
-            return self._whole_copy(self.buffer)
+            return [] if memory is None else [(self.buffer, memory)]
         self.make_homes_readable()
         changed = [
             param for param in self.params if param.generation > self.loaded_generation or param.others_may_write
         ]
         copies: list[Copy] = []
-        if not only_changes or self.is_fetched or 2 * len(changed) > len(self.params):
-            copies += self._whole_copy(self.buffer)
+        if self.buffer is self.rest.memory:
+            changed = []
+        elif not only_changes or self.is_fetched or 2 * len(changed) > len(self.params):
+            if memory is not None:
+                copies.append((self.buffer, memory))
             changed = [param for param in self.params if not param.casts and not param.in_place]
         # Detached: a view would hold a reference to its base that `is_free` does not expect.
-        if self.is_at_rest:
-            changed = []
         copies += [(param.layout.view(self.buffer).detach(), param.source) for param in changed if param.layout.nbytes]
         self.tell_autograd()
         for param in self.params:
@@ -230,10 +232,6 @@ class Block:
             self.loaded_generation = -1  # it cannot be known
         self._as_arena = generation if all(param.in_place for param in self.params) else -1
         return copies
-
-    def _whole_copy(self, buffer: torch.Tensor) -> list[Copy]:
-        memory = self.rest.memory
-        return [] if memory is None or memory is buffer else [(buffer, memory)]
 
     @property
     def is_at_rest(self) -> bool:

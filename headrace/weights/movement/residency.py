@@ -99,7 +99,7 @@ class Residency:
         """Allocates a buffer, to be filled later by `submit_copies`. The caller has seen to it that the block fits."""
         self.changing += 1
         with plain_tensors():
-            at_rest = block.rest.memory if block.stays_at_rest else None
+            at_rest = block.rest.memory if block.may_stay_at_rest and block.stays_at_rest else None
             buffer = self._buffers.allocate(block.nbytes) if at_rest is None else at_rest
             self.held_bytes += block.nbytes
             self._residents_bytes += block.nbytes if block.index < 0 else 0
@@ -122,7 +122,7 @@ class Residency:
         """
         if block.presence is Presence.ARRIVING and not self._outlive(block):
             self.reserve(block)
-        if block.is_at_rest and not block.stays_at_rest:
+        if block.may_stay_at_rest and block.is_at_rest and not block.stays_at_rest:
             self.evict(block)
             self.reserve(block)
         buffer = block.buffer
