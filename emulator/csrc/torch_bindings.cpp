@@ -207,6 +207,12 @@ PYBIND11_MODULE(_C, m) {
       found.append(py::make_tuple(one.device, one.thread, one.call));
     return found;
   });
+  m.def("spins", [] {
+    py::list found;
+    for (auto& [thread, spin] : runtime().scheduler.spins())
+      found.append(py::make_tuple(thread, spin.is_autograd, spin.seconds));
+    return found;
+  });
   m.def("virtual_seconds", [] { return runtime().scheduler.host_now(); });
   m.def("event_seconds", &event_seconds);
   m.def("watch_handovers", [](py::handle lock, py::handle reentrant, py::handle queue, py::handle threads,

@@ -76,6 +76,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     return runtime().scheduler.query_stream(stream_of(stream));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    runtime().scheduler.host_spins_until(stream_of(stream));
     runtime().scheduler.synchronize_stream(stream_of(stream));
     runtime().scheduler.rethrow_late_error();
   }
@@ -99,6 +100,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     return runtime().scheduler.query(recording_of(event));
   }
   void synchronizeEvent(void* event) const override {
+    runtime().scheduler.host_spins_until(recording_of(event));
     runtime().scheduler.synchronize(recording_of(event));
     runtime().scheduler.rethrow_late_error();
   }

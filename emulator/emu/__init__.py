@@ -49,6 +49,7 @@ __all__ = [
     "reset_stats",
     "set_tag",
     "settings",
+    "spins",
     "start_trace",
     "stats",
     "take_reports",
@@ -104,11 +105,25 @@ def contexts() -> dict[int, str]:
     On CUDA a context takes half a gigabyte. A thread that never chose a device makes one on the first device when it
     comes back from an event or a stream of another one.
     """
+    return {device: f"{_name_of(thread)}: {call}" for device, thread, call in native.contexts()}
+
+
+def spins() -> dict[str, float]:
+    """Which threads have waited for an event or a stream since the last `reset_stats()`, and for how many virtual
+    seconds. "autograd": all threads of autograd's.
+
+    On CUDA such a thread takes a core for as long. One that asks `query()` and sleeps until it is true is not here.
+    """
+    seconds: dict[str, float] = {}
+    for thread, is_autograd, spun in native.spins():
+        name = "autograd" if is_autograd else _name_of(thread)
+        seconds[name] = seconds.get(name, 0) + spun
+    return seconds
+
+
+def _name_of(native_id: int) -> str:
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    return {
-        device: f"{names.get(thread, 'a thread that Python does not know')}: {call}"
-        for device, thread, call in native.contexts()
-    }
+    return names.get(native_id, "a thread that Python does not know")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import mmap
 import threading
+import time
 from types import ModuleType
 
 import pytest
@@ -159,6 +160,32 @@ def test_each_thread_has_a_workspace_on_each_stream(emu_device: ModuleType) -> N
     thread.start()
     thread.join()
     assert held() == 3 * MIB
+
+
+# ---- what waiting takes ----------------------------------------------------------------------------------------------
+@pytest.mark.emu("lazy", "random:0")
+@pytest.mark.parametrize("wait", ["event", "stream", "asleep"])
+def test_a_thread_that_waits_takes_a_core(emu_device: ModuleType, wait: str) -> None:
+    """Unless it sleeps, and asks now and then."""
+    x = torch.ones(512, 512, device="emu")
+    y, stream = x @ x, torch.accelerator.current_stream()
+    event = stream.record_event()
+    needed = emu_device.event_seconds(event) - emu_device.virtual_seconds()
+
+    def job() -> None:
+        torch.accelerator.set_device_index(1)
+        while wait == "asleep" and not event.query():
+            time.sleep(1e-5)
+        (stream if wait == "stream" else event).synchronize()
+        spun.append(emu_device.spins())
+
+    spun: list[dict[str, float]] = []
+    thread = threading.Thread(target=job, name="worker")
+    thread.start()
+    thread.join()
+    assert spun == [{} if wait == "asleep" else {"worker": pytest.approx(needed)}]
+    assert y.sum().item() == 512**3
+    assert "MainThread" not in emu_device.spins()
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[2]
 CACHE = cache_directory()  # before pytester gives its runs a home of their own, where no build is cached
 
 TESTS = """
+    import threading
+
     import pytest
     import torch
 
@@ -23,6 +25,13 @@ TESTS = """
 
     def test_on_both(compute_device):
         assert (torch.ones(2, device=compute_device) + 1).tolist() == [2, 2]
+
+    def test_spin_on_both(compute_device):
+        if compute_device.type == "emu":
+            done = (torch.ones(2, device=compute_device) + 1, torch.accelerator.current_stream().record_event())[1]
+            thread = threading.Thread(target=done.synchronize, name="worker")
+            thread.start()
+            thread.join()
 
     def test_race_on_both(compute_device):
         tensor = torch.ones(4, device=compute_device)
@@ -56,10 +65,11 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 def test_verdicts(project: pytest.Pytester) -> None:
     project.makepyfile(TESTS)
     result = project.runpytest_subprocess("--emu-seeds=1", "-p", "no:cacheprovider")
-    # Three schedules of three tests, then cpu and emu of two, and three of one. The bodies of all tests pass: it is
+    # Three schedules of three tests, then cpu and emu of three, and three of one. The bodies of all tests pass: it is
     # the teardown that fails.
-    result.assert_outcomes(passed=3 * 3 + 2 * 2 + 3, errors=3 + 3 + 1)
+    result.assert_outcomes(passed=3 * 3 + 3 * 2 + 3, errors=3 + 3 + 2)
     result.stdout.fnmatch_lines(["*RACE write-after-write: aten::mul on stream 1*"])
+    result.stdout.fnmatch_lines(["*SPIN: *"])
     result.stdout.fnmatch_lines(["*asynchronous error in aten::index_select*"])
 
 

@@ -18,6 +18,7 @@ from headrace.optim.options import Pin
 from headrace.optim.weights import MasterWeight
 from headrace.runtime.device import free_device_bytes
 from headrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
+from headrace.runtime.threads import wait_asleep
 
 _RESERVE = 0.1  # the share of free device memory that "auto" leaves
 _BATCH_BYTES = 32 * 2**20  # of gradients: long enough for the link, short enough to overlap
@@ -109,7 +110,7 @@ class HostMirror:
         fetched = [member for member in members if member.master.changed]
         if fetched:
             copies = [(self._twins[member.parameter], member.parameter.detach()) for member in fetched]
-            self._lanes.copy(Lane.OFFLOAD, copies, begin).done.synchronize()
+            wait_asleep(self._lanes.copy(Lane.OFFLOAD, copies, begin).done)
         batches = list(_batches(list(zip(members, sources, strict=True))))
         arriving: Iterator[Transfer] = (
             self._lanes.copy(Lane.OFFLOAD, [(member.gradient, source.detach()) for member, source in batch], begin)
@@ -118,7 +119,7 @@ class HostMirror:
         if self._overlap:
             arriving = iter(list(arriving))  # submits all at once
         for batch, transfer in zip(batches, arriving, strict=True):
-            transfer.done.synchronize()
+            wait_asleep(transfer.done)
             perform([member for member, _ in batch])
             copies = [(member.parameter.detach(), member.master.host) for member, _ in batch]
             self._leaving.append(self._lanes.copy(Lane.ONLOAD, copies, begin))
@@ -168,7 +169,7 @@ class HostMirror:
 
 def _wait(transfers: list[Transfer]) -> None:
     for transfer in transfers:
-        transfer.done.synchronize()
+        wait_asleep(transfer.done)
     transfers.clear()
 
 

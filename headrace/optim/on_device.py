@@ -22,6 +22,7 @@ from headrace.optim.eight_bit import RUN_ELEMENTS
 from headrace.optim.kernel import Master
 from headrace.optim.update import Update
 from headrace.runtime.lanes import Copy, Event, Lane, open_lanes
+from headrace.runtime.threads import wait_asleep
 
 _RING_PIECES = 3  # that the memory takes: one arrives, one is updated, one leaves
 _MOST_PIECE_BYTES = 16 << 20  # long enough for the link: 1 Mi elements of AdamW's with bfloat16 weights
@@ -154,7 +155,7 @@ class DeviceUpdates:
 
     def _finish_one(self) -> None:
         one = self._under_way[0]
-        one.done.synchronize()
+        wait_asleep(one.done)
         one.piece.done()
         self._under_way.popleft()
 
@@ -162,7 +163,7 @@ class DeviceUpdates:
         """The host waits until nothing is copied or updated any more, whatever was broken off."""
         arrived = self._lanes.copy(Lane.ONLOAD, (), self._made).done
         updated = self._lanes.beside(lambda: None, (arrived,))
-        self._lanes.copy(Lane.OFFLOAD, (), updated).done.synchronize()
+        wait_asleep(self._lanes.copy(Lane.OFFLOAD, (), updated).done)
         self._under_way.clear()
 
     def _pieces(self, whole: Update, gradient_scale: float) -> Iterator[Piece]:

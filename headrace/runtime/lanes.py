@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from headrace.runtime.device import is_accelerator
-from headrace.runtime.threads import Job, OneThread
+from headrace.runtime.threads import Job, OneThread, wait_asleep
 
 _AT_ONCE_BYTES = 256 * 2**10  # a thread copies these about as quickly as it wakes another one
 _LONG_SECONDS = 0.1  # waiting for a transfer to be submitted, which may depend on other ranks
@@ -89,7 +89,7 @@ class LateTransfer:
         return self._submitted.result().done
 
     def synchronize(self) -> None:
-        self._submitted.result().done.synchronize()
+        wait_asleep(self._submitted.result().done)
 
     def query(self) -> bool:
         return self._submitted.done() and bool(self._submitted.result().done.query())
@@ -164,7 +164,7 @@ class Lanes(ABC):
         """Submits `job` to the host lane's thread, which waits for `after` first."""
 
         def ordered() -> _T:
-            after.synchronize()
+            wait_asleep(after)
             return job()
 
         return self._host.submit(ordered)

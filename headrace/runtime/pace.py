@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
-from headrace.runtime.threads import OneThread
+from headrace.runtime.threads import OneThread, wait_asleep
 
 _PIECES = 16  # in a window
 _LEAST_SECONDS = 1e-6  # of sleep, which rounding could make zero
@@ -57,7 +57,7 @@ class Pace:
         limit = self._limit
         if limit is None:
             return self.lanes.copy(lane, copies, after)
-        after.synchronize()
+        wait_asleep(after)
         with torch.no_grad():
             pieces = deque(piece for copy in copies for piece in _pieces(*copy, max(1, limit[0] // _PIECES)))
         if isinstance(copies, list):
@@ -69,7 +69,7 @@ class Pace:
                 self._wait_for_turn(*limit, pieces[0][1].nbytes)
                 last = self.lanes.copy(lane, [pieces[0]], after)
                 first = first if nbytes else last
-                last.done.synchronize()
+                wait_asleep(last.done)
                 self._ended.append((time.perf_counter(), last.nbytes))
                 nbytes += last.nbytes
                 del pieces[0]

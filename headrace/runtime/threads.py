@@ -6,6 +6,7 @@ just starting its thread; the executor then starts another one for the next job.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch
 from headrace.runtime.device import is_accelerator
 
 T = TypeVar("T")
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _PAUSE_GROWTH = 20e-6, 500e-6, 1.25
 
 
 class Gate:
@@ -107,6 +109,19 @@ def mark_headrace_thread(device: torch.device | None = None) -> None:
 def on_headrace_thread() -> bool:
     """Whether the calling thread is headrace's own: a destructor that runs there must not wait for other threads."""
     return getattr(_threads, "is_own", False)
+
+
+def wait_asleep(event: Any) -> None:
+    """Blocks until `event` is reached, as its `synchronize` does; a thread of headrace's sleeps meanwhile.
+
+    PyTorch's waits for events of a stream spin, as `blocking=True` has no effect on `torch.Event`: each thread would
+    take a core from the updates. A user's thread waits as PyTorch does, so that Ctrl-C does not strike before the end.
+    """
+    pause = _FIRST_PAUSE_SECONDS
+    while isinstance(event, torch.Event) and on_headrace_thread() and not event.query():
+        time.sleep(pause)
+        pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE_SECONDS)
+    event.synchronize()
 
 
 def _perform(told: Job[T], work: list[tuple[Callable[..., T], tuple[Any, ...], dict[str, Any]]]) -> None:

@@ -1,10 +1,14 @@
-"""Does Ctrl-C, at any moment of a submission or of a wait, leave others waiting for ever?"""
+"""Does Ctrl-C, at any moment of a submission or of a wait, leave others waiting for ever? Who sleeps while waiting?"""
 
 import threading
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
-from headrace.runtime.threads import OneThread, on_headrace_thread
+import pytest
+import torch
+
+from headrace.runtime.threads import OneThread, on_headrace_thread, wait_asleep
 from tests.support.interrupts import interrupted_at
 
 LONG_SECONDS = 20
@@ -48,3 +52,22 @@ def test_threads_of_ours_know_that_they_are() -> None:
     with OneThread("test") as thread:
         assert thread.submit(on_headrace_thread).result()
     assert not on_headrace_thread()
+
+
+@pytest.mark.emu("lazy", "random:0")
+def test_own_threads_wait_for_a_stream_asleep(emu_device: ModuleType) -> None:
+    """A user's thread waits as PyTorch does."""
+    device, x = torch.device("emu:1"), torch.ones(64, 64, device="emu")
+    executor = OneThread("test-asleep", device)
+
+    def event() -> torch.Event:
+        x.add_(1)
+        return torch.accelerator.current_stream().record_event()
+
+    executor.submit(wait_asleep, event()).result()
+    assert emu_device.spins() == {}
+    executor.submit(event().synchronize).result()
+    assert set(emu_device.spins()) == {"test-asleep_0"}
+    wait_asleep(event())
+    assert set(emu_device.spins()) == {"test-asleep_0", "MainThread"}
+    executor.shutdown()

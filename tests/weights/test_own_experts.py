@@ -5,6 +5,7 @@ import copy
 import gc
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def one_bytes() -> int:
 
 def budget(model: nn.Sequential, slots: int) -> int:
     experts = nn.ModuleList(layer.experts for layer in model)
-    one = 4 * (2 * FEATURES * HIDDEN + FEATURES) + 64
+    one = 4 * 2 * FEATURES * HIDDEN + 2 * 256  # the bias and the scale take 256 bytes each
     return weight_bytes(model) - weight_bytes(experts) + slots * one + 2**10
 
 
@@ -132,6 +133,16 @@ def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way
         assert stats.device_peak_bytes <= limit
         blocks = handle.settled_blocks("a look")
         assert all(block.presence.name == "ABSENT" for block in blocks if block.experts is not None)
+
+
+@pytest.mark.emu("random:0", alignment_canary=256)
+def test_experts_lie_where_kernels_find_them_as_in_a_plain_run(emu_device: ModuleType) -> None:
+    """At multiples of 256 bytes in each slot, whatever small tensors an expert has beside its matrices."""
+    model, device = model_of("loop"), torch.device("emu:1")
+    wanted = forwards(copy.deepcopy(model).to(device), device)
+    with headrace.offload(model, device=device, device_memory=budget(model, 5)) as handle:
+        assert_same(forwards(model, device), wanted)
+        assert handle.stats().expert_loads > 0
 
 
 @pytest.mark.parametrize("way", ["loop", "gather"])

@@ -28,7 +28,7 @@ from headrace.errors import StateError
 from headrace.memory.disk.extent import Extent
 from headrace.memory.ranges import Range
 from headrace.runtime.lanes import Event
-from headrace.runtime.threads import Gate, mark_headrace_thread
+from headrace.runtime.threads import Gate, mark_headrace_thread, wait_asleep
 
 _Job = Callable[[], object]
 
@@ -227,7 +227,7 @@ class _Turns:
     def _wait(self, request: Request, after: Event) -> None:
         """Waits for the event that a request begins after, on one of the two threads that wait."""
         try:
-            after.synchronize()
+            wait_asleep(after)
         except BaseException as error:  # the request cannot begin: whoever waits for it must know
             request.error = error
         self.post(partial(self._advance, request))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.memory.arena import aligned
+from headrace.memory.arena import KERNEL_ALIGNMENT_BYTES, aligned
 from headrace.runtime.tensors import is_integer
 from headrace.weights.model.inventory import Inventory
 from headrace.weights.model.layout import travel_dtype
@@ -89,8 +89,15 @@ def slice_parts(layouts: Sequence[Layout]) -> tuple[list[SlicePart], int]:
     for layout in layouts:
         nbytes = layout.nbytes // layout.shape[0]
         parts.append(SlicePart(offset=end, nbytes=nbytes, layout=layout))
-        end += aligned(nbytes)
+        end += _part_bytes(nbytes)
     return parts, end
+
+
+def _part_bytes(nbytes: int) -> int:
+    """What a part takes in a slice. Small ones take as much as others, or matrices behind them, and in the next slot,
+    would not lie as kernels ask for.
+    """
+    return aligned(max(nbytes, KERNEL_ALIGNMENT_BYTES))
 
 
 def experts_of(module: nn.Module, inventory: Inventory) -> Experts | None:
@@ -106,7 +113,7 @@ def experts_of(module: nn.Module, inventory: Inventory) -> Experts | None:
         enough_dims = parameter.dim() >= (1 if marked else 2)
         if not (enough_dims and parameter.shape[0] == count and inventory.can_be_cut(key)):
             return None
-        slice_bytes += aligned(parameter[0].numel() * travel_dtype(parameter, inventory.param_dtype).itemsize)
+        slice_bytes += _part_bytes(parameter[0].numel() * travel_dtype(parameter, inventory.param_dtype).itemsize)
     return Experts(count=count, slice_bytes=slice_bytes, routed=min(count, _LEAST_SLOTS if marked else _routed(module)))
 
 

@@ -17,6 +17,7 @@ from headrace.runtime.autograd import without_overrides
 from headrace.runtime.capture import before_write
 from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from headrace.runtime.pending import LostUpdate, Manager, Pending, Watcher
+from headrace.runtime.threads import wait_asleep
 from headrace.weights.model.experts import Experts
 from headrace.weights.model.layout import lay_out
 from headrace.weights.model.managed_param import REMOVED, Layout, ManagedParam
@@ -287,7 +288,7 @@ class Block:
     def wait_for_reads(self) -> None:
         """The host waits until no copy reads the homes. A fetch that nobody has asked for is withdrawn."""
         if self.last_read is not None:
-            self.last_read.synchronize()
+            wait_asleep(self.last_read)
             self.last_read = None
 
     @property

@@ -25,7 +25,7 @@ from headrace.runtime.device_group import DeviceGroup
 from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, LateTransfer, Transfer
 from headrace.runtime.node import Counters
 from headrace.runtime.pace import Pace
-from headrace.runtime.threads import OneThread
+from headrace.runtime.threads import OneThread, wait_asleep
 from headrace.weights.meter import Meter
 from headrace.weights.movement.block import Block, BlockPart
 from headrace.weights.movement.common import CommonHomes
@@ -256,7 +256,7 @@ class Gathers:
     ) -> Transfer:
         """On the gather thread: a gather that this rank does not need. Waits for it, as the next may use its memory."""
         moved = self._gather(bring(), scratch, part, (), number)
-        moved.done.synchronize()
+        wait_asleep(moved.done)
         return moved
 
 

@@ -17,6 +17,7 @@ from headrace.runtime.autograd import grad_of, without_overrides
 from headrace.runtime.holders import gradient_is_shared
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes
 from headrace.runtime.pending import Unit
+from headrace.runtime.threads import wait_asleep
 from headrace.weights.meter import Meter
 from headrace.weights.model.accumulation import (
     accumulate,
@@ -160,7 +161,7 @@ class Gradients(GradientFlow):
 
         def arrived() -> None:
             if sent is not None:
-                sent.synchronize()
+                wait_asleep(sent)
             for addition in additions:
                 addition.synchronize()
 

@@ -22,7 +22,7 @@ from headrace.planning.cost.packing import TIMES_AS_FAST
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.lanes import Copy, Event, Lane, Tick, Transfer
 from headrace.runtime.pace import Pace
-from headrace.runtime.threads import Gate, Job, OneThread
+from headrace.runtime.threads import Gate, Job, OneThread, wait_asleep
 from headrace.weights.meter import Meter
 from headrace.weights.rest.reads import DiskRead, ReadEvent
 
@@ -113,7 +113,7 @@ class Fetch:
                 chunk = ring.acquire()
                 try:
                     if chunk.free is not None:
-                        chunk.free.synchronize()
+                        wait_asleep(chunk.free)
                     reading = self._submit(piece, chunk, at_once)
                 except BaseException:
                     ring.release(chunk, None)
@@ -174,7 +174,7 @@ class Fetch:
                     sent.append(_send(piece, chunk.memory, target, pace, meter))
                     done = sent[-1][1]
                     if piece.keep is not None:
-                        sent[-1][1].synchronize()
+                        wait_asleep(sent[-1][1])
                         done = piece.keep(chunk.memory)
             except BaseException as error:
                 failed = failed or error
@@ -183,7 +183,7 @@ class Fetch:
         try:
             if target is not None and failed is None and (target.more or landed or not sent):
                 sent.append(_copy(target.more, target, pace))
-                sent[-1][1].synchronize()  # the copy reads homes
+                wait_asleep(sent[-1][1])  # the copy reads homes
         except BaseException as error:
             failed = error
         target = self._asked["target"][0] = None  # nothing but the block may keep the buffer alive
