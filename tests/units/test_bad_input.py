@@ -190,7 +190,7 @@ def test_what_is_no_device(model: Decoder, device: Any) -> None:
         ({"blocks": 2.5}, TypeError, r"blocks=2.5 is neither"),
         ({"blocks": 0}, ValueError, r"blocks=0 names no blocks; give"),
         ({"blocks": ()}, ValueError, r"blocks=\(\) names no blocks; give"),
-        ({"disk": ""}, ValueError, r'disk="" names no directory'),
+        ({"disk": ""}, ValueError, r"disk='' names no path; give one"),
         ({"resident": None}, TypeError, r"resident=None names no modules"),
         ({"resident": "no.such"}, ValueError, r"resident='no.such' matches no module"),
         ({"resident": nn.Linear(2, 2)}, ValueError, r"resident names a Linear that is not a part"),
