@@ -183,13 +183,8 @@ class Managed:
 
     def stopped(self, module: nn.Module) -> None:
         """The compiler has come to a call of the module. If torch.compile was given the module, it compiles the
-        module's blocks from now on. Raises StateError in an export.
+        module's blocks from now on.
         """
-        if torch.compiler.is_exporting():
-            raise StateError(
-                "torch.export would keep what is on the device now as constants; export copy.deepcopy(model), which is"
-                " a plain model, or call remove() on the handle first"
-            )
         wrapper, self.site.compiled_by = self.site.compiled_by, None
         given: Any = None if wrapper is None else wrapper()
         if given is not None:
