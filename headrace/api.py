@@ -243,6 +243,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         """What there is, what of it travels together, and where that rests, within the budgets. Changes nothing."""
         config = self._config
         inventory = take_inventory(model, param_dtype=config.param_dtype)
+        inventory.refuse_views()
         self._budgets = budgets = self._agreed(Budgets.of(model, inventory, config), model)
         self._ledger.host_budget_bytes = self._own_part(budgets.host_bytes)
         cut = partial(partition, model, inventory, config.blocks, config.resident, tables_by_rows=self._node is None)
