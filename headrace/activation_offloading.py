@@ -15,7 +15,7 @@ from headrace.activations.passes import Passes
 from headrace.activations.selection import Selection
 from headrace.activations.stash import PURPOSE
 from headrace.activations.targets import find_targets, named_layers
-from headrace.config import ActivationConfig, Size
+from headrace.config import ActivationConfig, Size, directory_of
 from headrace.errors import StateError
 from headrace.live import Handle
 from headrace.memory.disk import DiskStore
@@ -87,7 +87,8 @@ def offload_activations(
         tier=tier,
         all_leave=all_leave,
     )
-    if (tier == "disk") != bool(disk):
+    directory = directory_of(disk)
+    if (tier == "disk") != (directory is not None):
         raise ValueError(f'tier={tier!r}, disk={disk!r}: with tier="disk", and only then, give a directory as disk')
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
@@ -102,7 +103,7 @@ def offload_activations(
     lanes = open_lanes(resolve_device(None if first is None else first.device))
     ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
     find_targets(model, config)
-    store = DiskStore(disk, ledger, device=lanes.device) if disk else None
+    store = None if directory is None else DiskStore(directory, ledger, device=lanes.device)
     return ActivationOffloading(model, config, lanes, ledger, store)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from headrace.config import Size, parse_budget, parse_bytes
+from headrace.config import Size, check_count, check_share, is_number, parse_budget, parse_bytes
 from headrace.errors import HeadraceError
 from headrace.planning.cost import (
     MACHINES,
@@ -118,11 +119,11 @@ def plan(
     several devices without `devices`), and HardwareNotFound for an unknown machine. A model that does not fit is not an
     error: see `RunPlan.fits`.
     """
+    sizes = {"batch_size": batch_size, "sequence_length": sequence_length, "micro_batches": micro_batches}
+    _check_numbers(sizes | {"nodes": nodes}, devices, adapter_rank, weight_bits, expert_hit_rate, optimizer_fraction)
     machine = _resized(machine_of(hardware), device_memory, host_memory, disk)
     kind = _one_of(Training, training, "training")
     shape = shape_of(model, kind, adapter_rank, weight_bits, sequence_length)
-    if expert_hit_rate is not None and not 0 <= expert_hit_rate <= 1:
-        raise ValueError(f"expert_hit_rate={expert_hit_rate}; give the share of experts that is there, from 0 to 1")
     spread = Spread(data=_all_devices(machine, devices, nodes), zero_stage=zero_stage, nodes=nodes)
     full_width = shape.weight_bytes >= 3.9 * shape.parameters
     work = Work(
@@ -157,11 +158,23 @@ def plan(
     )
 
 
+def _check_numbers(
+    counts: Mapping[str, Any], devices: Any, rank: Any, bits: Any, hit_rate: Any, optimizer_fraction: Any
+) -> None:
+    """Raises TypeError or ValueError for settings of `plan` that are not the numbers they should be, or None."""
+    optional = {"devices": devices, "adapter_rank": rank}
+    for name, count in (*counts.items(), *((name, one) for name, one in optional.items() if one is not None)):
+        check_count(count, name)
+    if bits is not None and not is_number(bits):
+        raise TypeError(f"weight_bits={bits!r} is a {type(bits).__name__}; give bits, such as 4.5")
+    if hit_rate is not None:
+        check_share(hit_rate, "expert_hit_rate", "the share of experts that is there, from 0 to 1")
+    if optimizer_fraction is not None:
+        check_share(optimizer_fraction, "optimizer_fraction", "the host's share, from 0 to 1")
+
+
 def _all_devices(machine: Hardware, devices: int | None, nodes: int) -> int:
-    """Of all nodes together. Raises ValueError where there is none, or the network is not known."""
-    for name, value in (("devices", devices), ("nodes", nodes)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}; give at least 1")
+    """Of all nodes together. Raises ValueError where the network is not known."""
     if nodes > 1 and not machine.node_bytes_per_second:
         raise ValueError(
             f"nodes={nodes} but the network of {machine.name} is not known; give it: Hardware.changed(network='12GB/s')"
@@ -227,6 +240,6 @@ def _known() -> str:
 
 def _one_of(kind: type[Choice], value: str, name: str) -> Choice:
     known = {str(member.value): member for member in kind}
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}={value!r}; give one of {', '.join(known)}")
     return known[value]

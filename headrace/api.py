@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,11 +22,15 @@ from headrace.config import (
     OffloadConfig,
     Size,
     activation_config,
+    check_count,
+    check_flag,
     directory_of,
     format_bytes,
+    is_number,
     modules_of,
     parse_budget,
     parse_bytes,
+    path_of,
     prefetch_blocks,
 )
 from headrace.errors import StateError
@@ -154,8 +157,8 @@ def offload(
         device_memory_bytes=_budget("device_memory", device_memory, model),
         host_memory_bytes=_budget("host_memory", host_memory, model),
         disk=directory_of(disk),
-        checkpoint=Path(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint,
-        blocks=blocks,
+        checkpoint=checkpoint if isinstance(checkpoint, Checkpoint | None) else path_of(checkpoint, "checkpoint"),
+        blocks=modules_of(blocks, "blocks") if _lists_modules(blocks) else blocks,
         resident=modules_of(resident, "resident"),
         prefetch_blocks=prefetch_blocks(prefetch),
         param_dtype=param_dtype,
@@ -172,6 +175,10 @@ def offload(
         if config.activations.tier == "disk" and config.disk is None:
             raise ValueError('activations with tier="disk" need a directory; give disk="/path/on/a/local/drive"')
     return Offloaded(model, config)
+
+
+def _lists_modules(blocks: object) -> bool:
+    return isinstance(blocks, Iterable | bytes) and not isinstance(blocks, str)
 
 
 def _budget(name: str, size: Size | None, model: nn.Module) -> int | None:
@@ -237,6 +244,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         """What there is, what of it travels together, and where that rests, within the budgets. Changes nothing."""
         config = self._config
         inventory = take_inventory(model, param_dtype=config.param_dtype)
+        inventory.refuse_views()
         self._budgets = budgets = self._agreed(Budgets.of(model, inventory, config), model)
         self._ledger.host_budget_bytes = self._own_part(budgets.host_bytes)
         cut = partial(partition, model, inventory, config.blocks, config.resident, tables_by_rows=self._node is None)
@@ -369,13 +377,17 @@ class Offloaded(live.Handle, live.ModelHandle):
         self._check_between_passes("forward_backward()")
         if self._attachment is None:
             raise StateError("forward_backward() was called after remove(); call the model")
+        if isinstance(micro_batches, str) or not isinstance(micro_batches, Iterable):
+            raise TypeError(
+                f"micro_batches is a {type(micro_batches).__name__}; give a list of what loss_function takes"
+            )
+        if not callable(loss_function):
+            raise TypeError(f"loss_function={loss_function!r} cannot be called; give a function of a micro-batch")
         batches = list(micro_batches)
         if not batches:
             raise ValueError("micro_batches is empty; give at least one")
-        if together is not None and (not isinstance(together, int) or together < 1):
-            raise ValueError(
-                f"together={together!r}; give how many micro-batches go through a block at once, at least 1"
-            )
+        if together is not None:
+            check_count(together, "together", "how many micro-batches go through a block at once, at least 1")
         return self._micro_batches.compute(batches, together or len(batches), loss_function)
 
     @contextlib.contextmanager
@@ -422,7 +434,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         """
         self._check_offloaded("limit_copies()")
         rate = None if bytes_per_second is None else parse_bytes(bytes_per_second, name="bytes_per_second")
-        if isinstance(window_seconds, bool) or not isinstance(window_seconds, int | float):
+        if not is_number(window_seconds):
             raise TypeError(f"window_seconds={window_seconds!r} is a {type(window_seconds).__name__}; give seconds")
         if rate is not None and not (_LEAST_BYTES <= rate * window_seconds < math.inf):
             raise ValueError(
@@ -457,6 +469,7 @@ class Offloaded(live.Handle, live.ModelHandle):
 
     def stats(self, *, wait_for_updates: bool = True) -> Stats:
         """What was moved and held since `offload()` or the last `reset_stats()`. Waits for passes and updates."""
+        check_flag(wait_for_updates, "wait_for_updates")
         stall_seconds, compute_seconds = self._meter.seconds()
         if self.activations is not None:  # whose waits are within the visits
             waited = min(compute_seconds, self.activations.stall_seconds())

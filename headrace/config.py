@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from inspect import signature
 from math import ceil
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -135,7 +137,8 @@ class OffloadConfig:
 
         if not isinstance(self.packed, bool) and self.packed != "disk":
             raise TypeError(f'packed={self.packed!r} is neither True nor False, nor "disk"')
-        if not self.blocks or (isinstance(self.blocks, str) and not self.blocks.strip()):
+        size = self.blocks.strip() if isinstance(self.blocks, str) else self.blocks
+        if not size or (isinstance(size, str) and size != "auto" and not parse_bytes(size, name="blocks")):
             raise ValueError(
                 f'blocks={self.blocks!r} names no blocks; give "auto", a size such as "64MiB", or some of the modules'
             )
@@ -178,56 +181,91 @@ class ActivationConfig:
         modules: Sequence[nn.Module | str] | None = None,
         device_memory: Size | None = None,
         host_memory: Size | None = None,
-        **others: Any,
+        fraction: float = 1.0,
+        most_in_flight: int | None = None,
+        tier: str = "host",
+        all_leave: bool = False,
     ) -> ActivationConfig:
-        """The settings as a user gives them, validated; `others` have the names of fields."""
+        """The settings as a user gives them, validated."""
         return ActivationConfig(
             layers=layers if layers is None or isinstance(layers, int) else modules_of(layers, "layers"),
             min_bytes=parse_bytes(min_bytes, name="min_bytes"),
             modules=None if modules is None else modules_of(modules, "modules"),
             device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
             host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
-            **others,
+            fraction=fraction,
+            most_in_flight=most_in_flight,
+            tier=tier,
+            all_leave=all_leave,
         )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.all_leave, bool):
-            raise TypeError(f"all_leave={self.all_leave!r} is neither True nor False")
+        check_flag(self.all_leave, "all_leave")
         if self.all_leave and self.device_memory_bytes is not None:
             raise ValueError("all_leave and device_memory are two ways to say how much stays; give one of them")
         if isinstance(self.layers, bool) or (isinstance(self.layers, int) and self.layers < 0):
             raise ValueError(f"layers={self.layers!r}; give a number of layers, 0 or more, or modules and names")
-        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
-            raise TypeError(
-                f"fraction={self.fraction!r} is a {type(self.fraction).__name__}; give a number from 0 to 1"
-            )
-        if not 0 <= self.fraction <= 1:
-            raise ValueError(f"fraction={self.fraction} is not between 0 and 1")
+        check_share(self.fraction, "fraction", "a number from 0 to 1")
         if self.tier not in ("host", "disk"):
             raise ValueError(f'tier={self.tier!r} is neither "host" nor "disk"')
-        if self.most_in_flight is not None and (type(self.most_in_flight) is not int or self.most_in_flight < 1):
-            raise ValueError(f"most_in_flight={self.most_in_flight!r}; give None or a number of copies, 1 or more")
+        if self.most_in_flight is not None:
+            check_count(self.most_in_flight, "most_in_flight", "None or a number of copies, 1 or more")
 
 
-def directory_of(disk: str | os.PathLike[str] | None) -> Path | None:
-    """`disk` as a user gives it. Raises ValueError for an empty name, which would be the current directory."""
-    if disk is None:
-        return None
-    if not os.fspath(disk):
-        raise ValueError('disk="" names no directory; give one on a local drive ("." for this one), or leave disk out')
-    return Path(disk)
+def check_flag(given: Any, setting: str) -> None:
+    """Raises TypeError for anything but True and False."""
+    if not isinstance(given, bool):
+        raise TypeError(f"{setting}={given!r} is neither True nor False")
+
+
+def is_number(given: Any) -> bool:
+    """Whether this is a real number. True and False are none."""
+    return isinstance(given, Real) and not isinstance(given, bool)
+
+
+def check_count(given: Any, setting: str, wanted: str = "at least 1") -> None:
+    """Raises TypeError for anything but a whole number, ValueError for one below 1."""
+    if not (is_number(given) and isinstance(given, Integral)):
+        raise TypeError(f"{setting}={given!r}; give {wanted} (a whole number)")
+    if given < 1:
+        raise ValueError(f"{setting}={given!r}; give {wanted}")
+
+
+def check_share(given: Any, setting: str, wanted: str) -> None:
+    """Raises TypeError for anything but a number, ValueError for one that is not from 0 to 1."""
+    if not is_number(given):
+        raise TypeError(f"{setting}={given!r} is a {type(given).__name__}; give {wanted}")
+    if not 0 <= given <= 1:
+        raise ValueError(f"{setting}={given!r}; give {wanted}")
+
+
+def path_of(given: Any, setting: str) -> Path:
+    """A path as a user gives it. Raises TypeError for anything else, ValueError for an empty one (it would be ".")."""
+    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
+        raise TypeError(f"{setting}={given!r} is a {type(given).__name__}; give a path, as text or as a pathlib.Path")
+    if not os.fspath(given).strip():
+        raise ValueError(f"{setting}={given!r} names no path; give one ('.' is the current directory)")
+    return Path(given)
+
+
+def directory_of(disk: Any) -> Path | None:
+    """The path that is given as `disk`; None for None. Raises what `path_of` raises."""
+    return None if disk is None else path_of(disk, "disk")
 
 
 def modules_of(given: Any, setting: str) -> tuple[nn.Module | str, ...]:
     """Modules and name patterns as a user gives them, one or several. Raises TypeError for anything else."""
     from torch import nn
 
-    several = (given,) if isinstance(given, str | nn.Module) or not isinstance(given, Iterable) else tuple(given)
+    one = isinstance(given, str | bytes | nn.Module) or not isinstance(given, Iterable)
+    several = (given,) if one else tuple(given)
     for each in several:
         if not isinstance(each, str | nn.Module):
             raise TypeError(
                 f"{setting}={each!r} names no modules: it is a {type(each).__name__}; give modules and name patterns"
             )
+        if isinstance(each, str) and not each.strip():
+            raise ValueError(f"{setting}={each!r} names no modules; give modules and name patterns ('*' is all)")
     return several
 
 
@@ -246,4 +284,11 @@ def activation_config(activations: bool | Mapping[str, Any]) -> ActivationConfig
         return ActivationConfig() if activations else None
     if not isinstance(activations, Mapping):
         raise TypeError(f"activations={activations!r} is neither True nor a dict of settings of offload_activations")
+    known = signature(ActivationConfig.of).parameters
+    unknown = next((name for name in activations if name not in known), None)
+    if unknown is not None:
+        also = "; give disk to headrace.offload() itself" if unknown == "disk" else ""
+        raise TypeError(f"activations has no setting {unknown!r}{also}; it has {', '.join(known)}")
+    if not activations:
+        raise ValueError("activations={} sets nothing; give True for the defaults, or False to leave activations alone")
     return ActivationConfig.of(**activations)

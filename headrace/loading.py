@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence, Set
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from headrace.checkpoint.random_state import restore_random_state
 from headrace.checkpoint.sources import SMALL_BYTES
 from headrace.checkpoint.torn import is_written
 from headrace.checkpoint.writing import last_saving
+from headrace.config import path_of
 from headrace.errors import CheckpointError
 from headrace.live import ModelHandle, handles_of
 from headrace.memory.disk import SavedFile, TensorAtRest, TensorInFile, origin_of
@@ -61,7 +61,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     everything.
     """
     check_model(model)
-    directory = Path(path).expanduser().absolute()
+    directory = path_of(path, "path").expanduser().absolute()
     optimizers = plain_optimizers(optimizer)
     handles = handles_of(model)
     blocks = [block for handle in handles for block in handle.settled_blocks("headrace.load")]

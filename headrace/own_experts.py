@@ -55,9 +55,14 @@ def experts(module: _Module, *, argument: str | None = None) -> _Module:
     if argument is None:
         raise ValueError(f"which argument of {kind}.forward says which experts a call uses? Pass argument=")
     found = inspect.signature(module.forward).parameters
-    if argument not in found or found[argument].kind in (
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.VAR_KEYWORD,
+    if (
+        not isinstance(argument, str)
+        or argument not in found
+        or found[argument].kind
+        in (
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        )
     ):
         raise ValueError(f"{kind}.forward has no argument {argument!r}; it has {', '.join(map(repr, found)) or 'none'}")
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}

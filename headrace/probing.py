@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from headrace.ahead import cache_path
+from headrace.config import check_flag, directory_of
 from headrace.planning.cost import Hardware
 from headrace.runtime.device import is_accelerator, resolve_device
 from headrace.runtime.host import available_host_bytes
@@ -62,9 +63,10 @@ def probe(
     finds it. Raises ValueError for a device that does not exist, OSError when nothing can be written to `disk`.
     """
     chosen = resolve_device(device)
+    check_flag(cache, "cache")
     if cache:
         _make_cache()  # now: what takes a minute to measure should not be lost for want of a directory
-    directory = Path(tempfile.gettempdir() if disk is None else disk)
+    directory = directory_of(disk) or Path(tempfile.gettempdir())
     with progress("headrace: measuring", 5, unit="figure") as bar:
 
         def measured(rates: Measured) -> Measured:

@@ -21,7 +21,7 @@ from headrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_opt
 from headrace.checkpoint.random_state import random_state
 from headrace.checkpoint.torn import check_whole
 from headrace.checkpoint.writing import LEAST_BYTES, Saving, begin, last_saving
-from headrace.config import Size, format_bytes, parse_bytes
+from headrace.config import Size, check_flag, format_bytes, parse_bytes, path_of
 from headrace.errors import CheckpointError
 from headrace.live import handles_of
 from headrace.optim.optimizer import HostOptimizer
@@ -74,7 +74,10 @@ def save(
     checkpoint that was there is still there.
     """
     check_model(model)
-    path = Path(path).expanduser().absolute()
+    path = path_of(path, "path").expanduser().absolute()
+    check_flag(wait, "wait")
+    if not isinstance(files, Mapping | None):
+        raise TypeError(f"files is a {type(files).__name__}; give a dict of names and bytes")
     path = path.resolve() if path.is_symlink() else path
     if keep is not None:
         check_keep(path, keep)

@@ -19,7 +19,7 @@ from headrace.activations.selection import Selection
 from headrace.errors import StateError
 from headrace.runtime.autograd import NO_TASK, backward_task, in_backward
 from headrace.runtime.fibers import calling_thread
-from headrace.runtime.module_calls import Participant, participant_of, take_part, withdraw
+from headrace.runtime.module_calls import Participant, participant_of, refuse_export, take_part, withdraw
 
 
 class Calls(Participant):
@@ -66,6 +66,7 @@ class Calls(Participant):
     def stops_compiler(self, module: nn.Module) -> bool:
         """A layer may be compiled through; the model may not."""
         if module is self._model():
+            refuse_export()
             torch.compiler.disable(_refuse_compilation_of_all)()  # not at import: `disable` loads the compiler
         return False
 

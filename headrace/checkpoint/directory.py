@@ -16,6 +16,7 @@ from collections.abc import Callable, Set
 from pathlib import Path
 
 from headrace.checkpoint.manifest import MANIFEST, read_manifest
+from headrace.config import check_count, path_of
 from headrace.errors import CheckpointError, DiskError
 from headrace.runtime.system import flush_directory, host_name, libc, lock_directory
 
@@ -98,7 +99,7 @@ def newest(directory: str | os.PathLike[str]) -> Path | None:
 
     Also cleans up after a process that was killed while saving: what it left is removed, or restored.
     """
-    directory = Path(directory).expanduser()
+    directory = path_of(directory, "directory").expanduser()
     restore_interrupted(directory)
     _remove_stale(directory)
     found = _numbered(directory)
@@ -128,8 +129,7 @@ def remove_older(path: Path, keep: int) -> None:
 
 def check_keep(path: Path, keep: int) -> None:
     """Raises ValueError if `keep` is less than 1, or no number ends `path`'s name, by which older ones are known."""
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; give 1 or more")
+    check_count(keep, "keep")
     if _NUMBER.fullmatch(path.name) is None:
         raise ValueError(
             f"keep={keep} wants a name that ends in a number, such as {path.name + '-300'!r}, so that older ones are"

@@ -23,7 +23,9 @@ def optimizer_file(number: int) -> str:
 
 def plain_optimizers(given: Optimizers) -> list[Optimizer]:
     """The optimizers that were given, as a list, without the wrappers that accelerate puts around them."""
-    several = [] if given is None else [given] if not isinstance(given, Sequence) else list(given)
+    several: list[Any] = [] if given is None else [given]
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        several = list(given)
     accelerate = sys.modules.get("accelerate")
     wrappers = () if accelerate is None else (accelerate.optimizer.AcceleratedOptimizer,)
     plain = [one.optimizer if isinstance(one, wrappers) else one for one in several]

@@ -3,13 +3,15 @@
 It is imported only when that command is given: `headrace --help` needs none of these files, nor PyTorch.
 """
 
+import argparse
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from headrace.errors import HeadraceError
 
-__all__ = ["InputError", "about_input", "nearest"]
+__all__ = ["InputError", "about_input", "nearest", "path_argument"]
 
 
 class InputError(HeadraceError, ValueError):
@@ -25,6 +27,13 @@ def about_input(*kinds: type[Exception], where: str = "") -> Iterator[None]:
         raise
     except kinds as error:
         raise InputError(f"{where}{error}") from error
+
+
+def path_argument(text: str) -> Path:
+    """A path on the command line. An empty one is refused: it would be the current directory."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} names no path; give one ('.' is the current directory)")
+    return Path(text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.checkpoint.directory import newest
 from headrace.checkpoint.manifest import MANIFEST, read_manifest
-from headrace.cli import InputError, about_input
+from headrace.cli import InputError, about_input, path_argument
 from headrace.cli.checks import Machine, findings
 from headrace.cli.symptoms import SYMPTOMS, matching
 from headrace.config import format_bytes
@@ -17,10 +17,12 @@ from headrace.runtime.device import resolve_device
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Look for what makes offloading fail or slow here. Exit code 1 when something severe is found."
     parser.add_argument("--device", metavar="DEVICE", help="compute device (default: the accelerator, else cpu)")
-    parser.add_argument("--disk", type=Path, metavar="DIR", help="where a run would spill (default: temporary files)")
+    parser.add_argument(
+        "--disk", type=path_argument, metavar="DIR", help="where a run would spill (default: temporary files)"
+    )
     parser.add_argument(
         "--checkpoint",
-        type=Path,
+        type=path_argument,
         metavar="DIR",
         help="read all of a checkpoint, or of the newest one in DIR, and say if it is whole",
     )

@@ -4,13 +4,12 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from headrace.cli import InputError, about_input
+from headrace.cli import InputError, about_input, path_argument
 from headrace.config import counted, format_bytes, how_to_download, parse_budget
 
 if TYPE_CHECKING:
@@ -29,7 +28,9 @@ together, and their texts come when all are done.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write text with a causal language model that is larger than device memory, or than RAM."
     parser.epilog = EPILOG
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a transformers model, tokenizer too")
+    parser.add_argument(
+        "--model", type=path_argument, required=True, metavar="DIR", help="a transformers model, tokenizer too"
+    )
     parser.add_argument(
         "--prompt",
         action="append",
@@ -48,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--device", metavar="DEVICE", help="compute device (default: the accelerator, else cpu)")
     memory.add_argument("--device-memory", metavar="SIZE", help="for weights on the device (default: what is free)")
     memory.add_argument("--host-memory", metavar="SIZE", help="for weights in host RAM (default: what is free)")
-    memory.add_argument("--disk", type=Path, metavar="DIR", help="for weights that fit in neither (default: none)")
+    memory.add_argument(
+        "--disk", type=path_argument, metavar="DIR", help="for weights that fit in neither (default: none)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

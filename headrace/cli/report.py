@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli import InputError, about_input
+from headrace.cli import InputError, about_input, path_argument
 from headrace.report import Report, RunRecord
 
 if TYPE_CHECKING:
@@ -20,11 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "A block of layers visits the device: its weights are there while it computes. A stall is the time in which a\n"
         "visit waited for a copy; the report names both."
     )
-    parser.add_argument("record", type=Path, metavar="RUN", help="the record, or a directory with headrace-run.json")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="one page for a browser, without network")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="time line and memory as a picture")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="a Chrome trace, for Perfetto")
-    parser.add_argument("--with-profiler", type=Path, metavar="FILE", help="a trace of torch.profiler for --trace")
+    parser.add_argument(
+        "record", type=path_argument, metavar="RUN", help="the record, or a directory with headrace-run.json"
+    )
+    parser.add_argument("--html", type=path_argument, metavar="FILE", help="one page for a browser, without network")
+    parser.add_argument("--png", type=path_argument, metavar="FILE", help="time line and memory as a picture")
+    parser.add_argument("--trace", type=path_argument, metavar="FILE", help="a Chrome trace, for Perfetto")
+    parser.add_argument(
+        "--with-profiler", type=path_argument, metavar="FILE", help="a trace of torch.profiler for --trace"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

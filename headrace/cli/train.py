@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from headrace.cli import nearest
+from headrace.cli import nearest, path_argument
 from headrace.config import counted, format_bytes
 from headrace.errors import TrainInputError
 from headrace.train.config import TrainConfig, flag, kinds_of, refuse_idle, words_of
@@ -58,12 +58,16 @@ def _form(hint: Any, default: Any, metavar: str | None) -> dict[str, Any]:
         return {"choices": get_args(first)}
     if get_origin(first) is tuple:
         several = "*" if default is None else "+"
-        return {"action": _Once, "type": get_args(first)[0], "nargs": several, "metavar": metavar}
-    form = {"type": str if str in others else first, "metavar": metavar or _METAVARS.get(first)}
+        return {"action": _Once, "type": _type(get_args(first)[0]), "nargs": several, "metavar": metavar}
+    form = {"type": _type(str if str in others else first), "metavar": metavar or _METAVARS.get(first)}
     words = words_of(hint)
     if words == (True,):  # the flag without a value means True
         return {**form, "nargs": "?", "const": True}
     return {**form, "type": _number_or_word(first, words)} if words else form
+
+
+def _type(kind: Any) -> Callable[[str], Any]:
+    return path_argument if kind is Path else kind
 
 
 def _number_or_word(number: Callable[[str], Any], words: Iterable[str]) -> Callable[[str], Any]:

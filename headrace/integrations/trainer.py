@@ -22,6 +22,7 @@ from transformers.training_args import ParallelMode
 
 import headrace.optim
 from headrace.api import Offloaded
+from headrace.config import check_flag
 from headrace.report import Stats
 from headrace.saving import Saving, save
 
@@ -104,6 +105,7 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     """
 
     def __init__(self, handle: Offloaded, *, save: bool = False) -> None:
+        check_flag(save, "save")
         self._handle = handle
         self._save = save
         self._began = self._logged = _Mark(handle.stats(wait_for_updates=False))

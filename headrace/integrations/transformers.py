@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.api import Offloaded, offload
-from headrace.config import how_to_download
+from headrace.config import check_flag, directory_of, how_to_download, path_of
 from headrace.errors import CheckpointError
 from headrace.integrations.diffusers import open_component
 from headrace.memory.disk import Checkpoint, TensorsOnDisk
@@ -74,10 +74,12 @@ def from_pretrained(
     Raises CheckpointError when there is no valid config.json or safetensors file, TypeError for anything that is
     neither a directory nor a config, and what `headrace.offload` raises. Needs transformers.
     """
+    check_flag(trainable, "trainable")
+    disk = directory_of(settings.get("disk"))
     if not isinstance(path_or_config, str | os.PathLike):
-        model = _new_model(path_or_config, settings.get("disk"))
+        model = _new_model(path_or_config, disk)
         return model, offload(model.requires_grad_(trainable), **settings)
-    directory = Path(path_or_config).expanduser()
+    directory = path_of(path_or_config, "path_or_config").expanduser()
     if (directory / _ADAPTERS).is_file() and not (directory / "config.json").is_file():
         return _with_adapters(directory, trainable=trainable, **settings)
     quantised = _saved_config(directory).get("quantization_config")
@@ -85,7 +87,7 @@ def from_pretrained(
         config, model_class = _config_and_class(directory)  # only transformers reads how its tensors are built
         model = model_class.from_pretrained(directory, config=config, dtype="auto", local_files_only=True)
         return model, offload(_trained(model.eval(), trainable), **settings)
-    model, checkpoint = open_pretrained(path_or_config, disk=settings.get("disk"))
+    model, checkpoint = open_pretrained(path_or_config, disk=disk)
     try:
         return model, offload(_trained(model, trainable), checkpoint=checkpoint, **settings)
     except BaseException:
@@ -132,7 +134,7 @@ def open_pretrained(
 
     Weights that transformers puts together from several in the files (experts) are written to `disk`.
     """
-    directory = Path(path).expanduser()
+    directory, disk = path_of(path, "path").expanduser(), directory_of(disk)
     saved = _saved_config(directory)
     if {"_diffusers_version", "_class_name"} <= saved.keys():
         return open_component(directory, saved)

@@ -119,6 +119,8 @@ class Muon(HostOptimizer, torch.optim.Muon):
     ) -> None:
         given = {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
         self._adamw = {name: value for name, value in given.items() if value is not None}
+        for name, value in self._adamw.items():
+            _check_for_adamw(name, value)
         by_muon, by_adamw = params, []
         if params is not None and not isinstance(params, torch.Tensor):  # which torch.optim refuses
             params = list(params)
@@ -183,6 +185,14 @@ def _muon_step(group: dict[str, Any], state: dict[str, Any], weight: torch.Tenso
     names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
     settings = {name: group[name] for name in names}
     muon([weight], [gradient], [state["momentum_buffer"]], has_complex=False, **settings)
+
+
+def _check_for_adamw(name: str, value: Any) -> None:
+    """Raises ValueError for what torch.optim.AdamW does not take as its setting `name`."""
+    try:
+        torch.optim.AdamW([torch.zeros(1)], **{name: value})
+    except (TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"adamw_{name}={value!r} is no setting of AdamW: {error}") from error
 
 
 def _goes_by_muon(parameter: torch.Tensor, name: str | None = None) -> bool:

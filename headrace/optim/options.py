@@ -6,6 +6,8 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
+from headrace.config import directory_of, is_number
+
 _MasterForm = Literal["split", "full"]
 _Tier = Literal["host", "disk"]
 _Overlap = Literal["none", "backward", "forward"]
@@ -64,17 +66,16 @@ class Options:
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
-            if value not in allowed:
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):  # 1 is not True
                 choices = " or ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"{name}={value!r} is not available; allowed: {choices}")
-        if (self.tier == "disk") != bool(self.disk):
+        if (self.tier == "disk") != (directory_of(self.disk) is not None):
             raise ValueError(
                 f'tier={self.tier!r} with disk={self.disk!r}: tier="disk" needs the directory in which state rests,'
                 ' such as disk="/nvme/headrace"; other tiers need none'
             )
         fraction = self.device_fraction
-        number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-        if fraction != "auto" and not (number and 0 <= float(fraction) <= 1):
+        if fraction != "auto" and not (is_number(fraction) and 0 <= float(fraction) <= 1):
             raise ValueError(f'device_fraction={fraction!r} is neither in [0, 1] nor "auto"')
         if self.update == "device" and fraction != 0:
             raise ValueError(
@@ -96,7 +97,7 @@ class Options:
                 "zero_stage=2 averages gradients over ranks: give their mesh, such as"
                 " torch.distributed.init_device_mesh('cuda', (world_size,))"
             )
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+        if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ValueError(f"max_grad_norm={self.max_grad_norm!r} is not a positive number; None clips nothing")
 
     @classmethod

@@ -7,9 +7,8 @@ import os
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 
-from headrace.config import format_bytes
+from headrace.config import format_bytes, path_of
 from headrace.planning.text import seconds_text
 from headrace.report.picture import draw
 from headrace.report.record import RunRecord
@@ -78,7 +77,7 @@ class Report:
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one self-contained page: a time line to zoom and hover, memory by tier, and stalls. Works offline."""
-        Path(path).write_text(self._page())
+        path_of(path, "path").write_text(self._page())
 
     def _page(self) -> str:
         template = files("headrace.report").joinpath("page.html").read_text()
@@ -113,4 +112,4 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the record as JSON, for `headrace report`."""
-        Path(path).write_text(self.record.to_json())
+        path_of(path, "path").write_text(self.record.to_json())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.config import path_of
 from headrace.runtime.spans import Sample, Span
 
 _LANES = ("compute", "onload", "offload", "fetch", "spill")
@@ -32,7 +33,7 @@ def write_trace(
         merged = json.loads(Path(profiler_trace).read_text())
         offset = (begin_nanoseconds - int(merged.get("baseTimeNanoseconds", 0))) / 1e3
     merged["traceEvents"] = [*merged["traceEvents"], *_events(spans, samples, offset)]
-    Path(path).write_text(json.dumps(merged))
+    path_of(path, "path").write_text(json.dumps(merged))
 
 
 def _events(spans: Sequence[Span], samples: Sequence[Sample], offset: float) -> list[dict[str, Any]]:

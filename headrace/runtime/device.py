@@ -24,8 +24,9 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         device = present
     try:
         chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f'device={device!r} is not a device; give one such as "cuda", "cuda:0" or "cpu"') from error
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f'device={device!r} is not a device; give one such as "cuda", "cuda:0" or "cpu"') from error
     if chosen.type == "cpu":
         return torch.device("cpu")
     if not is_accelerator(chosen):

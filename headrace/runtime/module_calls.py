@@ -20,6 +20,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from headrace.errors import StateError
+
 _CALLS = "_compiled_call_impl"
 Method = Callable[..., Any]  # takes the module, its method as it would be without us, and that method's arguments
 _P = TypeVar("_P")
@@ -75,6 +77,7 @@ class _Calls:
         module: Any = self._module()
         if torch.compiler.is_compiling():
             if self._stops_compiler(module):
+                refuse_export()
                 return _outside_of_compiler()(self, module, *args, **kwargs)
             return type(module)._call_impl(module, *args, **kwargs)
         if len(self.participants) == 1:
@@ -109,6 +112,7 @@ class _Calls:
         """The module's `forward`. If user code calls it directly, the participants take part in it as in a call."""
         if torch.compiler.is_compiling():
             if self._stops_compiler(module):
+                refuse_export()
                 return _outside_of_compiler()(self, module, *args, **kwargs)
             return own(*args, **kwargs)
         this = threading.get_ident()
@@ -128,6 +132,15 @@ class _Calls:
         finally:
             if self.entered is not None:
                 self.entered.discard(threading.get_ident())
+
+
+def refuse_export() -> None:
+    """Raises StateError in an export; also in one that the compiler follows (strict=True)."""
+    if torch.compiler.is_exporting():
+        raise StateError(
+            "torch.export does not see how headrace moves weights and activations; export copy.deepcopy(model), which"
+            " is a plain model, or call remove() on the handle first"
+        )
 
 
 _outside: Callable[..., Any] | None = None

@@ -298,7 +298,7 @@ def _bad_activations(config: TrainConfig) -> Iterator[str]:
         if name not in known:
             yield f"--offload-activations has no setting {name!r}; give one of {', '.join(known)}"
     try:
-        activation_config(settings)
+        activation_config(settings or True)
     except (TypeError, ValueError) as error:
         yield f"--offload-activations: {error}"
     if settings.get("tier") == "disk" and config.disk is None:

@@ -233,7 +233,7 @@ def test_bad_input_is_told(saved: tuple[Run, Path], tmp_path: Path) -> None:
         headrace.save(tmp_path / "x", one.model, extra={"function": Net})
     with pytest.raises(ValueError, match="keep=2 wants a name that ends in a number"):
         headrace.save(tmp_path / "last", one.model, keep=2)
-    with pytest.raises(ValueError, match="keep is 0"):
+    with pytest.raises(ValueError, match="keep=0; give at least 1"):
         headrace.save(tmp_path / "step-3", one.model, keep=0)
     with pytest.raises(TypeError, match="optimizer is a dict"):
         headrace.save(tmp_path / "step-3", one.model, {"lr": 1})  # type: ignore[arg-type]

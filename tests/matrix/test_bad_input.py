@@ -176,7 +176,7 @@ def test_not_a_module(compute_device: torch.device) -> None:
         (["layers.*", "layers.3"], ValueError, ("blocks overlap", "layers.3")),
         (["layers.3", "layers.3.mlp"], ValueError, ("blocks overlap", "layers.3")),
         (["layers.99"], ValueError, ("'layers.99' matches no module", "named_modules()")),
-        ([3], TypeError, ("3 is neither a module nor a name pattern",)),
+        ([3], TypeError, ("blocks=3 names no modules", "give modules and name patterns")),
         ("many", ValueError, ("blocks='many'",)),
         (-5, ValueError, ("blocks=-5 is negative",)),
         (1.5, TypeError, ("blocks",)),

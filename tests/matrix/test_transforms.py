@@ -83,6 +83,24 @@ def test_what_is_refused(transform: Transform, advice: str) -> None:
     transform(copy.deepcopy(model))  # as it is advised
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("of", ["weights", "activations", "both", "a block", "wrapped"])
+def test_an_export_is_refused_in_one_line(of: str, strict: bool) -> None:
+    """The compiler, which follows a strict export, puts words of its own around it."""
+    model = stack()
+    if of == "activations":
+        headrace.offload_activations(model)
+    else:
+        headrace.offload(model, device="cpu", activations=of == "both")
+    expected = model(X)
+    exported = {"a block": model[0], "wrapped": nn.Sequential(model)}.get(of, model)
+    kind = Exception if strict else headrace.StateError
+    with pytest.raises(kind, match=r"torch\.export does not see .* export copy\.deepcopy\(model\)"):
+        torch.export.export(exported, (X,), strict=strict)
+    assert torch.equal(model(X), expected)
+    assert torch.equal(torch.export.export(copy.deepcopy(model), (X,)).module()(X), expected)
+
+
 @pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_handle_is_not_copied(copies: Callable[[Any], Any]) -> None:
     _, handle = offloaded()

@@ -247,7 +247,7 @@ BAD = [
     ({"tier": "tape"}, "tier='tape' is not available; allowed: 'host'"),
     ({"tier": "tape"}, "allowed: 'host' or 'disk'"),
     ({"tier": "disk"}, "needs the directory"),
-    ({"tier": "disk", "disk": ""}, "needs the directory"),
+    ({"tier": "disk", "disk": ""}, "disk='' names no path"),
     ({"disk": "/nvme"}, "disk='/nvme'"),
     ({"overlap": "sideways"}, "overlap='sideways' is not available; allowed: 'none'"),
     ({"master_dtype": torch.float64}, "master_dtype=torch.float64"),

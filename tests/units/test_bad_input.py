@@ -190,7 +190,7 @@ def test_what_is_no_device(model: Decoder, device: Any) -> None:
         ({"blocks": 2.5}, TypeError, r"blocks=2.5 is neither"),
         ({"blocks": 0}, ValueError, r"blocks=0 names no blocks; give"),
         ({"blocks": ()}, ValueError, r"blocks=\(\) names no blocks; give"),
-        ({"disk": ""}, ValueError, r'disk="" names no directory'),
+        ({"disk": ""}, ValueError, r"disk='' names no path; give one"),
         ({"resident": None}, TypeError, r"resident=None names no modules"),
         ({"resident": "no.such"}, ValueError, r"resident='no.such' matches no module"),
         ({"resident": nn.Linear(2, 2)}, ValueError, r"resident names a Linear that is not a part"),
@@ -285,6 +285,39 @@ def test_two_parameters_in_the_same_memory(compute_device: torch.device) -> None
             headrace.offload(model, device=compute_device, **settings)  # type: ignore[arg-type]
     for works, blocks in ((model, [model]), (interleaved(), None), (in_one_memory().requires_grad_(False), None)):
         headrace.offload(works, device=compute_device, blocks=blocks or [*works]).remove()
+
+
+def with_view(model: Decoder, where: str) -> Decoder:
+    weight = model.layers[1].up.weight
+    half: Any = weight[:8] if where == "slice" else weight.detach().t() if where == "transposed" else weight.data
+    model.layers[0].kept = {"list": [None, half], "dict": {"a": half}}.get(where, half)
+    return model
+
+
+@pytest.mark.parametrize("where", ["slice", "transposed", "data", "list", "dict"])
+def test_an_attribute_that_is_a_view_of_a_weight(compute_device: torch.device, where: str) -> None:
+    """It would keep the values of before, and no update would reach it."""
+    refused(
+        with_view(Decoder(), where),
+        headrace.LayoutError,
+        r"attribute 'layers.0.kept', of shape .*, is a view of parameter 'layers.1.up.weight', and .*; make it in for",
+        compute_device,
+    )
+
+
+def test_attributes_that_are_no_views_of_trained_weights(compute_device: torch.device) -> None:
+    """Another part of the same memory, the parameter itself, a value of its own, and views of what is not trained."""
+    both = torch.randn(2, 4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(both[0])
+    kept: Any = model
+    kept.other, kept.copied, kept.itself = both[1], model[1].weight.detach().clone(), [model[1].weight]
+    headrace.offload(model, device=compute_device).remove()
+    with headrace.offload(model, device=compute_device):
+        model(torch.ones(1, 4, device=compute_device)).sum().backward()
+    frozen = with_view(Decoder(), "data").requires_grad_(False)
+    with headrace.offload(frozen, device=compute_device):
+        frozen(some_tokens())
 
 
 def test_a_scripted_part(compute_device: torch.device) -> None:

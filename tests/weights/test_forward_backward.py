@@ -691,8 +691,10 @@ def test_what_is_no_loss_or_no_micro_batch_is_refused(trained: tuple[headrace.Of
         few = batches(count)
         with pytest.raises(ValueError, match=f"'tuple'> for micro-batch {count - 1};"):
             handle.forward_backward(few, lambda batch, few=few: last_is_a_tuple(batch, few), together=together)
-    for together in (0, -1, 2.0, "all"):
-        with pytest.raises(ValueError, match=f"together={together!r}; give how many"):
+    for together in (0, -1, 2.0, True, "all"):
+        with pytest.raises(
+            ValueError if type(together) is int else TypeError, match=f"together={together!r}; give how many"
+        ):
             handle.forward_backward(batches(), lambda batch: square(model, batch), together=together)  # type: ignore[arg-type]
     works_still(handle, model)
     handle.remove()

@@ -152,6 +152,8 @@ class Hardware:
     @classmethod
     def named(cls, name: str) -> Hardware:
         """A machine of the catalogue, such as "4090" or "8xh100". Raises ValueError for any other."""
+        if not isinstance(name, str):
+            raise TypeError(f"hardware={name!r} is a {type(name).__name__}; give one of {', '.join(MACHINES)}")
         if name not in MACHINES:
             raise ValueError(f"hardware={name!r} is not known{nearest(name, MACHINES)}; give {', '.join(MACHINES)}")
         return MACHINES[name]

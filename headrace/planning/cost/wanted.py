@@ -26,6 +26,8 @@ Wanted = dict[str, Any]  # the parts of a method, and its `host_share`, that are
 def wanted(method: str | None, optimizer_fraction: float | None) -> Wanted:
     """What `headrace plan --method` and `--optimizer-fraction` ask for. Raises ValueError naming the choices."""
     asked: Wanted = {}
+    if not isinstance(method, str | None):
+        raise TypeError(f"method={method!r} is a {type(method).__name__}; give one of {', '.join(METHODS)}")
     words = [] if method is None else [METHODS.get(word, word) for word in method.split(",")]
     for item in ",".join(words).split(",") if words else ():
         name, _, value = item.partition("=")

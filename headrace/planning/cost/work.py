@@ -107,7 +107,7 @@ class Spread:
                 raise ValueError(f"{name}={getattr(self, name)}; give at least 1")
         if self.zero_stage not in (0, 1, 2):
             raise ValueError(
-                f"zero_stage={self.zero_stage}; give 1 (state is divided), 2 (gradients, too), or 0: without a stage,"
+                f"zero_stage={self.zero_stage!r}; give 1 (state is divided), 2 (gradients, too), or 0: without a stage,"
                 " replicas share one copy of offloaded weights on each node"
             )
         if self.data % self.nodes:

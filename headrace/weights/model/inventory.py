@@ -5,14 +5,15 @@ import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 
 from headrace.errors import LayoutError
 from headrace.memory.arena import aligned
-from headrace.runtime.tensors import is_integer
+from headrace.runtime.autograd import address_of
+from headrace.runtime.tensors import is_integer, map_tensors
 from headrace.weights.model.compound import Compound, compound_of, is_compound
 from headrace.weights.model.home import AliasParam, WatchedBuffer, owner_of
 from headrace.weights.model.layout import by_storage, check_can_travel, lay_out, overlap, travel_dtype
@@ -21,6 +22,7 @@ from headrace.weights.model.places import Member, Place
 
 # These have a path on which they compute with their children's weights without calling the children.
 USE_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+OF_MODULES = frozenset(nn.Module().__dict__)  # what each module has: parameters, buffers, hooks
 _LARGE_BUFFER_BYTES = 16 * 2**10  # smaller ones stay on the device
 _LEFT = "_headrace_left_to_user"  # attribute of a parameter
 
@@ -135,12 +137,41 @@ class Inventory:
                         " (nn.Parameter(weight.detach().clone()))"
                     )
 
+    def refuse_views(self) -> None:
+        """Raises LayoutError for an attribute of a module that is a view of a trained parameter, made before: it would
+        keep the memory and the values that the parameter has now.
+        """
+        trained: dict[int, list[Member]] = {}
+        for member in self.members.values():
+            parameter = member.parameter
+            if parameter.requires_grad and member.compound is None and not isinstance(parameter, AliasParam):
+                trained.setdefault(address_of(parameter.untyped_storage()), []).append(member)
+        for module, module_name in self.names.items():
+            for name, value in vars(module).items():
+                if name in OF_MODULES or f"{name}_orig" in module._parameters:  # the latter is made anew in each call
+                    continue
+                where = f"{module_name}.{name}" if module_name else name
+                map_tensors(value, partial(_refuse_view, where, trained))
+
     @cached_property
     def _sharing(self) -> frozenset[int]:
         """Ids of the parameters that share a storage with others: their bytes in a block depend on each other."""
         keys = list(self.members)
         groups = by_storage([member.parameter for member in self.members.values()], self.param_dtype)
         return frozenset(keys[index] for group in groups if len(group) > 1 for index in group)
+
+
+def _refuse_view(where: str, trained: dict[int, list[Member]], tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return tensor
+    for member in trained.get(address_of(tensor.untyped_storage()), ()):
+        if overlap(tensor, member.parameter):
+            raise LayoutError(
+                f"attribute {where!r}, of shape {tuple(tensor.shape)}, is a view of parameter {member.name!r}, and"
+                " would keep its present values while the parameter is trained; make it in forward, or as a"
+                " property, or give it memory of its own (.detach().clone())"
+            )
+    return tensor
 
 
 def leave_to_user(parameters: Iterable[nn.Parameter], *, left: bool = True) -> None:

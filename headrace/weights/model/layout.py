@@ -92,8 +92,8 @@ def by_storage(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | No
     return list(groups.values())
 
 
-def overlap(one: nn.Parameter, other: nn.Parameter) -> bool:
-    """Whether two parameters of one storage have elements in common."""
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have elements in common."""
     (begin, stop), (begin_of_other, stop_of_other) = _span(one), _span(other)
     if stop <= begin_of_other or stop_of_other <= begin or not (one.numel() and other.numel()):
         return False
@@ -128,7 +128,7 @@ def _base(spans: Iterable[tuple[int, int]]) -> int:
     return min(begin for begin, _ in spans) // KERNEL_ALIGNMENT_BYTES * KERNEL_ALIGNMENT_BYTES
 
 
-def _span(parameter: nn.Parameter) -> tuple[int, int]:
+def _span(parameter: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage that a parameter spans: the first, and one past the last."""
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     begin = int(parameter.storage_offset()) * parameter.element_size()

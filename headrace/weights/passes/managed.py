@@ -29,7 +29,7 @@ from headrace.runtime.module_calls import (
 from headrace.runtime.tensors import map_tensors
 from headrace.weights.model.compound import is_compound, shown_for
 from headrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
-from headrace.weights.model.inventory import is_left_to_user
+from headrace.weights.model.inventory import OF_MODULES, is_left_to_user
 from headrace.weights.model.module_buffers import HostBuffer, plain_buffer
 from headrace.weights.passes.call import Site
 from headrace.weights.passes.compiling import compile_blocks, note_not_compiled
@@ -182,13 +182,8 @@ class Managed:
 
     def stopped(self, module: nn.Module) -> None:
         """The compiler has come to a call of the module. If torch.compile was given the module, it compiles the
-        module's blocks from now on. Raises StateError in an export.
+        module's blocks from now on.
         """
-        if torch.compiler.is_exporting():
-            raise StateError(
-                "torch.export would keep what is on the device now as constants; export copy.deepcopy(model), which is"
-                " a plain model, or call remove() on the handle first"
-            )
         wrapper, self.site.compiled_by = self.site.compiled_by, None
         given: Any = None if wrapper is None else wrapper()
         if given is not None:
@@ -309,12 +304,9 @@ def _attributes_on_host(module: nn.Module, device: torch.device, known: dict[int
 
     if device.type == "cpu":
         return {}
-    own = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+    own = {name: value for name, value in module.__dict__.items() if name not in OF_MODULES}
     found = {name: map_tensors(value, on_host) for name, value in own.items()}
     return {name: value for name, value in found.items() if value is not own[name]}
-
-
-_OF_MODULES = frozenset(nn.Module().__dict__)  # parameters, buffers and hooks have ways of their own
 
 
 def _home_or_own(member: Any) -> Any:
