@@ -123,8 +123,7 @@ class Residency:
         if block.presence is Presence.ARRIVING and not self._outlive(block):
             self.reserve(block)
         if block.may_stay_at_rest and block.is_at_rest and not block.stays_at_rest:
-            self.evict(block)
-            self.reserve(block)
+            self._leave_rest(block)
         buffer = block.buffer
         if buffer is None:
             raise StateError(f"block {block.name!r} has no buffer to copy into")
@@ -136,6 +135,16 @@ class Residency:
                 self._undo(block, buffer)
                 raise
         self.changing -= 1
+
+    def _leave_rest(self, block: Block) -> None:
+        """Gives the block a buffer of its own, even if it is bound: others may write from now on where it rests."""
+        self.changing += 1
+        block.keep_leaf_writes()
+        block.becomes(Presence.ABSENT)
+        if block.buffer is not None:
+            self._free_buffer(block, block.buffer)
+        self.changing -= 1
+        self.reserve(block)
 
     def arrive(self, block: Block) -> None:
         """Compute waits for the block's last copy. Raises the error that kept a block from coming from disk."""
