@@ -13,9 +13,10 @@ from benchmarks.gpu.cases import is_headrace
 from headrace.config import format_bytes
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 90em; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; margin: 1em 0; } th, td { padding: .2em .8em; border-bottom: 1px solid #ddd; }
-td { text-align: right; font-variant-numeric: tabular-nums; } td:first-child, td.text, th { text-align: left; }
+td { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.text { white-space: normal; } td:first-child, td.text, th { text-align: left; }
 .bad { color: #b00020; } pre { overflow-x: auto; background: #f6f6f6; padding: 1em; font-size: 12px; }
 """
 COLUMNS = {
@@ -28,7 +29,7 @@ COLUMNS = {
     "of floor": lambda row: f"{row['share_of_floor']:.3f} ({row['floor_by']})" if "share_of_floor" in row else "",
     "allocated": lambda row: format_bytes(row["device_peak_bytes"]),
     "reserved": lambda row: (
-        f"{format_bytes(row['device_reserved_peak_bytes'])} ({row['reserved_over_allocated']:.2f} of it)"
+        f"{format_bytes(row['device_reserved_peak_bytes'])} ({row['reserved_over_allocated']:.2f}x)"
     ),
     "host CPU s": lambda row: f"{row['host_cpu_seconds']:.3f}",
     "equal": lambda row: f"{row['results_equal']} of {len(row['results'])}" if "results_equal" in row else "",
