@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-extended | test-gpu-emulated | test-triton | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
+# make demo | test | test-all | test-extended | test-gpu-emulated | first-contact-emulated | test-triton | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ READY  := $(VENV)/ready
 PYTEST_ARGUMENTS ?= --numprocesses auto
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup demo check dist docs format test test-all test-extended test-gpu-emulated test-triton bench bench-rivals zoo clean
+.PHONY: help setup demo check dist docs format test test-all test-extended test-gpu-emulated first-contact-emulated test-triton bench bench-rivals zoo clean
 
 help:
 	@sed -n 1p Makefile
@@ -50,6 +50,11 @@ test-extended: $(READY)
 # The tests that need an accelerator, on the emulated one, which is strict about alignment here. A session of its own.
 test-gpu-emulated: $(READY)
 	HEADRACE_TEST_ACCELERATOR=emu OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) tests/gpu
+
+# Every first measurement on an accelerator, tried on the emulated one with tiny models. Some minutes; its times mean nothing.
+first-contact-emulated: $(READY)
+	DEVICE=emu SIZE=tiny SECONDS_LEFT=7200 PATIENCE=4 OMP_NUM_THREADS=1 PYTHON=$(BIN)/python \
+		benchmarks/gpu/first_contact.sh build/first_contact_emulated
 
 # The kernel for accelerators, in Triton's interpreter. Triton is in a folder of its own: 700 MB that no other test needs.
 test-triton: $(READY)

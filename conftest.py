@@ -12,14 +12,17 @@ the package with the fixture `emu_device` is core under its first schedule only.
 test with `compute_device` is core on "emu" only, which notices more than the CPU.
 """
 
+import contextlib
 import gc
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401  # before anything is frozen: it looks for who holds the random numbers it is given
 import pytest
+
+with contextlib.suppress(ImportError):  # tests/gpu does without
+    import hypothesis  # noqa: F401  # before anything is frozen: it looks for who holds the random numbers it is given
 
 pytest.register_assert_rewrite("tests.support")
 pytest_plugins = ["emulator.fixtures", "tests.support.kernel_accesses", "tests.support.nursery"]

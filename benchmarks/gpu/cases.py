@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
-from benchmarks.gpu.models import DITS, LLAMAS, dit, layers_of, llama, nbytes_of
+from benchmarks.gpu.models import DITS, LLAMAS, MOES, dit, language_model, layers_of, nbytes_of
 
 MIB, GIB = 2**20, 2**30
+UPDATE_BYTES = 3 * MIB // 2  # of device memory, at least, for update="device"
+UPDATES = ("headrace-backward", "headrace-device")
 TRAIN = ("plain", "headrace", "fsdp2", "deepspeed", "torchao", "roundpipe")
 DECODE = ("plain", "headrace", "accelerate", "fsdp2", "deepspeed")
 
@@ -17,9 +19,9 @@ DECODE = ("plain", "headrace", "accelerate", "fsdp2", "deepspeed")
 class Job:
     """One way to do one kind of work, in a process of its own, with each of `loads` in turn.
 
-    `kind`: "train", "lora", "decode", "dit" or "activations". `loads`: tokens of a step; when decoding, rows.
-    `device_memory`, or a `share` of the weights: the budget, which only headrace has. `directory`: the process's own;
-    weights rest there where `disk`.
+    `kind`: "train", "lora", "decode", "moe", "dit" or "activations". `loads`: tokens of a step; when decoding, rows.
+    `micro_batches`: each row is one. `device_memory`, or a `share` of the weights: the budget, which only headrace has.
+    `directory`: the process's own; weights rest there where `disk`.
     """
 
     case: str
@@ -29,6 +31,7 @@ class Job:
     loads: tuple[int, ...]
     steps: int
     device: str
+    micro_batches: bool = False
     device_memory: int | None = None
     share: float = 0.0
     host_memory: int | None = None
@@ -56,6 +59,7 @@ class Case:
     shares: tuple[float, ...] = (0.5,)
     steps: int = 4
     disk: bool = False
+    micro_batches: bool = False
 
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -112,6 +116,38 @@ CASES: dict[str, tuple[Case, ...]] = {
             disk=True,
         ),
     ),
+    "updates": (
+        Case(
+            kind="train",
+            about="full fine-tune, other ways to update",
+            ways=("plain", "headrace", *UPDATES),
+            size="3b",
+            loads=(8192,),
+            shares=(0.25,),
+        ),
+    ),
+    "micro_batches": (
+        Case(
+            kind="train",
+            about="full fine-tune, each row a micro-batch",
+            ways=("plain", "headrace", "headrace-together"),
+            size="3b",
+            loads=(16384,),
+            shares=(0.25,),
+            micro_batches=True,
+        ),
+    ),
+    "moe": (
+        Case(
+            kind="moe",
+            about="decoding of a mixture of experts",
+            ways=("plain", "headrace"),
+            size="15b",
+            loads=(1, 8),
+            shares=(0.5, 0.25),
+            steps=16,
+        ),
+    ),
     "activations": (
         Case(
             kind="activations",
@@ -122,23 +158,30 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
     ),
 }
-TINY_LOADS = {"train": (64,), "lora": (64,), "decode": (1, 2), "dit": (64,), "activations": (256,)}
+TINY_LOADS = {"train": (64,), "lora": (64,), "decode": (1, 2), "moe": (1, 2), "dit": (64,), "activations": (256,)}
 
 
 def meta_model(kind: str, size: str) -> nn.Module:
     """Without values; for counting."""
-    return dit(size, "meta") if kind == "dit" else llama(size, "meta")
+    return dit(size, "meta") if kind == "dit" else language_model(kind, size, "meta")
+
+
+def is_headrace(way: str) -> bool:
+    """Whether the way is headrace's; some are headrace with other settings."""
+    return way.partition("-")[0] == "headrace"
 
 
 def with_budgets(job: Job, model: nn.Module) -> Job:
     """Where none are given: shares of the weights, or device memory for three blocks of the DiT."""
-    if job.way != "headrace" or job.kind == "activations":
+    if not is_headrace(job.way) or job.kind == "activations":
         return job
     weight_bytes = nbytes_of(model)
     budget, host = int(weight_bytes * job.share), weight_bytes // 4 if job.disk else None
     if job.kind == "dit":
         blocks = layers_of(model)
         budget = weight_bytes - (len(blocks) - 3) * nbytes_of(blocks[0])
+    elif job.way == "headrace-device":
+        budget = max(budget, UPDATE_BYTES)  # tiny models have less
     return replace(job, device_memory=job.device_memory or budget, host_memory=job.host_memory or host)
 
 
@@ -160,7 +203,7 @@ def jobs_of(
         for way in case.ways:
             if ways is not None and way not in ways:
                 continue
-            for budget, share in budgets if way == "headrace" else [(None, 0.0)]:
+            for budget, share in budgets if is_headrace(way) else [(None, 0.0)]:
                 yield Job(
                     case=name,
                     kind=case.kind,
@@ -169,12 +212,13 @@ def jobs_of(
                     loads=tuple(loads or (TINY_LOADS[case.kind] if size == "tiny" else case.loads)),
                     steps=steps or case.steps,
                     device=device,
+                    micro_batches=case.micro_batches,
                     device_memory=budget,
                     share=share,
-                    host_memory=host_memory if case.disk and way == "headrace" else None,
+                    host_memory=host_memory if case.disk and is_headrace(way) else None,
                     disk=case.disk and way != "plain",
                 )
 
 
 def sizes_of(kind: str) -> list[str]:
-    return list(DITS if kind == "dit" else LLAMAS)
+    return list({"dit": DITS, "moe": MOES}.get(kind, LLAMAS))

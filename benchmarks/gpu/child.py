@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import headrace
-from benchmarks.gpu.cases import Job, meta_model, with_budgets
+from benchmarks.gpu.cases import Job, is_headrace, meta_model, with_budgets
 from benchmarks.gpu.floor import forecast, must_of
 from benchmarks.gpu.machine import open_device
 from benchmarks.gpu.ways import Running, no_room, way_of
@@ -83,7 +83,7 @@ def run(job: Job, hardware: Hardware, file: Path) -> None:
         said = f"{format_bytes(held)} held of {format_bytes(total_bytes)}; {str(error).splitlines()[0]:.120}"
         rows.write({"skipped": f"out of memory: {said}"})
     except Exception as error:
-        if job.way in ("plain", "headrace"):
+        if (job.way == "plain" or is_headrace(job.way)) and not isinstance(error, ImportError):
             raise
         lines = str(error).strip().splitlines() or [""]
         rows.write({"skipped": f"{type(error).__name__}: {lines[0]:.200}"})
@@ -106,7 +106,7 @@ def measured(job: Job, stage: Stage, running: Running, device: torch.device) -> 
     """
     turns = stage.turns or job.steps
     results: list[Tensor] = []
-    begin = 0.0
+    begin = begin_on_host = 0.0
     for number in range(stage.warm_up + 1 + turns):
         if number == stage.warm_up:
             if running.handle is not None:
@@ -115,17 +115,21 @@ def measured(job: Job, stage: Stage, running: Running, device: torch.device) -> 
             torch.accelerator.reset_peak_memory_stats(device)
         if number == stage.warm_up + 1:
             torch.accelerator.synchronize(device)
-            begin = time.perf_counter()
+            begin, begin_on_host = time.perf_counter(), time.process_time()
         results.append(stage.turn(number))
     torch.accelerator.synchronize(device)
     seconds = (time.perf_counter() - begin) / turns
+    host_seconds = (time.process_time() - begin_on_host) / turns
+    allocated, reserved = torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(device)
     row: Row = {
         "turns": turns,
         "tokens": stage.tokens,
         "seconds": seconds,
         "tokens_per_second": stage.tokens / seconds,
-        "device_peak_bytes": torch.accelerator.max_memory_allocated(device),
-        "device_reserved_peak_bytes": torch.accelerator.max_memory_reserved(device),
+        "host_cpu_seconds": host_seconds,
+        "device_peak_bytes": allocated,
+        "device_reserved_peak_bytes": reserved,
+        "reserved_over_allocated": reserved / allocated,
         "results": [told(result) for result in results],
     }
     if job.way == "plain":
@@ -193,7 +197,7 @@ def of_activations(handle: headrace.ActivationOffloading, turns: int) -> Row:
 
 def predicted(job: Job, model: torch.nn.Module, stage: Stage, load: int, hardware: Hardware) -> Row:
     """What is known of a turn without running it: the cost model's forecast, and the bytes that have to cross."""
-    if job.way != "headrace" or job.kind == "activations":
+    if not is_headrace(job.way) or job.kind == "activations":
         return {}
     rows, sequence = load, stage.tokens // load
     if job.kind == "dit":

@@ -3,13 +3,14 @@
 #
 #   benchmarks/gpu/first_contact.sh [DIRECTORY]
 #
-# DIRECTORY (first_contact) gets a log of each step, steps.jsonl, rows.jsonl, table.txt and page.html. A call takes
+# DIRECTORY (build/first_contact) gets a log of each step, steps.jsonl, rows.jsonl, table.txt and page.html. A call takes
 # SECONDS_LEFT (540) at most: it begins no step that has not enough of them, and exits with 75 if steps are left. A step
-# that ends, well or not, is not repeated; remove DIRECTORY/NAME.log to repeat it. Needs torch, transformers, peft,
-# psutil and pytest, and no network. DEVICE=emu SIZE=tiny tries the script without an accelerator.
+# that ends, well or not, is not repeated; remove its line from DIRECTORY/steps.jsonl to repeat it. Needs what headrace
+# needs and transformers, and no network; pytest and peft for one step each. `make first-contact-emulated` tries it all
+# without an accelerator, by DEVICE=emu SIZE=tiny.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
-directory=${1:-first_contact}
+directory=${1:-build/first_contact}
 mkdir -p "$directory"
 export PYTHONPATH=. PYTHONUNBUFFERED=1 HEADRACE_TEST_ACCELERATOR=${DEVICE:-}
 python=${PYTHON:-python3}
@@ -18,16 +19,16 @@ rows=(--output "$directory/rows.jsonl")
 [ -n "${DEVICE:-}" ] && rows+=(--device "$DEVICE")
 left=0
 
-step() { # NAME SECONDS COMMAND...: `SECONDS`: the most that it may take
-    local name=$1 most=$2 begun=$SECONDS code
+step() { # NAME SECONDS COMMAND...: `SECONDS`: the most that it may take, times PATIENCE (1)
+    local name=$1 most=$(($2 * ${PATIENCE:-1})) begun=$SECONDS code
     shift 2
-    [ -e "$directory/$name.log" ] && return
+    grep -qs "\"step\": \"$name\"" "$directory/steps.jsonl" && return
     if ((end - SECONDS < most)); then
         left=$((left + 1))
         return
     fi
     echo "== $name: $*"
-    timeout "$most" "$@" 2>&1 | tee "$directory/$name.partial"
+    timeout --kill-after=5 "$most" "$@" 2>&1 | tee "$directory/$name.partial"
     code=${PIPESTATUS[0]}
     mv "$directory/$name.partial" "$directory/$name.log"
     echo "{\"step\": \"$name\", \"code\": $code, \"seconds\": $((SECONDS - begun)), \"command\": \"$*\"}" \
@@ -38,18 +39,25 @@ measure() { # NAME SECONDS CASE FLAGS...: one case of `python -m benchmarks.gpu`
     local name=$1 most=$2 case=$3
     shift 3
     [ -n "${SIZE:-}" ] && set -- --size "$SIZE" --ways plain,headrace --steps 2
+    [ -n "${SIZE:-}" ] && [[ $case =~ updates|micro_batches ]] && set -- --size "$SIZE" --steps 2
     step "$name" "$most" "$python" -m benchmarks.gpu "$case" "$@" "${rows[@]}"
 }
 
 # Does it run, and is it exact?
 step machine 60 "$python" -m torch.utils.collect_env
-step kernel 120 "$python" setup.py build_ext --inplace
-step tests 240 "$python" -m pytest -q -x -o minversion=0 -p no:cacheprovider tests/gpu
+[ -e headrace/optim/_kernel.abi3.so ] || step kernel 180 "$python" setup.py build_ext --inplace
+# Without plugins of pytest's, with any release of it and of all others: no warning is an error.
+step tests 240 "$python" -m pytest -q --maxfail=5 -W default -o minversion=0 -o addopts=--import-mode=importlib \
+    -p no:cacheprovider tests/gpu
+step host 60 "$python" benchmarks/overhead.py --device "${DEVICE:-cuda}" ${SIZE:+--rounds 3}
 step fork 120 "$python" -m benchmarks.gpu.fork "${DEVICE:-}" ${SIZE:+0.1}
 # Is it fast?
 measure train 300 train --size 8b --device-memory 8GiB --tokens 2048,8192,32768 --ways plain,headrace
 measure decode 200 decode --ways plain,headrace,accelerate
+measure moe 200 moe
 measure dit 120 dit
+measure updates 240 updates
+measure micro_batches 200 micro_batches
 measure activations 120 activations
 measure lora 240 lora
 measure train_3b 240 train --size 3b --device-memory 2GiB

@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 
 from benchmarks.gpu.cases import Job
-from benchmarks.gpu.models import llama_config, nbytes_of
+from benchmarks.gpu.models import config_of, nbytes_of
 from benchmarks.gpu.work import RANK, is_training
 from headrace.planning.cost import Activations, Case, Hardware, Method, Overlap, Place, Spread, Training, Work
 from headrace.planning.cost.forecast import run_of
 from headrace.shapes import shape_of
 
+STATE_BYTES = 10  # each way, for each bfloat16 parameter that the device updates: master's other half, two moments
 UPDATE_BYTES = 26  # of host memory, for each bfloat16 parameter: gradient, weight, master's other half, two moments
 
 
@@ -22,7 +23,8 @@ class Must:
 
     must_onload_bytes: int
     must_offload_bytes: int
-    must_update_bytes: int
+    must_update_bytes: int  # of host memory, in updates there
+    must_state_bytes: int  # each way, for updates on the device
     must_fetch_bytes: int
     must_spill_bytes: int
 
@@ -31,15 +33,19 @@ def must_of(job: Job, model: nn.Module) -> Must:
     """Between two sweeps over the layers, forward or backward, no more than the budget can stay.
 
     Trained weights change at each step, so all of them come anew. An embedding's table is left out, because only rows
-    of it need to come.
+    of it need to come, and so are stacked experts.
     """
     tables = sum(nbytes_of(module) for module in model.modules() if isinstance(module, nn.Embedding))
+    tables += sum(parameter.nbytes for parameter in model.parameters() if parameter.ndim > 2)
     weights, budget = nbytes_of(model) - tables, job.device_memory or 0
     missing = max(0, weights - budget)
     below_host = max(0, missing - (job.host_memory or 0)) if job.disk else 0
+    state = 0
     if job.kind == "train":
         parameters = sum(parameter.numel() for parameter in model.parameters())
         update, onload, offload = UPDATE_BYTES * parameters, weights + missing, weights
+        if job.way == "headrace-device":
+            update, state = 0, STATE_BYTES * parameters
     elif job.kind == "lora":
         linears = (module for module in model.model.modules() if isinstance(module, nn.Linear))  # without the head
         adapters = sum(RANK * (linear.in_features + linear.out_features) for linear in linears)
@@ -50,6 +56,7 @@ def must_of(job: Job, model: nn.Module) -> Must:
         must_onload_bytes=onload,
         must_offload_bytes=offload,
         must_update_bytes=update,
+        must_state_bytes=state,
         must_fetch_bytes=below_host * (2 if is_training(job) else 1),
         must_spill_bytes=below_host if job.kind == "train" else 0,
     )
@@ -61,6 +68,7 @@ def floor_of(row: dict[str, Any], compute_seconds: float, hardware: Hardware) ->
         "onload": hardware.onload_bytes_per_second,
         "offload": hardware.offload_bytes_per_second,
         "update": hardware.update_rate,
+        "state": hardware.onload_bytes_per_second,
         "fetch": hardware.disk_read_bytes_per_second,
         "spill": hardware.disk_write_bytes_per_second,
     }
@@ -71,7 +79,7 @@ def floor_of(row: dict[str, Any], compute_seconds: float, hardware: Hardware) ->
 def forecast(job: Job, model: nn.Module, rows: int, sequence: int, hardware: Hardware) -> float:
     """Seconds of a turn as `headrace plan` simulates it, with the job's budget for the weights."""
     kind = {"train": Training.FULL, "lora": Training.ADAPTER}.get(job.kind, Training.NONE)
-    described: Any = model if job.kind == "dit" else llama_config(job.size)
+    described: Any = model if job.kind == "dit" else config_of(job.kind, job.size)
     method = Method(
         weights=Place.DISK if job.disk else Place.HOST,
         state=Place.HOST,

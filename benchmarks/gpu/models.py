@@ -1,4 +1,7 @@
-"""Which models are measured? Llamas and stacks of video-DiT blocks of real sizes, random weights made in seconds."""
+"""Which models are measured? Llamas, mixtures of experts and stacks of video-DiT blocks, of real sizes.
+
+Their random weights are made in seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,26 @@ LLAMAS = {
     "14b": (48, 5120, 13824, 40, 8, 152064),
     "32b": (64, 5120, 27648, 40, 8, 152064),
 }
+# the same of mixtures, whose inner width is an expert's; then experts, and those of a token
+MOES = {"tiny": (4, 64, 32, 4, 2, 256, 16, 2), "15b": (24, 2048, 768, 32, 4, 151936, 128, 8)}
 # layers, width, inner width, heads
 DITS = {"tiny": (8, 64, 128, 4), "1.3b": (30, 1536, 8960, 12), "14b": (40, 5120, 13824, 40)}
 TEXT_TOKENS, CHANNELS = 512, 64
 TEMPLATE_ELEMENTS = 1_048_573  # a prime: no two rows of a matrix begin at the same place
 
 
-def llama_config(size: str) -> Any:
-    from transformers import LlamaConfig  # here, because it takes seconds, and only the children need it
+def config_of(kind: str, size: str) -> Any:
+    from transformers import LlamaConfig, Qwen3MoeConfig  # here, as it takes seconds, and only the children need it
 
-    layers, width, inner, heads, key_heads, vocabulary = LLAMAS[size]
-    return LlamaConfig(
+    layers, width, inner, heads, key_heads, vocabulary, *routed = MOES[size] if kind == "moe" else LLAMAS[size]
+    own: dict[str, Any] = {"intermediate_size": inner}
+    if routed:
+        own = {"moe_intermediate_size": inner, "num_experts": routed[0], "num_experts_per_tok": routed[1]}
+        own["head_dim"] = width // heads
+    return (Qwen3MoeConfig if routed else LlamaConfig)(
+        **own,
         num_hidden_layers=layers,
         hidden_size=width,
-        intermediate_size=inner,
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
         vocab_size=vocabulary,
@@ -45,24 +54,23 @@ def llama_config(size: str) -> Any:
     )
 
 
-def llama(size: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> Any:
+def language_model(kind: str, size: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Made on `device`, or on meta; its values are the same in every dtype and on every device."""
-    from transformers import LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers import AutoModelForCausalLM
 
-    config = llama_config(size)
+    config = config_of(kind, size)
     with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if str(device) == "meta":
         return model
     model.to_empty(device=device)
-    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)  # its buffers are computed, not loaded
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers are computed, not loaded
     fill(model)
     return model
 
 
 def dit(size: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> VideoDiT:
-    """Made as `llama` is."""
+    """Made as `language_model` is."""
     with torch.device("meta"):
         model = VideoDiT(*DITS[size]).to(dtype)
     if str(device) != "meta":

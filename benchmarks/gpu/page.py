@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.cases import is_headrace
 from headrace.config import format_bytes
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 90em; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; margin: 1em 0; } th, td { padding: .2em .8em; border-bottom: 1px solid #ddd; }
-td { text-align: right; font-variant-numeric: tabular-nums; } td:first-child, th { text-align: left; }
+td { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.text { white-space: normal; } td:first-child, td.text, th { text-align: left; }
 .bad { color: #b00020; } pre { overflow-x: auto; background: #f6f6f6; padding: 1em; font-size: 12px; }
 """
 COLUMNS = {
@@ -26,7 +28,10 @@ COLUMNS = {
     "of plain": lambda row: f"{row['share_of_plain']:.3f}" if "share_of_plain" in row else "",
     "of floor": lambda row: f"{row['share_of_floor']:.3f} ({row['floor_by']})" if "share_of_floor" in row else "",
     "allocated": lambda row: format_bytes(row["device_peak_bytes"]),
-    "reserved": lambda row: format_bytes(row["device_reserved_peak_bytes"]),
+    "reserved": lambda row: (
+        f"{format_bytes(row['device_reserved_peak_bytes'])} ({row['reserved_over_allocated']:.2f}x)"
+    ),
+    "host CPU s": lambda row: f"{row['host_cpu_seconds']:.3f}",
     "equal": lambda row: f"{row['results_equal']} of {len(row['results'])}" if "results_equal" in row else "",
 }
 
@@ -47,14 +52,18 @@ def table(head: list[str], rows: list[list[str]], bad: list[bool]) -> str:
     body = ""
     for row, is_bad in zip(rows, bad, strict=True):
         row = [*row, *[""] * (len(head) - len(row))]
-        body += f"<tr{' class=bad' * is_bad}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n"
+        body += f"<tr{' class=bad' * is_bad}>" + "".join(_cell(text) for text in row) + "</tr>\n"
     return f"<table><tr>{shown}</tr>\n{body}</table>"
+
+
+def _cell(text: str) -> str:
+    return f"<td{'' if text[:1].isdigit() else ' class=text'}>{html.escape(text)}</td>"
 
 
 def is_bad(row: dict[str, Any]) -> bool:
     """Whether something went wrong: nothing measured by us or by the plain run, or other results."""
-    ours = row["way"] in ("plain", "headrace")
-    return (ours and "failed" in row) or (ours and row.get("results_equal", 0) < len(row.get("results", ())))
+    ours = row["way"] == "plain" or is_headrace(row["way"])
+    return ours and ("failed" in row or ("results_equal" in row and row["results_equal"] < len(row["results"])))
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.gpu.cases import Case
+from benchmarks.gpu.cases import Case, is_headrace
 from benchmarks.gpu.floor import floor_of
 from headrace.config import counted, format_bytes
 from headrace.planning.cost import Hardware
@@ -26,7 +26,7 @@ def judged(row: Row, before: list[Row], hardware: Hardware) -> Row:
         row |= {"compared_with": other["way"], "results_equal": count}
         if count < len(row["results"]):
             row["differing"] = f"{row['results'][count]!s:.60}, not {other['results'][count]!s:.60}"
-    if row["way"] == "headrace" and row["kind"] != "activations":
+    if is_headrace(row["way"]) and row["kind"] != "activations":
         compute_seconds = (plain or row)["compute_seconds"]
         floors = floor_of(row, compute_seconds, hardware)
         binds = max(floors, key=lambda name: floors[name])
@@ -63,14 +63,14 @@ class Table:
     def __init__(self, case: Case) -> None:
         print(f"\n{case.about}")
         print(
-            f"{'way':14}{'budget':>10}{'size':>6}{'load':>7} {'stage':8}{'tokens/s':>11}{'s/turn':>9}{'of plain':>9}"
+            f"{'way':18}{'budget':>10}{'size':>6}{'load':>7} {'stage':8}{'tokens/s':>11}{'s/turn':>9}{'of plain':>9}"
             f"{'of floor':>18}{'device peak':>13}{'host B/param':>13}",
             flush=True,
         )
 
     def show(self, row: Row) -> None:
         budget = format_bytes(row["device_memory"]) if row.get("device_memory") else ""
-        start = f"{row['way']:14}{budget:>10}{row['size']:>6}"
+        start = f"{row['way']:18}{budget:>10}{row['size']:>6}"
         if "seconds" not in row:
             why = f"failed: {row['failed']}" if "failed" in row else f"skipped: {row['skipped']}"
             print(f"{start}{row.get('load', ''):>7} {why}", flush=True)
@@ -82,7 +82,7 @@ class Table:
             f"{floor:>18}{format_bytes(row['device_peak_bytes']):>13}{row['host_bytes_per_parameter']:13.1f}"
         )
         for line in details(row):
-            print(f"{'':16}{line}", flush=True)
+            print(f"{'':20}{line}", flush=True)
 
     def compare(self, rows: list[Row]) -> None:
         """Whose results are those of plain."""
@@ -122,7 +122,7 @@ def details(row: Row) -> list[str]:
             if name in row
         ]
         lines.append("; ".join([*rates, *ratios]))
-    elif row["way"] == "headrace":
+    elif is_headrace(row["way"]):
         line = f"waited {row['stall_seconds']:.3f} s; out {format_bytes(row['offload_bytes'])}"
         lines.append(f"{line}, in {format_bytes(row['onload_bytes'])}; {row['demand_onloads']} on demand")
     if row.get("note"):

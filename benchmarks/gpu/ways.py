@@ -8,13 +8,14 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import headrace
-from benchmarks.gpu.cases import GIB, Job
+from benchmarks.gpu.cases import GIB, UPDATES, Job
 from benchmarks.gpu.models import layers_of
 from benchmarks.gpu.work import SEQUENCE, build, is_training
 
@@ -62,20 +63,42 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def stepping(model: nn.Module, optimizer: Any, *, clip: bool, clock: ComputeClock | None = None) -> Step:
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def gradients(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Computes those of a batch, and gives its loss."""
+    loss = loss_of(model, tokens)
+    loss.backward()
+    return loss.detach()
+
+
+def gradients_in_turn(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Of one row after the other, and gives all their losses."""
+    return torch.cat([gradients(model, row)[None] for row in tokens.split(1)])
+
+
+def stepping(
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    clip: bool,
+    clock: ComputeClock | None = None,
+    compute: Callable[[nn.Module, Tensor], Tensor] = gradients,
+) -> Step:
     """The loop as everybody writes it."""
 
     def step(tokens: Tensor) -> Tensor:
         begin = clock.mark() if clock is not None else None
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+        loss = compute(model, tokens)
         if clock is not None:
             clock.count(begin)
         if clip:
             torch.nn.utils.clip_grad_norm_(trained(model), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     return step
 
@@ -87,12 +110,15 @@ def plain(job: Job, device: torch.device) -> Running:
         return Running(model=model)
     optimizer = torch.optim.AdamW(trained(model), **ADAMW, fused=True)
     note = "no float32 masters; moments in bfloat16"
-    return Running(model=model, step=stepping(model, optimizer, clip=True, clock=clock), clock=clock, note=note)
+    compute = gradients_in_turn if job.micro_batches else gradients
+    step = stepping(model, optimizer, clip=True, clock=clock, compute=compute)
+    return Running(model=model, step=step, clock=clock, note=note)
 
 
 def with_headrace(job: Job, device: torch.device) -> Running:
-    """Weights within the budget, masters and moments in float32 on the host."""
+    """Weights within the budget, masters and moments in float32 on the host. What follows "headrace-" is a setting."""
     model = build(job)
+    setting = job.way.partition("-")[2]
     handle = headrace.offload(
         model,
         device=device,
@@ -102,8 +128,19 @@ def with_headrace(job: Job, device: torch.device) -> Running:
     )
     if not is_training(job):
         return Running(model=model, handle=handle)
-    optimizer = headrace.optim.AdamW(trained(model), **ADAMW, max_grad_norm=CLIP, overlap="forward")
-    return Running(model=model, step=stepping(model, optimizer, clip=False), handle=handle)
+    options: dict[str, Any] = {"max_grad_norm": CLIP, "overlap": "forward"}
+    if setting == "backward":
+        options = {"overlap": "backward"}
+    elif setting == "device":
+        options["update"] = "device"
+    optimizer = headrace.optim.AdamW(trained(model), **ADAMW, **options)
+
+    def together(model: nn.Module, tokens: Tensor) -> Tensor:
+        return torch.stack(handle.forward_backward(tokens.split(1), partial(loss_of, model)))
+
+    compute = together if setting == "together" else gradients_in_turn if job.micro_batches else gradients
+    step = stepping(model, optimizer, clip=False, compute=compute)
+    return Running(model=model, step=step, handle=handle, note="no clipping" if setting == "backward" else "")
 
 
 def fsdp2(job: Job, device: torch.device) -> Running:
@@ -271,10 +308,10 @@ class Way:
     device_bytes: dict[str, int]
 
 
-HOST = {"train": 14, "lora": 2, "decode": 2, "dit": 2}
+HOST = {"train": 14, "lora": 2, "decode": 2, "moe": 2, "dit": 2}
 WAYS: dict[str, Way] = {
-    "plain": Way(plain, {}, {"train": 8, "lora": 2, "decode": 2, "dit": 2}),
-    "headrace": Way(with_headrace, HOST, {}),
+    "plain": Way(plain, {}, {"train": 8, "lora": 2, "decode": 2, "moe": 2, "dit": 2}),
+    **dict.fromkeys(("headrace", *UPDATES, "headrace-together"), Way(with_headrace, HOST, {})),
     "fsdp2": Way(fsdp2, HOST | {"train": 18}, {}),  # 16, and page-locked tensors are rounded up
     "deepspeed": Way(with_deepspeed, HOST | {"train": 18}, {}),
     "accelerate": Way(with_accelerate, HOST, {}),

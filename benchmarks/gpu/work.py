@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.cases import Job
-from benchmarks.gpu.models import CHANNELS, DITS, LLAMAS, TEXT_TOKENS, dit, fill, llama
+from benchmarks.gpu.models import CHANNELS, DITS, LLAMAS, MOES, TEXT_TOKENS, dit, fill, language_model
 
 SEQUENCE, PREFILL_TOKENS = 2048, 4096
 BATCHES = 4  # different ones, in turn
@@ -41,8 +41,8 @@ def build(
     """The model of the job, on `device`, ready to train or to infer."""
     if job.kind == "dit":
         return dit(job.size, device, dtype).eval().requires_grad_(False)
-    model: Any = llama(job.size, device, dtype)
-    if job.kind == "decode":
+    model: Any = language_model(job.kind, job.size, device, dtype)
+    if not is_training(job):
         return model.eval().requires_grad_(False)
     model.train()
     if recomputing:
@@ -81,7 +81,7 @@ def token_batches(job: Job, tokens: int, device: torch.device) -> list[Tensor]:
 
 
 def vocabulary_of(job: Job) -> int:
-    return LLAMAS[job.size][-1]
+    return (MOES if job.kind == "moe" else LLAMAS)[job.size][5]
 
 
 class Decoding:
