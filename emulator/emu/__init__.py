@@ -15,7 +15,7 @@ import torch
 
 from ._autograd_exit import wait_for_autograd
 from ._device_module import register
-from ._handovers import watch_handovers
+from ._handovers import names, watch_handovers
 from ._host_watch import host_access, host_access_at, watch_host
 from ._native import native
 from ._virtual_time import (
@@ -122,8 +122,8 @@ def spins() -> dict[str, float]:
 
 
 def _name_of(native_id: int) -> str:
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    return names.get(native_id, "a thread that Python does not know")
+    present = {thread.native_id: thread.name for thread in threading.enumerate()}
+    return present.get(native_id) or names.get(native_id, "a thread that Python does not know")
 
 
 @contextlib.contextmanager

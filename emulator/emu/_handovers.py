@@ -13,6 +13,8 @@ import torch
 
 from ._native import native
 
+names: dict[int, str] = {}  # of the threads that were started, by the system's numbers; also of those that have ended
+
 
 def watch_handovers() -> None:
     """From now on, in the whole process."""
@@ -27,3 +29,11 @@ def watch_handovers() -> None:
             native.joins_thread(self.ident)
 
     threading.Thread.join = watched_join  # type: ignore[method-assign]
+    start = threading.Thread.start
+
+    def watched_start(self: threading.Thread) -> None:
+        start(self)
+        if self.native_id is not None:
+            names[self.native_id] = self.name
+
+    threading.Thread.start = watched_start  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ TESTS = """
     def test_spin_on_both(compute_device):
         if compute_device.type == "emu":
             done = (torch.ones(2, device=compute_device) + 1, torch.accelerator.current_stream().record_event())[1]
-            thread = threading.Thread(target=done.synchronize, name="worker")
+            thread = threading.Thread(target=done.synchronize, name="headrace-worker")
             thread.start()
             thread.join()
 

@@ -9,7 +9,7 @@ from headrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Ended, Extent,
 from headrace.memory.ledger import Ledger
 from headrace.memory.packed import available, pack, unpack_in_place
 from headrace.runtime.lanes import Event, Lane, Lanes
-from headrace.runtime.threads import Job, OneThread
+from headrace.runtime.threads import Job, OneThread, wait_asleep
 
 __all__ = ["DiskBlocks", "DiskSettings", "Rest"]
 
@@ -141,7 +141,7 @@ class DiskBlocks:
             while reading:
                 end = self._send(reading.popleft(), target, after)
         except BaseException:
-            end.synchronize()  # whoever catches the error may free the target
+            wait_asleep(end)  # whoever catches the error may free the target
             raise
         finally:
             for one in reading:
@@ -170,5 +170,5 @@ class DiskBlocks:
     def _acquire(self) -> Slot:
         slot = self._ring.acquire()
         if slot.free is not None:
-            slot.free.synchronize()
+            wait_asleep(slot.free)
         return slot
