@@ -11,6 +11,7 @@ from torch import nn
 
 import headrace
 from headrace.checkpoint import writing
+from headrace.weights.rest import budgets
 from tests.support.compare import assert_same, assert_same_gradients, assert_same_models, assert_same_weights
 from tests.support.held import weight_bytes
 from tests.support.models import linears
@@ -181,4 +182,18 @@ def test_a_weight_is_shared_between_forward_and_backward(passes: int) -> None:
             loss.backward()
         assert_same_gradients(model, plain)
         assert_same(model(x), plain(x))
+        assert handle.stats().device_peak_bytes == 0
+
+
+def test_a_table_larger_than_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Embedding(2**14, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    plain, tokens = copy.deepcopy(model), torch.arange(8)
+    with monkeypatch.context() as little:
+        little.setattr(budgets, "available_host_bytes", lambda: 2**20)
+        handle = headrace.offload(model, device="cpu", host_memory="64MiB")
+    with handle:
+        for _ in range(3):
+            for net in (model, plain):
+                net(tokens).sum().backward()
+            assert_same_gradients(model, plain)
         assert handle.stats().device_peak_bytes == 0
