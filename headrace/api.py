@@ -188,6 +188,11 @@ def _budget(name: str, size: Size | None, model: nn.Module) -> int | None:
     return None if size is None else parse_budget(size, name=name, whole_bytes=whole_bytes)
 
 
+def _least_bytes(streamed: Iterable[Block], residents: Iterable[Block]) -> int:
+    """The budget of blocks at rest, whatever is free: whole tables and experts take no memory of their own there."""
+    return sum(block.nbytes for block in residents) + 2 * max((block.nbytes for block in streamed), default=0)
+
+
 class Offloaded(live.Handle, live.ModelHandle):
     """The handle on an offloaded model, made by `offload()`. As a context manager it calls `remove()` at the end."""
 
@@ -302,7 +307,8 @@ class Offloaded(live.Handle, live.ModelHandle):
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
         among = self._pace, self._ledger, self._meter, self._fetching, self._gathers
         packs = self._tiers.packs and config.packed is True
-        self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
+        budget_bytes = max(self._budgets.weights_bytes, _least_bytes(streamed, residents) if at_rest else 0)
+        self._residency = Residency(config.device, budget_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:
             room = Room(

@@ -1,6 +1,8 @@
 """Where the device reads host memory, and no budget says otherwise: do blocks compute where they rest, uncopied?"""
 
 import copy
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 from torch import nn
 
 import headrace
-from tests.support.compare import assert_same, assert_same_models, assert_same_weights
+from headrace.checkpoint import writing
+from headrace.weights.rest import budgets
+from tests.support.compare import assert_same, assert_same_gradients, assert_same_models, assert_same_weights
 from tests.support.held import weight_bytes
 from tests.support.models import linears
 
@@ -134,4 +138,62 @@ def test_what_the_model_writes() -> None:
         for _ in range(3):
             assert_same(model(tokens), plain(tokens))
             assert_same_weights(model, plain)
+        assert handle.stats().device_peak_bytes == 0
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_checkpoint_has_nothing_that_the_model_writes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    """nn.Embedding renormalises its rows where they rest, once they have been read."""
+    fill = writing.Piece.fill
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.02)
+        fill(*arguments)
+
+    monkeypatch.setattr(writing.Piece, "fill", late)
+    model = nn.Sequential(nn.Embedding(2**14, 64, max_norm=1.0), nn.Linear(64, WIDTH))
+    with headrace.offload(model, device="cpu"):
+        for number in range(passes):
+            model(torch.tensor([number]))
+        begun = model[0].weight.detach().clone()
+        saving = headrace.save(tmp_path / "saved", model, wait=False)
+        model(torch.arange(2**14))
+        saving.wait()
+        assert not torch.equal(model[0].weight, begun)
+        headrace.load(tmp_path / "saved", model)
+        assert torch.equal(model[0].weight, begun)
+
+
+@pytest.mark.parametrize("passes", [0, 4])
+def test_a_weight_is_shared_between_forward_and_backward(passes: int) -> None:
+    """It lies elsewhere from then on, and backward reads what it holds there, as it does plain."""
+    model, x = linears(3, WIDTH), torch.ones(2, WIDTH)
+    plain = copy.deepcopy(model)
+    with headrace.offload(model, device="cpu") as handle:
+        for net in (model, plain):
+            for _ in range(passes):
+                net(x).sum().backward()
+            net.zero_grad()
+            loss = net(x).square().sum()
+            net[1].weight.share_memory_()
+            net[1].weight.data.mul_(1.5)
+            loss.backward()
+        assert_same_gradients(model, plain)
+        assert_same(model(x), plain(x))
+        assert handle.stats().device_peak_bytes == 0
+
+
+def test_a_table_larger_than_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Embedding(2**14, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    plain, tokens = copy.deepcopy(model), torch.arange(8)
+    with monkeypatch.context() as little:
+        little.setattr(budgets, "available_host_bytes", lambda: 2**20)
+        handle = headrace.offload(model, device="cpu", host_memory="64MiB")
+    with handle:
+        for _ in range(3):
+            for net in (model, plain):
+                net(tokens).sum().backward()
+            assert_same_gradients(model, plain)
         assert handle.stats().device_peak_bytes == 0

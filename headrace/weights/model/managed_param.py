@@ -140,6 +140,13 @@ class ManagedParam:
         return self.loaded_token is not _NEVER and self.loaded_token != self.token
 
     @property
+    def is_shared(self) -> bool:
+        """Whether its place was moved to memory that processes share (`share_memory_`): nobody but headrace has the
+        bytes in the arena then.
+        """
+        return self.rest.data_ptr() != self._rest_address
+
+    @property
     def others_may_write(self) -> bool:
         """Whether other processes share the home's data, and so may write to it at any time, unnoticed."""
         return not self.in_place and self.data.untyped_storage().is_shared()

@@ -74,6 +74,7 @@ class Block:
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
         self.users = 0  # how many visits under way have it bound
         self.lent = False  # one user is a module that was only asked for a parameter: `take_back` can end that
+        self.model_writes: bool | None = None  # whether the model has ever written to its leaves; None: nobody has seen
         self.may_be_saved = False  # autograd may have saved the leaves themselves, in a pass without visits
         self.updates: list[Pending] = []  # these write the homes; whoever reads the homes waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # they are told when gradients are complete
@@ -197,9 +198,10 @@ class Block:
         Notes the copies as made: the caller submits them at once or, where that fails, gives up the buffer
         (`Residency._undo`).
 
-        The copies are the whole arena, and then the homes that the user re-pointed; at rest there are none. With
-        `only_changes`, the buffer holds an older state: only the parameters that changed are copied, unless most have.
-        A block on disk is fetched whole, so that only its re-pointed homes are copied.
+        The copies are the whole arena, and then the homes that the user re-pointed; at rest, only the homes that moved
+        to memory which processes share. With `only_changes`, the buffer holds an older state: only the parameters that
+        changed are copied, unless most have. A block on disk is fetched whole, so that only its re-pointed homes are
+        copied.
         """
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")
@@ -217,8 +219,8 @@ class Block:
             param for param in self.params if param.generation > self.loaded_generation or param.others_may_write
         ]
         copies: list[Copy] = []
-        if self.buffer is self.rest.memory:
-            changed = []
+        if self.buffer is self.rest.memory:  # the homes are there, but for those that were shared since
+            changed = [param for param in changed if param.is_shared and not param.casts]
         elif not only_changes or self.is_fetched or 2 * len(changed) > len(self.params):
             if memory is not None:
                 copies.append((self.buffer, memory))
@@ -247,7 +249,7 @@ class Block:
         return (
             self.may_stay_at_rest
             and not any(watcher.begins_updates for watcher in self.watchers)
-            and all(param.casts or param.in_place for param in self.params)
+            and all(param.casts or param.in_place or param.is_shared for param in self.params)
         )
 
     def tell_autograd(self) -> None:
@@ -438,6 +440,7 @@ class Block:
         """Makes the homes the modules' attributes again."""
         if self.keep_leaf_writes():
             self.leaves.note_none_handed_out()
+        self.model_writes = self.model_writes or False
         self.places.unbind()
 
     def keep_leaf_writes(self) -> bool:
@@ -453,6 +456,7 @@ class Block:
                 before_write(param.home for param in self.params)
                 for param in self.params:
                     if param.keep_leaf_writes(self.buffer):
+                        self.model_writes = True
                         self._changed_alike(param)
             self.leaves.note_writes_kept()
         return True

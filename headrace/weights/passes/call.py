@@ -18,6 +18,7 @@ from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enable
 
 from headrace.errors import StateError
 from headrace.runtime.autograd import NO_TASK, backward_task, saving_is_left_to_autograd, without_overrides
+from headrace.runtime.capture import before_write
 from headrace.weights.model.module_buffers import ModuleBuffers
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
@@ -167,6 +168,9 @@ class Passes:
         A forward for which everything is on the device, and nothing has to come or go, has all blocks bound as well:
         the calls of layers then bring nothing.
         """
+        for block in self.all_blocks():
+            if block.may_stay_at_rest and block.model_writes is not False:  # what it writes is in the homes at once
+                before_write(param.home for param in block.params)
         self.executor.bring_back(self.residents)
         everything = bool(forward_on) and self.executor.everything_is_here
         blocks = *self.residents, *(self.executor.shares.whole_blocks if everything else ())
