@@ -29,7 +29,7 @@ from headrace.checkpoint.files import Layout
 from headrace.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from headrace.checkpoint.sources import Source, TensorSource, memory_of
 from headrace.config import format_bytes
-from headrace.errors import DiskError
+from headrace.errors import DiskError, StateError
 from headrace.memory.disk import DirectFile, neighbours_follow
 from headrace.memory.disk.checksums import checksum
 from headrace.memory.disk.extent import pieces
@@ -87,6 +87,7 @@ class Reading:
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self.pieces: list[Piece] = []
         self.waited_seconds = 0.0  # for how long writers of parameters were held up
+        self.error: StateError | None = None  # tells of a parameter that was written to, and nobody had asked
         self._of: dict[Any, list[Piece]] = defaultdict(list)
         self._tensors: dict[Any, list[TensorSource]] = defaultdict(list)
         self._urgent: SimpleQueue[Piece] = SimpleQueue()
@@ -137,6 +138,12 @@ class Reading:
         for piece in wanted:
             piece.read.wait()
         self.waited_seconds += time.perf_counter() - begun_at
+
+    def spoilt(self, parameters: Sequence[Any]) -> None:
+        """As in `runtime.capture.Capture`."""
+        for owner in self._touched(parameters):
+            for source in self._tensors.get(owner, []):
+                self.error = self.error or source.write_error()
 
     def _touched(self, parameters: Iterable[Any]) -> list[Any]:
         """The owners whose bytes change when these parameters do: they, and those that share memory (`p.data = t`)."""
@@ -240,6 +247,8 @@ class Saving:
                 captured,
             ):
                 self._read(writers, bar.update)
+            if reading.error is not None:
+                raise reading.error
         except BaseException as error:
             self._fail(self._cause(error))
         for piece in reading.pieces:  # after a failure

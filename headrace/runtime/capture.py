@@ -25,6 +25,9 @@ class Capture(Protocol):
     def hurry(self, parameters: Sequence[Any] | None) -> None:
         """Blocks until these parameters (None: all), and their state, have been read."""
 
+    def spoilt(self, parameters: Sequence[Any]) -> None:
+        """These parameters were written to, and nobody had asked: what was read of them may be neither old nor new."""
+
 
 _captures: list[Capture] = []
 _hooks: list[RemovableHandle] = []
@@ -44,6 +47,13 @@ def will_write(parameters: Sequence[Any]) -> None:
     """Called before the versions of these parameters go up, where `before_write` is called only later."""
     for capture in tuple(_captures):
         capture.expect(parameters)
+
+
+def has_written(parameters: Iterable[Any]) -> None:
+    """Called after a write before which nobody could ask. Captures that are under way fail."""
+    written = list(parameters)
+    for capture in tuple(_captures):
+        capture.spoilt(written)
 
 
 def begin_capture(capture: Capture) -> None:

@@ -1,6 +1,7 @@
 """Where the device reads host memory, and no budget says otherwise: do blocks compute where they rest, uncopied?"""
 
 import copy
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,36 @@ def test_a_checkpoint_has_nothing_that_the_model_writes_later(
         assert not torch.equal(model[0].weight, begun)
         headrace.load(tmp_path / "saved", model)
         assert torch.equal(model[0].weight, begun)
+
+
+class Drifts(nn.Linear):
+    """From some moment on, the model itself writes the weight."""
+
+    drifts = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.drifts:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_checkpoint_is_refused_if_the_model_begins_to_write_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never did before, so nobody asked."""
+    read_on, fill = threading.Event(), writing.Piece.fill
+    monkeypatch.setattr(writing.Piece, "fill", lambda *arguments: (read_on.wait(60), fill(*arguments)))
+    model = nn.Sequential(Drifts(256, 256), nn.Linear(256, WIDTH))
+    with headrace.offload(model, device="cpu"), torch.no_grad():
+        model(torch.ones(1, 256))
+        saving = headrace.save(tmp_path / "saved", model, wait=False)
+        model[0].drifts = True
+        threading.Timer(0.2, read_on.set).start()
+        model(torch.ones(1, 256))
+        with pytest.raises(headrace.StateError, match=r"'0.weight' was written to while it was being saved"):
+            saving.wait()
+        assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("passes", [0, 4])

@@ -14,7 +14,7 @@ from headrace.errors import StateError
 from headrace.memory.buffers import references_beside
 from headrace.planning import Key
 from headrace.runtime.autograd import without_overrides
-from headrace.runtime.capture import before_write
+from headrace.runtime.capture import before_write, has_written
 from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from headrace.runtime.pending import LostUpdate, Manager, Pending, Watcher
 from headrace.runtime.threads import wait_asleep
@@ -453,6 +453,8 @@ class Block:
                 return False
             if self.buffer is not None and self.presence is Presence.PRESENT:
                 self.wait_until_free()
+                if self.is_at_rest and self.model_writes is False:  # else it was asked before the pass
+                    has_written(param.home for param in self.params)
                 before_write(param.home for param in self.params)
                 for param in self.params:
                     if param.keep_leaf_writes(self.buffer):
