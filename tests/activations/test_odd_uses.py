@@ -196,7 +196,7 @@ def test_what_is_compiled_as_one_graph(compiles: str) -> None:
         ({"fraction": "0.5"}, "fraction='0.5' is a str"),
         ({"fraction": True}, "fraction=True is a bool"),
         ({"all_leave": "no"}, "all_leave='no' is neither True nor False"),
-        ({"tier": "disk", "disk": ""}, 'with tier="disk", and only then, give a directory'),
+        ({"tier": "disk", "disk": ""}, "disk='' names no path"),
         ({"layers": 1.5}, "layers=1.5 names no modules: it is a float"),
         ({"layers": [3]}, "layers=3 names no modules: it is a int"),
         ({"modules": 3}, "modules=3 names no modules: it is a int"),
