@@ -126,6 +126,18 @@ def experts(**settings: Any) -> None:
 
 # Functions, their settings, and which of the odd values each of these takes, as Python writes them. None and () stand
 # for "not this" there, 0 for nothing, and True and False for themselves.
+OF_ACTIVATIONS = {
+    "layers": "0 () [] {} None",
+    "fraction": "0 0.0",
+    "min_bytes": "0",
+    "modules": "() [] {} None",
+    "tier": "",
+    "device_memory": "0 None",
+    "host_memory": "0 None",  # nothing of this model is large enough to leave
+    "disk": "None",
+    "most_in_flight": "None",
+    "all_leave": "False True",
+}
 TAKEN: dict[Callable[..., None], dict[str, str]] = {
     offload: {
         **dict.fromkeys(("device", "device_memory", "host_memory", "disk", "checkpoint", "mesh"), "None"),
@@ -137,31 +149,8 @@ TAKEN: dict[Callable[..., None], dict[str, str]] = {
         "onload": "",
         "packed": "False True",
     },
-    offload_activations: {
-        "layers": "0 () [] {} None",
-        "fraction": "0 0.0",
-        "min_bytes": "0",
-        "modules": "() [] {} None",
-        "tier": "",
-        "device_memory": "0 None",
-        "host_memory": "0 None",  # nothing of this model is large enough to leave
-        "disk": "None",
-        "most_in_flight": "None",
-        "all_leave": "False True",
-    },
-    as_part_of_offload: {
-        "layers": "0 () [] {} None",
-        "fraction": "0 0.0",
-        "min_bytes": "0",
-        "modules": "() [] {} None",
-        "tier": "",
-        "device_memory": "0 None",
-        "host_memory": "None",
-        "disk": "",
-        "stays_without_room": "",
-        "most_in_flight": "None",
-        "all_leave": "False True",
-    },
+    offload_activations: OF_ACTIVATIONS,
+    as_part_of_offload: OF_ACTIVATIONS | {"host_memory": "None", "disk": "", "stays_without_room": ""},
     on_disk: {"disk": ""},
     adamw: {
         **dict.fromkeys(("master_dtype", "master_form", "state_dtype", "tier", "update", "overlap", "zero_stage"), ""),
