@@ -243,9 +243,9 @@ class Block:
 
     @property
     def stays_at_rest(self) -> bool:
-        """Whether its buffer is to be the memory in which it rests, which it may be (`may_stay_at_rest`). Not if updates
-        begin within backward, which reads the old weights, nor if a user has re-pointed a home, and may have the memory
-        in which it was.
+        """Whether its buffer is to be the memory in which it rests; asked where it may be (`may_stay_at_rest`). Not if
+        updates begin within backward, which reads the old weights, nor if a user has re-pointed a home, and may have
+        the memory in which it was.
         """
         return not any(watcher.begins_updates for watcher in self.watchers) and all(
             param.casts or param.in_place or param.is_shared for param in self.params
