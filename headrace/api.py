@@ -188,11 +188,6 @@ def _budget(name: str, size: Size | None, model: nn.Module) -> int | None:
     return None if size is None else parse_budget(size, name=name, whole_bytes=whole_bytes)
 
 
-def _least_bytes(streamed: Iterable[Block], residents: Iterable[Block]) -> int:
-    """The budget of blocks at rest, whatever is free: whole tables and experts take no memory of their own there."""
-    return sum(block.nbytes for block in residents) + 2 * max((block.nbytes for block in streamed), default=0)
-
-
 class Offloaded(live.Handle, live.ModelHandle):
     """The handle on an offloaded model, made by `offload()`. As a context manager it calls `remove()` at the end."""
 
@@ -293,22 +288,18 @@ class Offloaded(live.Handle, live.ModelHandle):
             self._open_fetching(placement.chunk_bytes, placement.chunks)
         self._common = None if self._node is None else CommonHomes(self._node, lambda: self._made)
         streamed, residents = self._place(inventory, parts)
-        # Without a budget, nothing comes and goes. With a node or a disk, the memory at rest is not the process's own.
-        alone = config.mesh is None and config.disk is None and config.checkpoint is None
-        at_rest = alone and config.device_memory_bytes is None and not is_accelerator(config.device)
         for block in (*streamed, *residents):
-            block.may_stay_at_rest = at_rest
+            block.may_stay_at_rest = config.computes_at_rest
         for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
             block.index = index
-            if not at_rest:  # else nothing is gained by single rows and experts
+            if not config.computes_at_rest:  # else nothing is gained by single rows and experts
                 block.row_bytes, block.experts, block.expert_key = part.row_bytes, part.experts, part.expert_key
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
         among = self._pace, self._ledger, self._meter, self._fetching, self._gathers
         packs = self._tiers.packs and config.packed is True
-        budget_bytes = max(self._budgets.weights_bytes, _least_bytes(streamed, residents) if at_rest else 0)
-        self._residency = Residency(config.device, budget_bytes, *among, packed=packs)
+        self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:
             room = Room(

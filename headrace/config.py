@@ -132,6 +132,14 @@ class OffloadConfig:
     onload: Literal["own", "gather", "auto"] = "own"
     packed: bool | Literal["disk"] = "disk"
 
+    @property
+    def computes_at_rest(self) -> bool:
+        """Whether blocks compute where they rest, on the CPU: without a budget, nothing comes and goes. With a node or
+        a disk, the memory in which blocks rest is not the process's own.
+        """
+        others = self.device_memory_bytes, self.disk, self.checkpoint, self.mesh
+        return self.device.type == "cpu" and all(other is None for other in others)
+
     def __post_init__(self) -> None:
         import torch
 

@@ -216,9 +216,12 @@ def test_a_weight_is_shared_between_forward_and_backward(passes: int) -> None:
         assert handle.stats().device_peak_bytes == 0
 
 
-def test_a_table_larger_than_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Embedding(2**14, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    plain, tokens = copy.deepcopy(model), torch.arange(8)
+@pytest.mark.parametrize(
+    "first", [nn.Embedding(2**14, WIDTH), nn.Sequential(nn.Embedding(1, 2**14), nn.Linear(2**14, WIDTH))]
+)
+def test_a_block_larger_than_what_is_free(monkeypatch: pytest.MonkeyPatch, first: nn.Module) -> None:
+    model = nn.Sequential(copy.deepcopy(first), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    plain, tokens = copy.deepcopy(model), torch.zeros(8, dtype=torch.long)
     with monkeypatch.context() as little:
         little.setattr(budgets, "available_host_bytes", lambda: 2**20)
         handle = headrace.offload(model, device="cpu", host_memory="64MiB")

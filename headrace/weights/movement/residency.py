@@ -96,7 +96,10 @@ class Residency:
         self.submit_copies(block)
 
     def reserve(self, block: Block) -> None:
-        """Allocates a buffer, to be filled later by `submit_copies`. The caller has seen to it that the block fits."""
+        """Gives the block a buffer, to be filled by `submit_copies`: new memory, or the memory in which it rests.
+
+        The caller has seen to it that the block fits.
+        """
         self.changing += 1
         with plain_tensors():
             at_rest = block.rest.memory if block.may_stay_at_rest and block.stays_at_rest else None
