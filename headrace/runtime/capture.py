@@ -26,7 +26,7 @@ class Capture(Protocol):
         """Blocks until these parameters (None: all), and their state, have been read."""
 
     def spoilt(self, parameters: Sequence[Any]) -> None:
-        """These parameters were written to, and nobody had asked: what was read of them may be neither old nor new."""
+        """These parameters were written to without `hurry`: what was read of them may be part old, part new."""
 
 
 _captures: list[Capture] = []
