@@ -74,7 +74,7 @@ class Block:
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
         self.users = 0  # how many visits under way have it bound
         self.lent = False  # one user is a module that was only asked for a parameter: `take_back` can end that
-        self.model_writes: bool | None = None  # whether the model has ever written to its leaves; None: it has not run yet
+        self.model_writes: bool | None = None  # whether the model ever wrote to its leaves; None: it has not run yet
         self.may_be_saved = False  # autograd may have saved the leaves themselves, in a pass without visits
         self.updates: list[Pending] = []  # these write the homes; whoever reads the homes waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # they are told when gradients are complete
