@@ -15,7 +15,7 @@ import torch
 
 from ._autograd_exit import wait_for_autograd
 from ._device_module import register
-from ._handovers import names, watch_handovers
+from ._handovers import forget_ended_threads, thread_names, watch_handovers
 from ._host_watch import host_access, host_access_at, watch_host
 from ._native import native
 from ._virtual_time import (
@@ -123,7 +123,7 @@ def spins() -> dict[str, float]:
 
 def _name_of(native_id: int) -> str:
     present = {thread.native_id: thread.name for thread in threading.enumerate()}
-    return present.get(native_id) or names.get(native_id, "a thread that Python does not know")
+    return present.get(native_id) or thread_names.get(native_id, "a thread that Python does not know")
 
 
 @contextlib.contextmanager
@@ -153,6 +153,7 @@ def reset(**settings: Any) -> None:
     native.free_workspaces()
     native.begin_epoch()
     forget_stream_names()
+    forget_ended_threads()
     native.set_tag("")
     native.take_reports()
     native.reset_stats()

@@ -13,7 +13,8 @@ import torch
 
 from ._native import native
 
-names: dict[int, str] = {}  # of the threads that were started, by the system's numbers; also of those that have ended
+# By the system's numbers of the threads that were started; also of those that have ended since the last reset.
+thread_names: dict[int, str] = {}
 
 
 def watch_handovers() -> None:
@@ -34,6 +35,13 @@ def watch_handovers() -> None:
     def watched_start(self: threading.Thread) -> None:
         start(self)
         if self.native_id is not None:
-            names[self.native_id] = self.name
+            thread_names[self.native_id] = self.name
 
     threading.Thread.start = watched_start  # type: ignore[method-assign]
+
+
+def forget_ended_threads() -> None:
+    """The system gives their numbers to others, of which some have no name: threads that are not of `threading`."""
+    present = {thread.native_id for thread in threading.enumerate()}
+    for native_id in thread_names.keys() - present:
+        del thread_names[native_id]

@@ -1,5 +1,6 @@
 """Is the device as strict as CUDA where a looser one would let bugs pass? Each bug here is one that it now names."""
 
+import _thread
 import mmap
 import threading
 import time
@@ -7,6 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
+
+from emulator.emu._handovers import thread_names
 
 MIB = 1 << 20
 pytestmark = pytest.mark.emu("lazy", "random:0")
@@ -186,6 +189,30 @@ def test_a_thread_that_waits_takes_a_core(emu_device: ModuleType, wait: str) -> 
     assert spun == [{} if wait == "asleep" else {"worker": pytest.approx(needed)}]
     assert y.sum().item() == 512**3
     assert "MainThread" not in emu_device.spins()
+
+
+@pytest.mark.emu("lazy")
+def test_a_thread_without_a_name_does_not_get_an_earlier_ones(emu_device: ModuleType) -> None:
+    """The system gives it the number of a thread that has ended, once it has given all others."""
+    begin, end = threading.Lock(), threading.Lock()
+    begin.acquire()
+    end.acquire()
+
+    def spin() -> None:
+        thread_names[threading.get_native_id()] = "earlier"
+        end.release()
+        begin.acquire()
+        torch.accelerator.set_device_index(1)
+        torch.ones(8, device="emu").add_(1)
+        torch.accelerator.current_stream().synchronize()
+        end.release()
+
+    _thread.start_new_thread(spin, ())
+    end.acquire()
+    emu_device.reset(scheduler="lazy")
+    begin.release()
+    end.acquire()
+    assert set(emu_device.spins()) == {"a thread that Python does not know"}
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
