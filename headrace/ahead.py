@@ -115,9 +115,9 @@ def plan(
       stats have it (1 - `expert_loads` / `expert_uses`). `RunPlan.decoding` has the speed for this share and for
       others.
 
-    Raises ValueError for settings that make no sense or have no effect (settings of the update in inference, or of
-    several devices without `devices`), and HardwareNotFound for an unknown machine. A model that does not fit is not an
-    error: see `RunPlan.fits`.
+    Raises TypeError for settings of another type, ValueError for settings that make no sense or have no effect
+    (settings of the update in inference, or of several devices without `devices`), and HardwareNotFound for an unknown
+    machine. A model that does not fit is not an error: see `RunPlan.fits`.
     """
     sizes = {"batch_size": batch_size, "sequence_length": sequence_length, "micro_batches": micro_batches}
     _check_numbers(sizes | {"nodes": nodes}, devices, adapter_rank, weight_bits, expert_hit_rate, optimizer_fraction)

@@ -289,10 +289,10 @@ class Offloaded(live.Handle, live.ModelHandle):
         self._common = None if self._node is None else CommonHomes(self._node, lambda: self._made)
         streamed, residents = self._place(inventory, parts)
         for block in (*streamed, *residents):
-            block.may_stay_at_rest = config.computes_at_rest
+            block.may_stay_at_home = config.computes_at_home
         for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
             block.index = index
-            if not config.computes_at_rest:  # else nothing is gained by single rows and experts
+            if not config.computes_at_home:  # else nothing is gained by single rows and experts
                 block.row_bytes, block.experts, block.expert_key = part.row_bytes, part.experts, part.expert_key
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:

@@ -133,7 +133,7 @@ class OffloadConfig:
     packed: bool | Literal["disk"] = "disk"
 
     @property
-    def computes_at_rest(self) -> bool:
+    def computes_at_home(self) -> bool:
         """Whether blocks compute where they rest, on the CPU: without a budget, nothing comes and goes. With a node or
         a disk, the memory in which blocks rest is not the process's own.
         """

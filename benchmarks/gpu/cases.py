@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.gpu.models import DITS, LLAMAS, MOES, dit, language_model, layers_of, nbytes_of
 
 MIB, GIB = 2**20, 2**30
-UPDATE_BYTES = 3 * MIB // 2  # of device memory, at least, for update="device"
+UPDATE_ROOM_BYTES = 3 * MIB // 2  # of device memory, at least, for update="device"
 UPDATES = ("headrace-backward", "headrace-device")
 TRAIN = ("plain", "headrace", "fsdp2", "deepspeed", "torchao", "roundpipe")
 DECODE = ("plain", "headrace", "accelerate", "fsdp2", "deepspeed")
@@ -181,7 +181,7 @@ def with_budgets(job: Job, model: nn.Module) -> Job:
         blocks = layers_of(model)
         budget = weight_bytes - (len(blocks) - 3) * nbytes_of(blocks[0])
     elif job.way == "headrace-device":
-        budget = max(budget, UPDATE_BYTES)  # tiny models have less
+        budget = max(budget, UPDATE_ROOM_BYTES)  # tiny models have less
     return replace(job, device_memory=job.device_memory or budget, host_memory=job.host_memory or host)
 
 

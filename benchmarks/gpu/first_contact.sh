@@ -7,7 +7,7 @@
 # SECONDS_LEFT (540) at most: it begins no step that has not enough of them, and exits with 75 if steps are left. A step
 # that ends, well or not, is not repeated; remove its line from DIRECTORY/steps.jsonl to repeat it. Needs what headrace
 # needs and transformers, and no network; pytest and peft for one step each. `make first-contact-emulated` tries it all
-# without an accelerator, by DEVICE=emu SIZE=tiny.
+# without an accelerator, by DEVICE=emu SIZE=tiny; PATIENCE=N gives each step N times as long.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
 directory=${1:-build/first_contact}

@@ -128,7 +128,9 @@ def remove_older(path: Path, keep: int) -> None:
 
 
 def check_keep(path: Path, keep: int) -> None:
-    """Raises ValueError if `keep` is less than 1, or no number ends `path`'s name, by which older ones are known."""
+    """Raises TypeError if `keep` is no whole number, ValueError if it is less than 1 or no number, by which older ones
+    would be known, ends `path`'s name.
+    """
     check_count(keep, "keep")
     if _NUMBER.fullmatch(path.name) is None:
         raise ValueError(

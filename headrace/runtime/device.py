@@ -15,7 +15,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """The compute device, always with its index, so that "cuda" and "cuda:0" compare equal.
 
     None means the current accelerator; or the CPU, if there is none or if its memory is the host's (MPS). Raises
-    ValueError for a device that does not exist here.
+    ValueError for a device that does not exist here, TypeError for what is no device.
     """
     if device is None:
         present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

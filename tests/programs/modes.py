@@ -17,7 +17,7 @@ from tests.programs.changes import CHANGES
 from tests.programs.faults import FAULTS
 from tests.programs.steps import STEPS, plain_train
 
-MODES = ("cpu", "disk", "activations", "overlap", "at rest", "emulated")  # at rest: without a budget, on the CPU
+MODES = ("cpu", "disk", "activations", "overlap", "at home", "emulated")  # at home: without a budget, on the CPU
 ACTIONS = STEPS | CHANGES | FAULTS | {"plain_train": (plain_train, 0.0)}
 LEAST_HOST_BYTES = 64 * 1024  # staging memory for weights and gradients, whatever the model
 # With overlap="backward" nothing may happen to gradients or settings between backward and step().
@@ -47,7 +47,7 @@ def random_mode(name: str, rng: random.Random, directory: Path) -> Mode:
     kind = name
     if name == "emulated":
         kind = rng.choice(["cpu", "cpu", "disk", "activations", "overlap"])
-    elif name == "at rest":
+    elif name == "at home":
         kind = rng.choice(["cpu", "activations", "overlap"])
     weights = {action: weight for action, (_, weight) in ACTIONS.items()}
     ours = plain = torch_optimizer
@@ -62,7 +62,7 @@ def random_mode(name: str, rng: random.Random, directory: Path) -> Mode:
     def offload(model: nn.Module, rng: random.Random) -> Any:
         if alone:
             return headrace.offload_activations(model.to(device), **activation_settings(rng))
-        return offload_weights(model, device, kind, rng, directory, at_rest=name == "at rest")
+        return offload_weights(model, device, kind, rng, directory, at_home=name == "at home")
 
     widths = (64,) if kind == "disk" else (8, 16, 32, 64)  # disk: more than its staging memory
     return Mode(device, widths, weights["plain_train"] > 0, weights, offload, ours, plain)
@@ -79,9 +79,9 @@ def activation_settings(rng: random.Random) -> dict[str, Any]:
 
 
 def offload_weights(
-    model: nn.Module, device: torch.device, kind: str, rng: random.Random, directory: Path, *, at_rest: bool = False
+    model: nn.Module, device: torch.device, kind: str, rng: random.Random, directory: Path, *, at_home: bool = False
 ) -> Any:
-    """With the least budget, with all that is needed, or something between; `at_rest`: with none."""
+    """With the least budget, with all that is needed, or something between; `at_home`: with none."""
     nbytes = sum(p.nbytes for p in model.parameters())
     settings: dict[str, Any] = {
         "blocks": rng.choice(["auto", "auto", nbytes // 8, nbytes // 3]),
@@ -90,7 +90,7 @@ def offload_weights(
     share = rng.choice([0.0, 0.0, 0.2, 0.5, 1.0])
     least = least_bytes(model, settings["blocks"], nbytes)
     settings["device_memory"] = int(least + share * max(0, 1.2 * nbytes + 4096 - least))
-    if at_rest:
+    if at_home:
         del settings["device_memory"]
     if kind == "activations":
         settings["activations"] = activation_settings(rng)

@@ -34,7 +34,7 @@ def test_program_on_the_emulated_device(emu_device: object, seed: int) -> None:
 
 @pytest.mark.core(seed=list(range(2)))
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("mode", ["cpu", "disk", "activations", "overlap", "at rest"])
+@pytest.mark.parametrize("mode", ["cpu", "disk", "activations", "overlap", "at home"])
 def test_program_that_calls_another_method(mode: str, seed: int) -> None:
     check(mode, seed, encodes=True)
 

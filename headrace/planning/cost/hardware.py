@@ -151,7 +151,9 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str) -> Hardware:
-        """A machine of the catalogue, such as "4090" or "8xh100". Raises ValueError for any other."""
+        """A machine of the catalogue, such as "4090" or "8xh100". Raises ValueError for any other name, TypeError for
+        what is no text.
+        """
         if not isinstance(name, str):
             raise TypeError(f"hardware={name!r} is a {type(name).__name__}; give one of {', '.join(MACHINES)}")
         if name not in MACHINES:

@@ -24,7 +24,10 @@ Wanted = dict[str, Any]  # the parts of a method, and its `host_share`, that are
 
 
 def wanted(method: str | None, optimizer_fraction: float | None) -> Wanted:
-    """What `headrace plan --method` and `--optimizer-fraction` ask for. Raises ValueError naming the choices."""
+    """What `headrace plan --method` and `--optimizer-fraction` ask for.
+
+    Raises ValueError naming the choices, TypeError for a method that is no text.
+    """
     asked: Wanted = {}
     if not isinstance(method, str | None):
         raise TypeError(f"method={method!r} is a {type(method).__name__}; give one of {', '.join(METHODS)}")

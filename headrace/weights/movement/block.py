@@ -64,7 +64,7 @@ class Block:
         self.device = device
         # How it travels: `offload()` sets `index`, `row_bytes`, `experts` and `expert_key` of blocks that stream.
         self.index = -1  # its number among the blocks that stream; -1: it is resident
-        self.may_stay_at_rest = False  # the device reads host memory: leaves may be views of where the block rests
+        self.may_stay_at_home = False  # the device reads host memory: leaves may be views of where the block rests
         self.row_bytes = 0  # the size of a row, if only rows of it travel (movement/rows.py); 0: it travels whole
         self.experts: Experts | None = None  # if they travel one by one (movement/slices.py); None: it travels whole
         self.trains_whole = False  # whether its experts were used as a whole weight while they were trained
@@ -198,7 +198,7 @@ class Block:
         Notes the copies as made: the caller submits them at once or, where that fails, gives up the buffer
         (`Residency._undo`).
 
-        The copies are the whole arena, and then the homes that the user re-pointed; at rest, only the homes that moved
+        The copies are the whole arena, and then the homes that the user re-pointed; at home, only the homes that moved
         to memory which processes share. With `only_changes`, the buffer holds an older state: only the parameters that
         changed are copied, unless most have. A block on disk is fetched whole, so that only its re-pointed homes are
         copied.
@@ -237,13 +237,13 @@ class Block:
         return copies
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_at_home(self) -> bool:
         """Whether its buffer is the memory in which it rests: there is no other copy of it."""
         return self.buffer is not None and self.buffer is self.rest.memory
 
     @property
-    def stays_at_rest(self) -> bool:
-        """Whether its buffer is to be the memory in which it rests; asked where it may be (`may_stay_at_rest`). Not if
+    def stays_at_home(self) -> bool:
+        """Whether its buffer is to be the memory in which it rests; asked where it may be (`may_stay_at_home`). Not if
         updates begin within backward, which reads the old weights, nor if a user has re-pointed a home, and may have
         the memory in which it was.
         """
@@ -453,7 +453,7 @@ class Block:
                 return False
             if self.buffer is not None and self.presence is Presence.PRESENT:
                 self.wait_until_free()
-                if self.is_at_rest and self.model_writes is False:  # else it was asked before the pass
+                if self.is_at_home and self.model_writes is False:  # else it was asked before the pass
                     has_written(param.home for param in self.params)
                 before_write(param.home for param in self.params)
                 for param in self.params:

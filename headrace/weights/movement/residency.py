@@ -102,8 +102,8 @@ class Residency:
         """
         self.changing += 1
         with plain_tensors():
-            at_rest = block.rest.memory if block.may_stay_at_rest and block.stays_at_rest else None
-            buffer = self._buffers.allocate(block.nbytes) if at_rest is None else at_rest
+            arena = block.rest.memory if block.may_stay_at_home and block.stays_at_home else None
+            buffer = self._buffers.allocate(block.nbytes) if arena is None else arena
             self.held_bytes += block.nbytes
             self._residents_bytes += block.nbytes if block.index < 0 else 0
             try:
@@ -125,8 +125,8 @@ class Residency:
         """
         if block.presence is Presence.ARRIVING and not self._outlive(block):
             self.reserve(block)
-        if block.may_stay_at_rest and block.is_at_rest and not block.stays_at_rest:
-            self._leave_rest(block)
+        if block.may_stay_at_home and block.is_at_home and not block.stays_at_home:
+            self._leave_home(block)
         buffer = block.buffer
         if buffer is None:
             raise StateError(f"block {block.name!r} has no buffer to copy into")
@@ -139,7 +139,7 @@ class Residency:
                 raise
         self.changing -= 1
 
-    def _leave_rest(self, block: Block) -> None:
+    def _leave_home(self, block: Block) -> None:
         """Gives the block a buffer of its own, even if it is bound: others may write from now on where it rests."""
         self.changing += 1
         block.keep_leaf_writes()
@@ -384,7 +384,7 @@ class Residency:
         self.held_bytes = sum(block.nbytes for block in held)
         self._residents_bytes = sum(block.nbytes for block in held if block.index < 0)
         self.held_bytes += self.packed_loads.held_bytes + beside_bytes
-        self._buffers.rebook(self.held_bytes)  # nothing on the CPU, where blocks may be at rest
+        self._buffers.rebook(self.held_bytes)  # nothing on the CPU, where blocks may be at home
         self.changing = 0
 
     def close(self) -> None:

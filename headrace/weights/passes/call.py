@@ -169,7 +169,7 @@ class Passes:
         the calls of layers then bring nothing.
         """
         for block in self.all_blocks():
-            if block.may_stay_at_rest and block.model_writes is not False:  # what it writes is in the homes at once
+            if block.may_stay_at_home and block.model_writes is not False:  # what it writes is in the homes at once
                 before_write(param.home for param in block.params)
         self.executor.bring_back(self.residents)
         everything = bool(forward_on) and self.executor.everything_is_here

@@ -44,7 +44,7 @@ class Budgets:
         device_bytes, host_bytes = config.device_memory_bytes, config.host_memory_bytes
         if device_bytes is None and is_accelerator(config.device):
             device_bytes = int(free_device_bytes(config.device) * (1 - _DEVICE_RESERVE))
-        elif config.computes_at_rest:  # blocks take no memory of their own, but in a few cases
+        elif config.computes_at_home:  # blocks take no memory of their own, but in a few cases
             device_bytes = 2 * weights_bytes + buffer_bytes
         elif device_bytes is None:
             device_bytes = min(available_host_bytes() // 2, 2 * weights_bytes + buffer_bytes)
