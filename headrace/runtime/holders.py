@@ -12,12 +12,16 @@ import torch
 from torch import nn
 
 from headrace.runtime.autograd import address_of, storage_use_count, tensor_use_count, without_overrides
+from headrace.runtime.pending import OWNER
 
 
 def gradient_is_shared(parameter: torch.Tensor) -> bool:
     """Whether anybody but the parameter refers to its `grad`, which must not be None, or to that gradient's memory."""
+    owner = parameter.__dict__.get(OWNER)
+    memory = None if owner is None else owner.gradient_memory
     with without_overrides():  # an optimizer may be updating the parameter
-        return _references_to_gradient(parameter) > _ALONE
+        kept = memory is not None and memory.data_ptr() == parameter.grad.data_ptr()  # type: ignore[union-attr]
+        return _references_to_gradient(parameter) > _ALONE + kept
 
 
 def _references_to_gradient(parameter: Any) -> int:

@@ -261,6 +261,7 @@ class Block:
                 torch.autograd.graph.increment_version([param.leaf for param in others])
             for param in others:
                 param.kept_version += 1  # raising a version wrote nothing
+            self.leaves.note_kept_versions()
 
     @property
     def memory_is_kept(self) -> bool:

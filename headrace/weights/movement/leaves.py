@@ -14,7 +14,6 @@ from headrace.weights.model.managed_param import Layout, ManagedParam
 
 _VERSION_OF: Callable[[Leaf], int] = attrgetter("_version")
 _KEPT_VERSION_OF: Callable[[ManagedParam], int] = attrgetter("kept_version")
-_HANDED_OUT: Callable[[Leaf], bool] = attrgetter("handed_out")
 
 
 class Leaves:
@@ -24,6 +23,10 @@ class Leaves:
         self._params, self._compounds = params, compounds
         self._leaves = [param.leaf for param in params]
         self._absent = [param.absent for param in params]
+        self._handed_out: set[int] = set()  # the ids of leaves whose `data` somebody may have
+        for leaf in self._leaves:
+            leaf.handed_out = self._handed_out
+        self.note_kept_versions()
         self.with_bytes = sum(param.layout.nbytes > 0 for param in params)  # how many lie in the buffer
         by_home = {id(param.home): param.leaf for param in params}
         for compound in compounds:
@@ -52,18 +55,21 @@ class Leaves:
 
     def may_be_written(self) -> bool:
         """Whether the model may have written to a leaf since `note_writes_kept`. Called within `without_overrides`."""
-        written = list(map(_VERSION_OF, self._leaves)) != list(map(_KEPT_VERSION_OF, self._params))
-        return written or True in map(_HANDED_OUT, self._leaves)
+        return bool(self._handed_out) or list(map(_VERSION_OF, self._leaves)) != self._kept_versions
 
     def note_writes_kept(self) -> None:
         """Notes that the homes have all that was written to the leaves until now. Called within `without_overrides`."""
         for param in self._params:
             param.kept_version = param.leaf._version
+        self.note_kept_versions()
+
+    def note_kept_versions(self) -> None:
+        """Called when the `kept_version` of a parameter has changed."""
+        self._kept_versions = list(map(_KEPT_VERSION_OF, self._params))
 
     def note_none_handed_out(self) -> None:
         """Notes that nobody has the `data` of a leaf."""
-        for leaf in self._leaves:
-            leaf.handed_out = False
+        self._handed_out.clear()
 
     def are_saved(self) -> bool:
         """Whether autograd has saved a leaf itself, and still needs it."""
