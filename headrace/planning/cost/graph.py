@@ -57,10 +57,13 @@ class StepGraph:
             before = self._continued(visit)
             waits = self._moved_before(cycle, index, visit)
             name = f"{visit.phase.value} {' '.join(map(str, visit.blocks))}"
-            parts = self._parts(visit)
+            parts, seconds = self._parts(visit), visit.compute_seconds
+            for arrived, of_part in before:
+                self._add(CostLane.COMPUTE, name, of_part, waits)
+                waits, seconds = [arrived], seconds - of_part
             for part in range(parts):
-                done = self._add(CostLane.COMPUTE, name, visit.compute_seconds / parts, waits)
-                waits = before if part == 0 else []
+                done = self._add(CostLane.COMPUTE, name, seconds / parts, waits)
+                waits = []
                 for block in visit.blocks:
                     self._leave(index, block, visit.phase, done, part, parts)
             self.last_compute = done
@@ -83,15 +86,17 @@ class StepGraph:
         leaving = _back(self.leaving, GRADIENT_BLOCKS) if backward else _back(self.sent, ACTIVATION_LAYERS)
         return waits + leaving
 
-    def _continued(self, visit: Visit) -> list[int]:
-        """Adds the way of gradients to the device, where sums of micro-batches that go together begin with them. The
-        rest of the visit's compute waits for them after its first part.
+    def _continued(self, visit: Visit) -> list[tuple[int, float]]:
+        """Adds the way of gradients to the device, where sums of micro-batches that go together begin with them: in
+        parts, each with the seconds of the first micro-batch's backward after which compute waits for it.
         """
         found = []
         for block in visit.blocks if visit.phase is Phase.BACKWARD else ():
-            nbytes = self.traffic[block].sum_begins_bytes
-            if nbytes and block in self.begun:
-                found.append(self._copy(CostLane.ONLOAD, "gradients", block, nbytes, self._now()))
+            own = self.traffic[block]
+            for _ in range(_GRADIENT_PARTS if own.sum_begins_bytes and block in self.begun else 0):
+                nbytes = own.sum_begins_bytes // _GRADIENT_PARTS
+                arrived = self._copy(CostLane.ONLOAD, "gradients", block, nbytes, self._now())
+                found.append((arrived, own.first_batch_seconds / _GRADIENT_PARTS))
             self.begun.add(block)
         return found
 
@@ -108,7 +113,8 @@ class StepGraph:
     def _parts(self, visit: Visit) -> int:
         """The number of parts in which the gradients of a visit leave."""
         nbytes = sum(self.traffic[block].gradient_bytes for block in visit.blocks)
-        if visit.phase is not Phase.BACKWARD or not nbytes:
+        sums = any(self.traffic[block].sum_begins_bytes for block in visit.blocks)  # which leave when all are there
+        if visit.phase is not Phase.BACKWARD or not nbytes or sums:
             return 1
         # In a long step a part more or less changes little, and each part costs time to plan.
         few = max(1, _PLANNED_PARTS // len(self.plan.problem.visits))

@@ -26,7 +26,8 @@ class BlockTraffic(Crossing):
     - Each micro-batch computes for `forward_seconds` and `backward_seconds` (with recomputation). `activation_bytes`
       leave after forward and return before backward; if `activations_spill`, they go on to disk.
     - Where micro-batches go together in several rounds, each round but the first adds to the gradients of those before
-      on the device, where `sum_begins_bytes` come for it.
+      on the device, where `sum_begins_bytes` come for it. The backward of its first micro-batch, which adds to them,
+      takes `first_batch_seconds`.
     - Once a step, `norm_bytes` are read for the norm of all gradients, as each arrives. The update takes `update_bytes`
       of DRAM traffic on the host, and `device_update_seconds` on the device. If the device updates what rests on the
       host, `update_in_bytes` go there for it, and `update_out_bytes` come back. `state_bytes`, and `spill_bytes` of
@@ -42,6 +43,7 @@ class BlockTraffic(Crossing):
     update_in_bytes: int = 0
     update_out_bytes: int = 0
     sum_begins_bytes: int = 0
+    first_batch_seconds: float = 0.0
     norm_bytes: float = 0.0
     state_bytes: int = 0
     fetch_bytes: int = 0
@@ -91,6 +93,7 @@ def traffic_of(
             update_out_bytes=round(out * trained),
             device_update_seconds=work.update_bytes * method.device_share * own / share.device_bytes_per_second,
             sum_begins_bytes=crossing.gradient_bytes if method.together > 1 and method.streamed else 0,
+            first_batch_seconds=(backward + again) / method.together if case.trains else 0.0,
             norm_bytes=work.gradient_bytes * trained if work.clipped and case.gradients_leave else 0.0,
             state_bytes=round((work.master_bytes + work.state_bytes) * trained) if method.state is Place.DISK else 0,
             fetch_bytes=fetched,

@@ -144,6 +144,10 @@ class Executor:
                 block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
+        """Evicts streamed blocks whose homes have changed. Those that the plan kept for the next pass come again, in
+        the order of their use, with those whose loads have waited for the change.
+        """
+        course, dropped = self._course, list[Block]()
         for block in list(self._residency.with_buffers()):
             if (
                 block.index >= 0
@@ -151,6 +155,8 @@ class Executor:
                 and block.loaded_generation != block.generation
             ):
                 self.evict(block)
+                if course is not None and not course.strayed and course.next_use(block.index) < math.inf:
+                    dropped.append(block)
         gathers = self._gathers
         if gathers is not None and self._entry is None:
             return  # all ranks gather the blocks that a pass with gradients begins with
@@ -158,6 +164,8 @@ class Executor:
             if not (block.being_updated or (gathers is not None and gathers.is_due(block, -1))):
                 self._residency.submit_copies(block)  # before loads ahead: every pass begins with the residents
         waiting, self._at_boundary = self._at_boundary, []
+        if dropped and gathers is None:
+            waiting = sorted([*dropped, *waiting], key=lambda block: block.order)
         for block in waiting:
             self.prefetch(block)
 

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from headrace.errors import StateError
+from headrace.memory.arena import KERNEL_ALIGNMENT_BYTES
 from headrace.memory.disk import Request
 from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.autograd import grad_of, without_overrides
@@ -248,6 +249,7 @@ class Gradients(GradientFlow):
         direct: list[Copy] = []
         staged: list[Staged | Remainder] = []
         self.ledger.add(Tier.DEVICE, PURPOSE, self._ready_bytes)
+        self._staging.transfer_bytes = self._ready_bytes + KERNEL_ALIGNMENT_BYTES * len(self._ready)
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         what = ready[0][0].name if ready else ""
         for param, gradients, rows in ready:

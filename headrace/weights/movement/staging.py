@@ -120,9 +120,9 @@ class Additions:
 
 
 class Staging:
-    """Two halves of pinned memory that take turns: one receives copies while the host lane adds up the other.
+    """A ring of pinned memory: parts of it receive copies while the host lane adds up others.
 
-    A half is large enough for the gradients of a block, but has at most `most_bytes`: larger gradients are cut.
+    It has room for the gradients of two blocks, but for at most twice `most_bytes`: larger gradients are cut.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, most_bytes: int | None) -> None:
@@ -131,13 +131,14 @@ class Staging:
         self._most_bytes = _ANY_BYTES if most_bytes is None else most_bytes
         self._wanted_bytes = 0
         self._half_bytes = 0
-        self._halves: list[torch.Tensor] = []
-        self._under_way: deque[tuple[int, Additions]] = deque()  # oldest first, with the half that each reads; -1: none
-        self._turn = 0
-        self._used = 0
+        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
+        # Oldest first, with the bytes of the ring that each reads, from the first to the one past the last.
+        self._under_way: deque[tuple[int, int, Additions]] = deque()
+        self._begin = self._end = 0  # of what was carved since the last `turn`
+        self.transfer_bytes = 0  # about so many are carved until the next `turn`: better in one piece of the ring
 
     def grow(self, half_bytes: int) -> None:
-        """Asks for halves of `half_bytes`. Their memory is made at first use, as a single micro-batch needs none."""
+        """Asks for a ring of twice `half_bytes`. It is made at first use, as a single micro-batch needs none."""
         self._wanted_bytes = max(self._wanted_bytes, aligned(min(half_bytes, self._most_bytes)))
 
     def limit(self, most_bytes: int) -> None:
@@ -147,13 +148,13 @@ class Staging:
 
     @property
     def missing_bytes(self) -> int:
-        """The most bytes that making both halves (anew) takes: each has a page more than wanted, see `carve`."""
-        return 2 * whole_pages(self._wanted_bytes + mmap.PAGESIZE) if self._wanted_bytes > self._half_bytes else 0
+        """The most bytes that making the ring (anew) takes: each half has a page more than wanted, see `carve`."""
+        return whole_pages(2 * (self._wanted_bytes + mmap.PAGESIZE)) if self._wanted_bytes > self._half_bytes else 0
 
     def parts(
         self, gradients: Sequence[torch.Tensor], target: torch.Tensor, rows: torch.Tensor | None
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """The gradient in parts that fit into a half: each part, its target, and its rows there (None: all)."""
+        """The gradient in parts that fit into half of the ring: each part, its target, and its rows (None: all)."""
         gradient = gradients[0]
         if rows is not None:
             count = max(1, self._wanted_bytes // max(1, gradient[0].nbytes))
@@ -167,11 +168,12 @@ class Staging:
         return zip(source.split(count), flat(target).split(count), repeat(None), strict=False)
 
     def fits(self, nbytes: int, page: int | None) -> bool:
-        """Whether the present half has room for `nbytes`. `page`: see `carve`."""
-        return self._used == 0 or self._place(page) + aligned(nbytes) <= self._half_bytes
+        """Whether what was carved since the last `turn` can go on with `nbytes`. `page`: see `carve`."""
+        return self._begin == self._end or self._place(page) + aligned(nbytes) <= len(self._ring)
 
     def carve(self, gradient: torch.Tensor, page: int | None) -> torch.Tensor:
-        """Memory for a copy of contiguous `gradient`. The host waits until the half's last additions are done.
+        """Memory for a copy of contiguous `gradient`, which `fits`. The host waits until earlier additions are done
+        with it.
 
         `page`: the byte of a file where the gradient goes, if it goes to disk. The memory then lies in its page as it
         will in the file, so that whole pages can be written as they are.
@@ -179,35 +181,36 @@ class Staging:
         nbytes = (page or 0) % mmap.PAGESIZE + aligned(gradient.nbytes)
         if self._wanted_bytes > self._half_bytes or nbytes > self._half_bytes:
             self._make(max(self._wanted_bytes, nbytes))
-        if self._used == 0:
-            while any(half == self._turn for half, _ in self._under_way):
-                self._under_way.popleft()[1].synchronize()
-        first = self._place(page)
-        memory = self._halves[self._turn][first : first + gradient.nbytes]
-        self._used = first + aligned(gradient.nbytes)
-        return memory.view(gradient.dtype).view(gradient.shape)
+        first, together = self._place(page), max(aligned(gradient.nbytes), min(self.transfer_bytes, self._half_bytes))
+        if self._begin == self._end and first + together > len(self._ring):
+            self._begin = self._end = 0
+            first = self._place(page)
+        last = first + aligned(gradient.nbytes)
+        while any(begin < last and first < end for begin, end, _ in self._under_way):
+            self._under_way.popleft()[-1].synchronize()
+        self._end = last
+        return self._ring[first : first + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
 
     def _place(self, page: int | None) -> int:
         """The first free byte that lies in its page as byte `page` of a file does; None: the first free byte."""
-        return self._used if page is None else self._used + (page - self._used) % mmap.PAGESIZE
+        return self._end if page is None else self._end + (page - self._end) % mmap.PAGESIZE
 
     def turn(self, additions: Additions) -> None:
-        """Called when the present half is full or sent: `additions` empties it. Halves swap unless it is empty."""
-        self._under_way.append((self._turn if self._used else -1, additions))
-        if self._used:
-            self._turn, self._used = 1 - self._turn, 0
+        """Called when what was carved since the last call was sent: `additions` reads it."""
+        self._under_way.append((self._begin, self._end, additions))
+        self._begin = self._end
 
     def under_way(self) -> list[Additions]:
         """The additions that were submitted and not waited for."""
-        return [additions for _, additions in self._under_way]
+        return [additions for *_, additions in self._under_way]
 
     def wait(self) -> None:
         """The host waits for all additions. Raises what failed in one."""
-        self._used = 0
+        self._begin = self._end = 0
         while self._under_way:
-            self._under_way.popleft()[1].synchronize()
+            self._under_way.popleft()[-1].synchronize()
 
     def _make(self, half_bytes: int) -> None:
         self.wait()
         self._half_bytes = half_bytes
-        self._halves = [Arena(half_bytes, self._device, self._ledger, PURPOSE).tensor(0, half_bytes) for _ in range(2)]
+        self._ring = Arena(2 * half_bytes, self._device, self._ledger, PURPOSE).tensor(0, 2 * half_bytes)
