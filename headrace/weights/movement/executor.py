@@ -147,7 +147,8 @@ class Executor:
         """Evicts streamed blocks whose homes have changed. Those that the plan kept for the next pass come again, in
         the order of their use, with those whose loads have waited for the change.
         """
-        course, dropped = self._course, list[Block]()
+        course = None if self._course is None or self._course.strayed else self._course
+        dropped: list[Block] = []
         for block in list(self._residency.with_buffers()):
             if (
                 block.index >= 0
@@ -155,7 +156,7 @@ class Executor:
                 and block.loaded_generation != block.generation
             ):
                 self.evict(block)
-                if course is not None and not course.strayed and course.next_use(block.index) < math.inf:
+                if course is not None and block not in self._leaving and course.next_use(block.index) < math.inf:
                     dropped.append(block)
         gathers = self._gathers
         if gathers is not None and self._entry is None:
