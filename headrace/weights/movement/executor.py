@@ -144,11 +144,12 @@ class Executor:
                 block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
-        """Evicts streamed blocks whose homes have changed. Those that the plan kept for the next pass come again, in
-        the order of their use, with those whose loads have waited for the change.
+        """Evicts streamed blocks whose homes have changed. Between passes, those that the plan kept for the next one
+        come again, in the order of their use, with those whose loads have waited for the change.
         """
-        course = None if self._course is None or self._course.strayed else self._course
-        dropped: list[Block] = []
+        course, dropped = self._course, list[Block]()
+        if course is not None and (course.strayed or (self._entry is not None and course.position >= 0)):
+            course = None
         for block in list(self._residency.with_buffers()):
             if (
                 block.index >= 0
@@ -156,7 +157,8 @@ class Executor:
                 and block.loaded_generation != block.generation
             ):
                 self.evict(block)
-                if course is not None and block not in self._leaving and course.next_use(block.index) < math.inf:
+                kept = course is not None and block not in self._leaving and course.next_use(block.index) < math.inf
+                if kept and block.buffer is None:
                     dropped.append(block)
         gathers = self._gathers
         if gathers is not None and self._entry is None:
