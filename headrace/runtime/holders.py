@@ -20,8 +20,12 @@ def gradient_is_shared(parameter: torch.Tensor) -> bool:
     owner = parameter.__dict__.get(OWNER)
     memory = None if owner is None else owner.gradient_memory
     with without_overrides():  # an optimizer may be updating the parameter
-        kept = memory is not None and memory.data_ptr() == parameter.grad.data_ptr()  # type: ignore[union-attr]
+        kept = memory is not None and _storage_of(memory) == _storage_of(parameter.grad)
         return _references_to_gradient(parameter) > _ALONE + kept
+
+
+def _storage_of(tensor: Any) -> int:
+    return address_of(tensor.untyped_storage())
 
 
 def _references_to_gradient(parameter: Any) -> int:

@@ -330,8 +330,7 @@ class ManagedParam:
         home = as_parameter(self.home)
         if home.grad is None and home.requires_grad:
             home.grad_dtype = home.dtype  # the dtype of a plain parameter's gradient
-        self.on_gradient = None
-        self.unit = None
+        self.on_gradient = self.unit = self.gradient_memory = None
         self._before_touch = self.before_write = self.on_change = _nothing
         if self._hook is not None:
             self._hook.remove()

@@ -144,12 +144,7 @@ class Executor:
                 block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
-        """Evicts streamed blocks whose homes have changed. Between passes, those that the plan kept for the next one
-        come again, in the order of their use, with those whose loads have waited for the change.
-        """
-        course, dropped = self._course, list[Block]()
-        if course is not None and (course.strayed or (self._entry is not None and course.position >= 0)):
-            course = None
+        """Evicts streamed blocks whose homes have changed, renews residents, and submits the loads that have waited."""
         for block in list(self._residency.with_buffers()):
             if (
                 block.index >= 0
@@ -157,9 +152,6 @@ class Executor:
                 and block.loaded_generation != block.generation
             ):
                 self.evict(block)
-                kept = course is not None and block not in self._leaving and course.next_use(block.index) < math.inf
-                if kept and block.buffer is None:
-                    dropped.append(block)
         gathers = self._gathers
         if gathers is not None and self._entry is None:
             return  # all ranks gather the blocks that a pass with gradients begins with
@@ -167,10 +159,14 @@ class Executor:
             if not (block.being_updated or (gathers is not None and gathers.is_due(block, -1))):
                 self._residency.submit_copies(block)  # before loads ahead: every pass begins with the residents
         waiting, self._at_boundary = self._at_boundary, []
-        if dropped and gathers is None:
-            waiting = sorted([*dropped, *waiting], key=lambda block: block.order)
         for block in waiting:
             self.prefetch(block)
+
+    def _load_missing(self, course: Course) -> None:
+        """Called when a pass begins: submits loads of what the plan has kept for it, and a write has made old since."""
+        missing = [index for index in course.kept if self._blocks[index].buffer is None]
+        for index in sorted(missing, key=course.next_use):
+            self.prefetch(self._blocks[index])
 
     def _old_residents(self) -> list[Block]:
         return [one for one in self._residency.with_buffers() if one.index < 0 and not one.is_current]
@@ -422,6 +418,8 @@ class Executor:
         if self._gathers is not None and entry.gradients and entry.phase is Phase.FORWARD:
             self._follow_first_rank(self._gathers, entry)
         self._drop_old_copies()
+        if self._course is not None and self._gathers is None:
+            self._load_missing(self._course)
         self.everything_is_here = (
             (
                 not entry.gradients

@@ -105,7 +105,7 @@ def add_up(staged: "list[Staged | Remainder]", under_way: list[Request]) -> list
 
 
 class Additions:
-    """The end of the host lane's job for one half, and of the writes to disk that this job submits."""
+    """The end of the host lane's job for one transfer, and of the writes to disk that this job submits."""
 
     def __init__(self, job: "Future[list[Request]]") -> None:
         self._job = job
@@ -212,5 +212,5 @@ class Staging:
 
     def _make(self, half_bytes: int) -> None:
         self.wait()
-        self._half_bytes = half_bytes
         self._ring = Arena(2 * half_bytes, self._device, self._ledger, PURPOSE).tensor(0, 2 * half_bytes)
+        self._half_bytes = half_bytes

@@ -85,6 +85,11 @@ class Course:
         self.ended = False
         self.position = -1
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """The blocks that the plan has on the device when the cycle begins; none where kept blocks take turns."""
+        return self.plan.start if len(self.plan.cycles) == 1 else frozenset()
+
     def advance(self, key: VisitKey) -> Step | None:
         """The plan's step for this visit, past visits that the model skipped. None: the trace has none such to come."""
         for position in range(self.position + 1, len(self.trace.visits)):

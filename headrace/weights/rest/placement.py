@@ -26,7 +26,7 @@ class Placement:
     experts_bytes: int = 0  # host memory for single experts of these blocks
     chunk_bytes: int = 0  # bytes of a chunk of the ring for weights
     chunks: int = 0
-    gradient_bytes: int | None = None  # each half of the gradients' staging memory; None: as much as a block's
+    gradient_bytes: int | None = None  # half of the ring of gradients' staging memory; None: as much as a block's
 
     @property
     def needs_no_staging(self) -> bool:

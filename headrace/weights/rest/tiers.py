@@ -77,7 +77,7 @@ class Tiers:
 
     @property
     def most_staged_bytes(self) -> int | None:
-        """The most bytes that each half of the gradients' staging memory may take; None: no limit."""
+        """The most bytes that half of the ring of gradients' staging memory may take; None: no limit."""
         return self._placement.gradient_bytes
 
     def rest_for(self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int) -> Rest:
