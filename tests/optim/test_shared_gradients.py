@@ -57,6 +57,14 @@ def bucket(parameters: list[nn.Parameter]) -> Callable[[], object]:
     return flat.zero_
 
 
+def replaced(parameters: list[nn.Parameter]) -> Callable[[], object]:
+    """Gradients become tensors over the same memory, with storages of their own."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = torch.from_numpy(parameter.grad.numpy())
+    return foreach(parameters)
+
+
 WAYS: dict[str, Take] = {
     "tensor": each(lambda gradient: gradient, lambda tensor: tensor.zero_()),
     "view": each(lambda gradient: gradient.view(-1)[1:], lambda tensor: tensor.zero_()),
@@ -72,6 +80,7 @@ WAYS: dict[str, Take] = {
     "list": foreach,
     "grad of others": masters,
     "bucket": bucket,
+    "replaced": replaced,
 }
 
 
