@@ -77,9 +77,7 @@ def test_memory_is_that_of_two_blocks() -> None:
     assert not staging.missing_bytes
 
 
-def test_a_ring_that_could_not_be_made_is_made_the_next_time(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_that_could_not_be_made_is_made_the_next_time(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: object) -> None:
         raise MemoryError
 

@@ -288,3 +288,25 @@ def test_a_parameter_that_gets_other_data_before_backward(
             assert_same_gradients(decoder, plain)
     assert handle.stats().fetch_bytes > 0 or tier == "host"
     handle.remove()
+
+
+def test_weights_that_are_written_twice_after_a_step_come_once(compute_device: torch.device) -> None:
+    """And those that the plan keeps on the device come ahead of their visits, when the next pass begins."""
+    brought, batches = [], 2
+    for times in range(1, 3):
+        model = linears(6, 16)
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(times)]
+        handle = headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2)
+        for step in range(5):
+            if step == 3:
+                handle.reset_stats()
+            for _ in range(batches):
+                model(torch.ones(2, 16, device=compute_device)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+        stats = handle.stats()
+        assert not stats.demand_onloads
+        brought.append(stats.onload_bytes)
+        handle.remove()
+    assert brought[0] == brought[1] < 2 * batches * 2 * weight_bytes(model)
