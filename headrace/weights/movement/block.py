@@ -480,7 +480,10 @@ class Block:
         before_write(param.home for param in self.params)
 
     def _before_write(self) -> None:
-        """Called before a home is written to: moves it out of a checkpoint, where changed pages take host memory."""
+        """Called before a home is written to: waits until no copy reads it, and moves it out of a checkpoint, where
+        changed pages take host memory.
+        """
+        self.wait_for_reads()
         if self.common is None and not self.rest.writable:
             self.make_writable()
 
