@@ -41,7 +41,10 @@ def watch_handovers() -> None:
 
 
 def forget_ended_threads() -> None:
-    """The system gives their numbers to others, of which some have no name: threads that are not of `threading`."""
+    """Forgets the names of threads that have ended: the system gives their numbers to others, and those that
+    `threading` did not start have no name here.
+    """
+    known = set(thread_names)
     present = {thread.native_id for thread in threading.enumerate()}
-    for native_id in thread_names.keys() - present:
+    for native_id in known - present:
         del thread_names[native_id]

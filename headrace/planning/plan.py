@@ -39,8 +39,8 @@ class Plan:
     `cycles[c]` has one Step for each visit and, last, one for the boundary behind them. A cyclic plan repeats after
     `len(cycles)` cycles (one, unless it saves time that kept blocks take turns). `start` has the blocks that are
     present, or in flight, when the first cycle begins in the steady state (a changing resident only if its reload was
-    issued). The plan is safe from any part of `start`: missing blocks are loaded on demand once, and after one round
-    the state is the steady one.
+    issued). The plan is safe from any part of `start`: missing blocks are loaded when the cycle begins, and after one
+    round the state is the steady one.
     """
 
     problem: Problem

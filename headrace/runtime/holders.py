@@ -16,7 +16,7 @@ from headrace.runtime.pending import OWNER
 
 
 def gradient_is_shared(parameter: torch.Tensor) -> bool:
-    """Whether anybody but the parameter refers to its `grad`, which must not be None, or to that gradient's memory."""
+    """Whether anybody but the parameter and headrace refers to its `grad`, which must not be None, or to its memory."""
     owner = parameter.__dict__.get(OWNER)
     memory = None if owner is None else owner.gradient_memory
     with without_overrides():  # an optimizer may be updating the parameter

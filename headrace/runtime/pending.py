@@ -14,7 +14,7 @@ import torch
 
 from headrace.errors import StateError
 
-OWNER = "_headrace_owner"  # attribute of a managed parameter: its owner, which has its `name` and its `unit`
+OWNER = "_headrace_owner"  # attribute of a managed parameter: its owner (a ManagedParam)
 
 
 class OtherRanks(Protocol):

@@ -93,8 +93,9 @@ class StepGraph:
         found = []
         for block in visit.blocks if visit.phase is Phase.BACKWARD else ():
             own = self.traffic[block]
-            for _ in range(_GRADIENT_PARTS if own.sum_begins_bytes and block in self.begun else 0):
-                nbytes = own.sum_begins_bytes // _GRADIENT_PARTS
+            whole = own.sum_begins_bytes if block in self.begun else 0
+            for part in range(_GRADIENT_PARTS if whole else 0):
+                nbytes = whole * (part + 1) // _GRADIENT_PARTS - whole * part // _GRADIENT_PARTS
                 arrived = self._copy(CostLane.ONLOAD, "gradients", block, nbytes, self._now())
                 found.append((arrived, own.first_batch_seconds / _GRADIENT_PARTS))
             self.begun.add(block)

@@ -101,7 +101,7 @@ class ManagedParam:
         self.leaf.__dict__.update(
             {key: value for key, value in parameter.__dict__.items() if not key.startswith("_headrace")}
         )
-        self.leaf.handed_out = set()
+        self.leaf.handed_out = set()  # `Leaves` gives all leaves of a block one set
         self.leaf.owner = weakref.ref(self)
         self.kept_version = self.leaf._version  # the leaf's version when the home last had all that was written to it
         self.leaf.point(absent)

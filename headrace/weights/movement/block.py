@@ -50,7 +50,7 @@ _NEXT = {
 
 
 class Block:
-    """Parameters that travel together: their bytes are one arena at rest, and on the device one buffer of leaves."""
+    """Parameters that travel together: their bytes rest in one arena, and are one buffer of leaves on the device."""
 
     def __init__(
         self,

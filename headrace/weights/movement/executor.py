@@ -163,8 +163,10 @@ class Executor:
             self.prefetch(block)
 
     def _load_missing(self, course: Course) -> None:
-        """Called when a pass begins: submits loads of what the plan has kept for it, and a write has made old since."""
-        missing = [index for index in course.kept if self._blocks[index].buffer is None]
+        """Called when a cycle begins: submits loads of what its plan counts on and the device lacks, as a step has made
+        it old, or another plan did not leave it. In the order of use.
+        """
+        missing = [index for index in course.at_start if self._blocks[index].buffer is None]
         for index in sorted(missing, key=course.next_use):
             self.prefetch(self._blocks[index])
 

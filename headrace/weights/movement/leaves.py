@@ -64,7 +64,9 @@ class Leaves:
         self.note_kept_versions()
 
     def note_kept_versions(self) -> None:
-        """Called when the `kept_version` of a parameter has changed."""
+        """Called when the `kept_version` of a parameter has changed. All of them are kept as a list, too, so that
+        `may_be_written`, which is asked at every visit, compares two lists.
+        """
         self._kept_versions = list(map(_KEPT_VERSION_OF, self._params))
 
     def note_none_handed_out(self) -> None:

@@ -122,7 +122,7 @@ class Additions:
 class Staging:
     """A ring of pinned memory: parts of it receive copies while the host lane adds up others.
 
-    It has room for the gradients of two blocks, but for at most twice `most_bytes`: larger gradients are cut.
+    It has room for the gradients of two blocks, and at most twice `most_bytes`; larger gradients are cut.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, most_bytes: int | None) -> None:

@@ -86,8 +86,10 @@ class Course:
         self.position = -1
 
     @property
-    def kept(self) -> frozenset[int]:
-        """The blocks that the plan has on the device when the cycle begins; none where kept blocks take turns."""
+    def at_start(self) -> frozenset[int]:
+        """The blocks that the plan counts on when the cycle begins. Empty for a plan of several cycles, whose `start`
+        holds for the first one only.
+        """
         return self.plan.start if len(self.plan.cycles) == 1 else frozenset()
 
     def advance(self, key: VisitKey) -> Step | None:
