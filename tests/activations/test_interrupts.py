@@ -1,5 +1,6 @@
 """Does Ctrl-C anywhere in the offloading of activations leave anything wrong, or any byte behind?"""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 
 import headrace
 from headrace.runtime.autograd import top_hooks
-from tests.activations.interrupts import Calls
 from tests.activations.models import SAVED_BYTES, Stack, rows, step
 from tests.support.compare import assert_same
+from tests.support.interrupts import Strike
 
+FOLDERS = ("/headrace/activations/", "/headrace/memory/pool")
 LAYERS = 6
 ROUNDS = 60
 
@@ -24,13 +26,13 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(tier: str, compute_device: 
     with headrace.offload_activations(model, min_bytes=0, device_memory=0, tier=tier, disk=disk) as handle:
         for _ in range(3):
             step(model, x)
-        counted = Calls()
-        counted.during(model, x)
+        counted = Strike(folders=FOLDERS)
+        counted.during(functools.partial(step, model, x))
         assert counted.seen > ROUNDS
         struck = 0
         for index in range(ROUNDS):
             try:
-                Calls(1 + index * counted.seen // ROUNDS).during(model, x)
+                Strike(1 + index * counted.seen // ROUNDS, FOLDERS).during(functools.partial(step, model, x))
             except KeyboardInterrupt:
                 struck += 1
             if index % 4 == 3:  # so that several interrupts come together, too
@@ -58,12 +60,12 @@ def test_an_interrupt_at_the_end_of_a_call_does_not_keep_it_open() -> None:
     files = ("/headrace/activations/calls",)
     with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         step(model, rows("cpu"))
-        counted = Calls(folders=files)
-        counted.during(model, rows("cpu"))
+        counted = Strike(folders=files)
+        counted.during(functools.partial(step, model, rows("cpu")))
         assert counted.seen > 20
         for index in range(counted.seen):
             with pytest.raises(KeyboardInterrupt):
-                Calls(1 + index, files).during(model, rows("cpu"))
+                Strike(1 + index, files).during(functools.partial(step, model, rows("cpu")))
             handle.reset_stats()
             assert_same(step(model, rows("cpu")), expected)
             assert top_hooks(True) is None
@@ -80,5 +82,5 @@ def test_statistics_can_be_read_after_an_interrupt_and_remove(compute_device: to
         activations = handle.activations
         assert activations is not None
         with pytest.raises(KeyboardInterrupt):
-            Calls(60).during(model, rows(compute_device))
+            Strike(60, FOLDERS).during(functools.partial(step, model, rows(compute_device)))
     assert activations.stats().host_held_bytes == 0

@@ -1,5 +1,6 @@
 """Does code written for TransformerEngine's CPU offloading give the same results, and does each setting do its work?"""
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from headrace.activations.passes import Passes
 from headrace.compat import CPUOffloadConfig, get_cpu_offload_context
 from headrace.compat.megatron import apply
 from headrace.runtime.autograd import top_hooks
-from tests.activations.interrupts import Calls
 from tests.activations.models import SAVED_BYTES, Stack, results, rows, step
 from tests.support.compare import assert_same
 from tests.support.instances import instances
+from tests.support.interrupts import Strike
 
 pytestmark = pytest.mark.core(device="emu")
 
+FOLDERS = ("/headrace/activations/", "/headrace/compat/")
 LAYERS = 6
 
 
@@ -119,12 +121,12 @@ def test_interrupts_do_not_shift_the_layers_or_stop_offloading(
     model = wrapped(device)
     for _ in range(3):
         step(model, x)
-    counted = Calls()
-    counted.during(model, x)
+    counted = Strike(folders=FOLDERS)
+    counted.during(functools.partial(step, model, x))
     (passes,), struck = made, 0
     for index in range(40):
         try:
-            Calls(1 + index * counted.seen // 40).during(model, x)
+            Strike(1 + index * counted.seen // 40, FOLDERS).during(functools.partial(step, model, x))
         except KeyboardInterrupt:
             struck += 1
         before = passes.meter.offloads

@@ -1,10 +1,9 @@
 """How may a program go wrong, and hook into itself? Hooks of every kind, errors in passes, Ctrl-C anywhere."""
 
+import contextlib
 import functools
 import random
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor, nn
 
 from tests.programs.layers import WRITERS, hidden_of
 from tests.programs.world import StopError, World
-
-SWALLOWED = ("__del__", "<genexpr>")  # where nobody hears of an interrupt
-
+from tests.support.interrupts import Strike
 
 # hooks ----------------------------------------------------------------------------------------------------------------
 OF_MODULES = ("pre", "post", "backward", "backward_pre", "output")
@@ -167,20 +164,6 @@ def fail(world: World, rng: random.Random) -> None:
     world.model.zero_grad()
 
 
-class Strike:
-    """A profiler that counts the functions of headrace that are entered, and raises at the last of `left`."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
-        code = frame.f_code
-        if event == "call" and "/headrace/" in code.co_filename and code.co_name not in SWALLOWED:
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-
-
 def strike(world: World, rng: random.Random) -> None:
     """Ctrl-C as some function of headrace is entered, which happens to the offloaded model alone; all is put back."""
     batch, left = world.batch(rng), int(10 ** rng.uniform(0, 3))
@@ -189,13 +172,8 @@ def strike(world: World, rng: random.Random) -> None:
     tensors = [*world.model.parameters(), *world.model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     gradients = [None if p.grad is None else p.grad.clone() for p in world.model.parameters()]
-    sys.setprofile(Strike(left))
-    try:
-        world.model(**batch).sum().backward()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.setprofile(None)
+    with contextlib.suppress(KeyboardInterrupt):
+        Strike(left).during(lambda: world.model(**batch).sum().backward())
     after = [*world.model.parameters(), *world.model.buffers()]
     for tensor, value in zip(after, before, strict=True):
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # a buffer of an evaluation may be such

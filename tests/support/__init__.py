@@ -6,6 +6,7 @@
 - `held.py`: what is held on the device.
 - `offloaded.py`: an offloaded run beside a plain one: the same, within the budget, and moved as planned.
 - `instances.py`: objects that the package makes, without a path through private attributes.
+- `interrupts.py`: Ctrl-C at a moment of the test's choice.
 - `nursery.py`: processes of their own, and several ranks; `ranks.py`: what makes a process a rank.
 
 Many tests are these lines, and a folder's own question in between:

@@ -17,6 +17,7 @@ import headrace
 from headrace.weights.passes.call import Passes
 from tests.support.compare import assert_same, assert_same_gradients
 from tests.support.held import weight_bytes
+from tests.support.interrupts import Strike
 from tests.support.loops import loss_of, steps
 from tests.support.models import Decoder
 
@@ -25,19 +26,6 @@ def _train(model: Decoder, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Losses, which tell gradients too: each but the first follows from those before."""
     model.zero_grad()
     return steps(model, torch.optim.SGD(model.parameters(), lr=0.1), [tokens] * 3, loss_of)
-
-
-class _Interrupt:
-    """Raises KeyboardInterrupt when the n-th function of headrace's engine is entered, as a signal handler may."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
-        if event == "call" and "/headrace/weights/" in frame.f_code.co_filename and frame.f_code.co_name != "__del__":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
 
 
 def test_a_handle_can_be_removed_after_an_interrupt_that_somebody_keeps(decoder: Decoder, tokens: torch.Tensor) -> None:
@@ -73,11 +61,7 @@ def test_training_after_interrupts_anywhere_in_the_engine_equals_plain(
     with headrace.offload(decoder, device="cpu", device_memory=device_memory):
         for _ in range(8):
             with contextlib.suppress(KeyboardInterrupt):
-                sys.setprofile(_Interrupt(chance.randrange(1, 1200)))
-                try:
-                    _train(decoder, tokens)
-                finally:
-                    sys.setprofile(None)
+                Strike(chance.randrange(1, 1200), ("/headrace/weights/",)).during(lambda: _train(decoder, tokens))
             with torch.no_grad():
                 decoder(tokens)
             decoder.load_state_dict(weights)
