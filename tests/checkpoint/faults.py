@@ -85,10 +85,12 @@ def at_each_call(happens: Callable[[str], None], *, exchanges: bool = True) -> I
 
 
 class Nth:
-    """Something happens at the n-th call, or, if `on`, at it and all later ones."""
+    """Something happens at the n-th call, or, if `on`, at it and all later ones. Calls of the name `of` count; None:
+    all, among them those of other threads, whose number may differ from one save to the next.
+    """
 
-    def __init__(self, number: int, what: Callable[[], None], *, on: bool = False) -> None:
-        self._number, self._what, self._on = number, what, on
+    def __init__(self, number: int, what: Callable[[], None], *, on: bool = False, of: str | None = None) -> None:
+        self._number, self._what, self._on, self._of = number, what, on, of
         self.calls: list[str] = []
 
     @property
@@ -96,6 +98,8 @@ class Nth:
         return len(self.calls) > self._number
 
     def __call__(self, name: str) -> None:
+        if self._of not in (None, name):
+            return
         self.calls.append(name)
         if len(self.calls) == self._number + 1 or (self._on and self.happened):
             self._what()

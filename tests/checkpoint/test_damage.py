@@ -156,13 +156,13 @@ def test_an_older_checkpoint_that_cannot_be_looked_at_stays(tmp_path: Path, monk
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_save_that_fails_last_of_all_changes_nothing(tmp_path: Path, exchanges: bool) -> None:
     """The directory beside it is flushed when the two have changed places already."""
-    watched, calls = Watched(tmp_path / "one"), Nth(10**6, fails)
-    with at_each_call(calls, exchanges=exchanges):
+    watched, flushes = Watched(tmp_path / "one"), Nth(10**6, fails, of="fsync")
+    with at_each_call(flushes, exchanges=exchanges):
         headrace.save(watched.path, watched.model)
-    last = len(calls.calls) - calls.calls[::-1].index("fsync") - 1
-    watched = Watched(tmp_path / "other")
-    with at_each_call(Nth(last, fails), exchanges=exchanges), pytest.raises(headrace.DiskError, match="Input/output"):
+    watched, last = Watched(tmp_path / "other"), Nth(len(flushes.calls) - 1, fails, of="fsync")
+    with at_each_call(last, exchanges=exchanges), pytest.raises(headrace.DiskError, match="Input/output"):
         headrace.save(watched.path, watched.model)
+    assert last.happened
     assert [path.name for path in watched.path.parent.iterdir()] == ["step-2"]
     assert watched.holds(watched.directory) == 0
 
