@@ -41,7 +41,7 @@ def sent(staging: Staging, nbytes: int, page: int | None = None) -> Watched:
     assert staging.fits(nbytes, page)
     memory = staging.carve(torch.empty(nbytes, dtype=torch.uint8), page)
     additions = Watched(memory.data_ptr(), memory.data_ptr() + nbytes)
-    staging.turn(additions)
+    staging.sent(additions)
     return additions
 
 
@@ -59,7 +59,7 @@ def test_a_transfer_is_not_cut_at_the_end_of_the_ring(staging: Staging) -> None:
     """It begins at the start where the rest is too short for it."""
     first = sent(staging, BLOCK_BYTES)
     second = sent(staging, BLOCK_BYTES // PARTS)
-    staging.transfer_bytes = BLOCK_BYTES
+    staging.begin(BLOCK_BYTES)
     for _ in range(PARTS):
         assert staging.fits(BLOCK_BYTES // PARTS, None)
         staging.carve(torch.empty(BLOCK_BYTES // PARTS, dtype=torch.uint8), None)
@@ -106,11 +106,11 @@ def test_nothing_lies_where_additions_still_read(transfers: list[tuple[list[tupl
 
     def send() -> None:
         under_way.append(Watched(carved[0][0], carved[-1][1]))
-        staging.turn(under_way[-1])
+        staging.sent(under_way[-1])
         carved.clear()
 
     for pieces, transfer_bytes in transfers:
-        staging.transfer_bytes = transfer_bytes
+        staging.begin(transfer_bytes)
         for nbytes, page in pieces:
             if not staging.fits(nbytes, page):
                 send()

@@ -218,11 +218,11 @@ class WatchedBuffer(PlainCopies):
 
 
 class Leaf(PlainCopies, nn.Parameter):
-    """The parameter that a module computes with. Its `data` notes the leaf in `handed_out`, as the module may write
+    """The parameter that a module computes with. Its `data` notes the leaf in `handed_out_ids`, as the module may write
     through it.
     """
 
-    handed_out: set[int]  # the ids of those leaves of a block whose `data` somebody may have
+    handed_out_ids: set[int]  # the ids of those leaves of a block whose `data` somebody may have
     owner: "weakref.ref[Any]"  # the ManagedParam, whose `home` is the home of this leaf
     got_nested_gradient: str | None = None  # the parameter's name, once a nested backward had a gradient for it
 
@@ -243,14 +243,14 @@ class Leaf(PlainCopies, nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        self.handed_out.add(id(self))
+        self.handed_out_ids.add(id(self))
         return raw_data(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value.device != self.device:
             raise StateError(f"a weight that computes on {self.device} would go to {value.device}: {_MOVES}")
-        self.handed_out.add(id(self))
+        self.handed_out_ids.add(id(self))
         data_of.__set__(self, value)
 
     def point(self, value: torch.Tensor) -> None:

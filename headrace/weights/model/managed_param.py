@@ -94,14 +94,14 @@ class ManagedParam:
         self.loaded_token: Token = _NEVER  # the token of the contents from which the device copy was made
         self.on_gradient: Callable[[Leaf], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
-        self.gradient_memory: torch.Tensor | None = None  # over the storage of the gradient that headrace gave the home
+        self.kept_gradient: torch.Tensor | None = None  # over the storage of the gradient that headrace gave the home
         self.node_is_watched = True  # assumed until `look_for_watchers` has looked
         fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # with a version counter of its own
         self.leaf = Leaf(fresh, requires_grad=parameter.requires_grad)
         self.leaf.__dict__.update(
             {key: value for key, value in parameter.__dict__.items() if not key.startswith("_headrace")}
         )
-        self.leaf.handed_out = set()  # `Leaves` gives all leaves of a block one set
+        self.leaf.handed_out_ids = set()  # `Leaves` gives all leaves of a block one set
         self.leaf.owner = weakref.ref(self)
         self.kept_version = self.leaf._version  # the leaf's version when the home last had all that was written to it
         self.leaf.point(absent)
@@ -187,7 +187,7 @@ class ManagedParam:
     @property
     def leaf_may_be_written(self) -> bool:
         """Whether the model may have written to the leaf since its writes were last kept."""
-        return self.leaf._version != self.kept_version or id(self.leaf) in self.leaf.handed_out
+        return self.leaf._version != self.kept_version or id(self.leaf) in self.leaf.handed_out_ids
 
     def keep_leaf_writes(self, buffer: torch.Tensor) -> bool:
         """Copies to the home what the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`).
@@ -330,7 +330,7 @@ class ManagedParam:
         home = as_parameter(self.home)
         if home.grad is None and home.requires_grad:
             home.grad_dtype = home.dtype  # the dtype of a plain parameter's gradient
-        self.on_gradient = self.unit = self.gradient_memory = None
+        self.on_gradient = self.unit = self.kept_gradient = None
         self._before_touch = self.before_write = self.on_change = _nothing
         if self._hook is not None:
             self._hook.remove()

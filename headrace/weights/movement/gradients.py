@@ -249,7 +249,7 @@ class Gradients(GradientFlow):
         direct: list[Copy] = []
         staged: list[Staged | Remainder] = []
         self.ledger.add(Tier.DEVICE, PURPOSE, self._ready_bytes)
-        self._staging.transfer_bytes = self._ready_bytes + KERNEL_ALIGNMENT_BYTES * len(self._ready)
+        self._staging.begin(self._ready_bytes + KERNEL_ALIGNMENT_BYTES * len(self._ready))
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         what = ready[0][0].name if ready else ""
         for param, gradients, rows in ready:
@@ -300,7 +300,7 @@ class Gradients(GradientFlow):
         self._last_sent = transfer.done
         self._sending = []
         if staged:
-            self._staging.turn(Additions(self.lanes.run(lambda: add_up(staged, self._writes), transfer.done)))
+            self._staging.sent(Additions(self.lanes.run(lambda: add_up(staged, self._writes), transfer.done)))
 
     def _destination(self, param: ManagedParam) -> tuple[torch.Tensor, bool, bool]:
         """The tensor that a gradient goes to, whether it is added there, and whether that tensor is a new one."""

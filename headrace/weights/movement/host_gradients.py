@@ -36,7 +36,7 @@ class HostGradient:
         self._nbytes = param.home.numel() * dtype.itemsize
         self._layout = param.layout.shape, strides_of(param)
         self._make = make  # makes more memory, in whatever tier has room
-        self._param = param  # its `gradient_memory` is made once, and each gradient is a tensor over the same storage
+        self._param = param  # its `kept_gradient` is made once, and each gradient is a tensor over the same storage
         self._address = 0  # where this memory lies
         # Places on disk that the user has or had: extents are not freed, so places are reused.
         self._others: list[tuple[GradientMemory, int, StorageWeakRef]] = []
@@ -45,7 +45,7 @@ class HostGradient:
     def make_next(self) -> None:
         """Makes the tensor that `fresh` gives next, if there is none: in other memory, if somebody has the last one.
 
-        `gradient_memory` and what it gives are our only tensors with that storage: any other reference to it is the
+        `kept_gradient` and what it gives are our only tensors with that storage: any other reference to it is the
         user's (see runtime/holders.py).
         """
         if self.next is not None:
@@ -53,13 +53,13 @@ class HostGradient:
         if not self._nbytes:
             self.next = torch.empty(self._layout[0], dtype=self.dtype, device="cpu")
             return
-        kept = self._param.gradient_memory
+        kept = self._param.kept_gradient
         if kept is not None and references_beside(kept):
             self._move(StorageWeakRef(kept.untyped_storage()))
             kept = None
         if kept is None or kept.data_ptr() != self._address:  # the user moved it to memory that processes share
             kept = self._memory.tensor(self._offset, self._nbytes, self.dtype).as_strided_(*self._layout)
-            self._param.gradient_memory, self._address = kept, kept.data_ptr()
+            self._param.kept_gradient, self._address = kept, kept.data_ptr()
         self.next = data_of.__get__(kept)
 
     def fresh(self) -> torch.Tensor:
@@ -80,7 +80,7 @@ class HostGradient:
         self._lie_in(self._make(self._nbytes), 0)
 
     def _lie_in(self, memory: GradientMemory, offset: int) -> None:
-        self._memory, self._offset, self._param.gradient_memory = memory, offset, None
+        self._memory, self._offset, self._param.kept_gradient = memory, offset, None
         self.disk = memory if isinstance(memory, DiskGradients) and self._nbytes else None
 
 

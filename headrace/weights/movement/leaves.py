@@ -23,9 +23,9 @@ class Leaves:
         self._params, self._compounds = params, compounds
         self._leaves = [param.leaf for param in params]
         self._absent = [param.absent for param in params]
-        self._handed_out: set[int] = set()  # the ids of leaves whose `data` somebody may have
+        self._handed_out_ids: set[int] = set()  # the ids of leaves whose `data` somebody may have
         for leaf in self._leaves:
-            leaf.handed_out = self._handed_out
+            leaf.handed_out_ids = self._handed_out_ids
         self.note_kept_versions()
         self.with_bytes = sum(param.layout.nbytes > 0 for param in params)  # how many lie in the buffer
         by_home = {id(param.home): param.leaf for param in params}
@@ -55,7 +55,7 @@ class Leaves:
 
     def may_be_written(self) -> bool:
         """Whether the model may have written to a leaf since `note_writes_kept`. Called within `without_overrides`."""
-        return bool(self._handed_out) or list(map(_VERSION_OF, self._leaves)) != self._kept_versions
+        return bool(self._handed_out_ids) or list(map(_VERSION_OF, self._leaves)) != self._kept_versions
 
     def note_writes_kept(self) -> None:
         """Notes that the homes have all that was written to the leaves until now. Called within `without_overrides`."""
@@ -71,7 +71,7 @@ class Leaves:
 
     def note_none_handed_out(self) -> None:
         """Notes that nobody has the `data` of a leaf."""
-        self._handed_out.clear()
+        self._handed_out_ids.clear()
 
     def are_saved(self) -> bool:
         """Whether autograd has saved a leaf itself, and still needs it."""

@@ -130,16 +130,15 @@ class Staging:
         self._ledger = ledger
         self._most_bytes = _ANY_BYTES if most_bytes is None else most_bytes
         self._wanted_bytes = 0
-        self._half_bytes = 0
         self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
         # Oldest first, with the bytes of the ring that each reads, from the first to the one past the last.
         self._under_way: deque[tuple[int, int, Additions]] = deque()
-        self._begin = self._end = 0  # of what was carved since the last `turn`
-        self.transfer_bytes = 0  # about so many are carved until the next `turn`: better in one piece of the ring
+        self._begin = self._end = 0  # of what was carved since the last `sent`
+        self._coming_bytes = 0
 
-    def grow(self, half_bytes: int) -> None:
-        """Asks for a ring of twice `half_bytes`. It is made at first use, as a single micro-batch needs none."""
-        self._wanted_bytes = max(self._wanted_bytes, aligned(min(half_bytes, self._most_bytes)))
+    def grow(self, block_bytes: int) -> None:
+        """Asks for room for two blocks of so many bytes. It is made at first use: a single micro-batch needs none."""
+        self._wanted_bytes = max(self._wanted_bytes, aligned(min(block_bytes, self._most_bytes)))
 
     def limit(self, most_bytes: int) -> None:
         """Cuts gradients to `most_bytes` from now on. Called where host memory is short."""
@@ -148,8 +147,8 @@ class Staging:
 
     @property
     def missing_bytes(self) -> int:
-        """The most bytes that making the ring (anew) takes: each half has a page more than wanted, see `carve`."""
-        return whole_pages(2 * (self._wanted_bytes + mmap.PAGESIZE)) if self._wanted_bytes > self._half_bytes else 0
+        """The most bytes that making the ring (anew) takes: it may be a page larger than wanted, see `carve`."""
+        return whole_pages(2 * self._wanted_bytes) + mmap.PAGESIZE if 2 * self._wanted_bytes > len(self._ring) else 0
 
     def parts(
         self, gradients: Sequence[torch.Tensor], target: torch.Tensor, rows: torch.Tensor | None
@@ -167,8 +166,12 @@ class Staging:
         source = flat(laid_out(gradient, target.stride(), gradient.dtype))
         return zip(source.split(count), flat(target).split(count), repeat(None), strict=False)
 
+    def begin(self, nbytes: int) -> None:
+        """Called before gradients are carved, of about so many bytes in all: better in one piece of the ring."""
+        self._coming_bytes = nbytes
+
     def fits(self, nbytes: int, page: int | None) -> bool:
-        """Whether what was carved since the last `turn` can go on with `nbytes`. `page`: see `carve`."""
+        """Whether what was carved since the last `sent` can go on with `nbytes`. `page`: see `carve`."""
         return self._begin == self._end or self._place(page) + aligned(nbytes) <= len(self._ring)
 
     def carve(self, gradient: torch.Tensor, page: int | None) -> torch.Tensor:
@@ -178,14 +181,15 @@ class Staging:
         `page`: the byte of a file where the gradient goes, if it goes to disk. The memory then lies in its page as it
         will in the file, so that whole pages can be written as they are.
         """
-        nbytes = (page or 0) % mmap.PAGESIZE + aligned(gradient.nbytes)
-        if self._wanted_bytes > self._half_bytes or nbytes > self._half_bytes:
-            self._make(max(self._wanted_bytes, nbytes))
-        first, together = self._place(page), max(aligned(gradient.nbytes), min(self.transfer_bytes, self._half_bytes))
+        nbytes = aligned(gradient.nbytes)
+        ring_bytes = max(2 * max(self._wanted_bytes, nbytes), (page or 0) % mmap.PAGESIZE + nbytes)
+        if ring_bytes > len(self._ring):
+            self._make(ring_bytes)
+        first, together = self._place(page), max(nbytes, min(self._coming_bytes, len(self._ring) // 2))
         if self._begin == self._end and first + together > len(self._ring):
             self._begin = self._end = 0
             first = self._place(page)
-        last = first + aligned(gradient.nbytes)
+        last = first + nbytes
         while any(begin < last and first < end for begin, end, _ in self._under_way):
             self._under_way.popleft()[-1].synchronize()
         self._end = last
@@ -195,7 +199,7 @@ class Staging:
         """The first free byte that lies in its page as byte `page` of a file does; None: the first free byte."""
         return self._end if page is None else self._end + (page - self._end) % mmap.PAGESIZE
 
-    def turn(self, additions: Additions) -> None:
+    def sent(self, additions: Additions) -> None:
         """Called when what was carved since the last call was sent: `additions` reads it."""
         self._under_way.append((self._begin, self._end, additions))
         self._begin = self._end
@@ -210,7 +214,6 @@ class Staging:
         while self._under_way:
             self._under_way.popleft()[-1].synchronize()
 
-    def _make(self, half_bytes: int) -> None:
+    def _make(self, nbytes: int) -> None:
         self.wait()
-        self._ring = Arena(2 * half_bytes, self._device, self._ledger, PURPOSE).tensor(0, 2 * half_bytes)
-        self._half_bytes = half_bytes
+        self._ring = Arena(nbytes, self._device, self._ledger, PURPOSE).tensor(0, nbytes)

@@ -132,7 +132,9 @@ class Budgets:
                 free_bytes,
                 gradient_bytes if config.disk is not None else 0,
                 ranks=self.ranks,
-                halves_bytes=None if config.mesh is None else self._halves_bytes(inventory, parts, config),
+                gradient_staging_bytes=None
+                if config.mesh is None
+                else self._gradient_staging_bytes(inventory, parts, config),
             )
             alone = [part for part in parts.streamed if _rests_alone_on_disk(part, inventory, config, materialized)]
             return _with_single_experts(placement, {part.name: sizes[part.name] for part in alone})
@@ -150,7 +152,7 @@ class Budgets:
             )
         return Placement()
 
-    def _halves_bytes(self, inventory: Inventory, parts: Partition, config: OffloadConfig) -> int:
+    def _gradient_staging_bytes(self, inventory: Inventory, parts: Partition, config: OffloadConfig) -> int:
         """Bytes of host memory through which ranks give gradients: twice the largest block's from each rank."""
         largest_bytes = 0
         for part in (*parts.streamed, *parts.resident):

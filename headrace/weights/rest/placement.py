@@ -41,7 +41,7 @@ def place(
     all_gradient_bytes: int,
     *,
     ranks: int = 1,
-    halves_bytes: int | None = None,
+    gradient_staging_bytes: int | None = None,
 ) -> Placement:
     """Spreads blocks over host and disk, evenly, so that the drive has work during the whole pass.
 
@@ -49,20 +49,20 @@ def place(
     `host_bytes`: the host memory for blocks, gradients and staging. `all_gradient_bytes`: the gradients of a model that
     trains; they get the room that weights leave, else they rest on disk.
 
-    `ranks` share the host memory, and each has a ring of its own. `halves_bytes`: both halves of the gradients' staging
-    memory, where these cannot be cut. Raises BudgetError when not even the staging memory fits.
+    `ranks` share the host memory, and each has a ring of its own. `gradient_staging_bytes`: the memory through which
+    gradients pass, where they cannot be cut. Raises BudgetError when not even the staging memory fits.
     """
     pages = {name: whole_pages(nbytes) for name, nbytes in sizes.items()}
     total_bytes = sum(pages.values())
-    if total_bytes + all_gradient_bytes + (halves_bytes or 0) <= host_bytes:
+    if total_bytes + all_gradient_bytes + (gradient_staging_bytes or 0) <= host_bytes:
         return Placement()
-    for_rings_bytes = max(0, host_bytes - (halves_bytes or 0))
+    for_rings_bytes = max(0, host_bytes - (gradient_staging_bytes or 0))
     chunk_bytes, chunks = ring_size(for_rings_bytes // ranks, device_bytes, max(pages.values(), default=0))
     gradient_bytes = 2 * chunk_bytes if all_gradient_bytes else 0
-    halves_bytes = 2 * gradient_bytes if halves_bytes is None else halves_bytes
-    if total_bytes + halves_bytes <= host_bytes:
+    gradient_staging_bytes = 2 * gradient_bytes if gradient_staging_bytes is None else gradient_staging_bytes
+    if total_bytes + gradient_staging_bytes <= host_bytes:
         return Placement(gradient_bytes=gradient_bytes or None)
-    staging_bytes = ranks * chunks * chunk_bytes + halves_bytes
+    staging_bytes = ranks * chunks * chunk_bytes + gradient_staging_bytes
     left_bytes = host_bytes - staging_bytes
     if left_bytes < 0:
         raise BudgetError(
