@@ -77,7 +77,6 @@ class _Calls:
         module: Any = self._module()
         if torch.compiler.is_compiling():
             if self._stops_compiler(module):
-                refuse_export()
                 return _outside_of_compiler()(self, module, *args, **kwargs)
             return type(module)._call_impl(module, *args, **kwargs)
         if len(self.participants) == 1:
@@ -90,9 +89,12 @@ class _Calls:
         return self.around(module, self._inside, args, kwargs)
 
     def _stops_compiler(self, module: nn.Module) -> bool:
-        """Asks the inner participant first: where weights stop the compiler, activations need not refuse it."""
-        for participant in self.participants[::-1]:  # noqa: SIM110  # the compiler follows this more easily
+        """Asks the inner participant first: where weights stop the compiler, activations need not refuse it. Raises
+        StateError in an export that would be stopped.
+        """
+        for participant in self.participants[::-1]:
             if participant.stops_compiler(module):
+                refuse_export()
                 return True
         return False
 
@@ -112,7 +114,6 @@ class _Calls:
         """The module's `forward`. If user code calls it directly, the participants take part in it as in a call."""
         if torch.compiler.is_compiling():
             if self._stops_compiler(module):
-                refuse_export()
                 return _outside_of_compiler()(self, module, *args, **kwargs)
             return own(*args, **kwargs)
         this = threading.get_ident()

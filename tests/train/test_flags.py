@@ -176,7 +176,10 @@ def test_a_share_of_the_state_on_a_device_that_is_the_cpu_is_told(settings: Sett
         ({"state_dtype": "8bit", "optimizer": "muon"}, "--state-dtype is float32 with --optimizer muon"),
         ({"optimizer": "adam2"}, "--optimizer is 'adam2'; give one of adamw, adam"),
         ({"offload_activations": ("layers",)}, "--offload-activations layers: give NAME=VALUE"),
-        ({"offload_activations": ("layer=2",)}, "--offload-activations has no setting 'layer'; give one of layers"),
+        (
+            {"offload_activations": ("layer=2",)},
+            "--offload-activations: activations has no setting 'layer'; it has layers",
+        ),
         ({"offload_activations": ("fraction=2",)}, "--offload-activations: fraction=2; give a number from 0 to 1"),
         ({"offload_activations": ("tier=disk",)}, "--offload-activations tier=disk needs a directory"),
         ({"param_dtype": "bfloat16", "compare_plain": 1}, "--compare-plain is for weights in their own dtype"),
