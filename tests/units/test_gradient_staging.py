@@ -59,7 +59,7 @@ def test_a_transfer_is_not_cut_at_the_end_of_the_ring(staging: Staging) -> None:
     """It begins at the start where the rest is too short for it."""
     first = sent(staging, BLOCK_BYTES)
     second = sent(staging, BLOCK_BYTES // PARTS)
-    staging.begin(BLOCK_BYTES)
+    staging.coming_bytes = BLOCK_BYTES
     for _ in range(PARTS):
         assert staging.fits(BLOCK_BYTES // PARTS, None)
         staging.carve(torch.empty(BLOCK_BYTES // PARTS, dtype=torch.uint8), None)
@@ -110,7 +110,7 @@ def test_nothing_lies_where_additions_still_read(transfers: list[tuple[list[tupl
         carved.clear()
 
     for pieces, transfer_bytes in transfers:
-        staging.begin(transfer_bytes)
+        staging.coming_bytes = transfer_bytes
         for nbytes, page in pieces:
             if not staging.fits(nbytes, page):
                 send()

@@ -249,7 +249,7 @@ class Gradients(GradientFlow):
         direct: list[Copy] = []
         staged: list[Staged | Remainder] = []
         self.ledger.add(Tier.DEVICE, PURPOSE, self._ready_bytes)
-        self._staging.begin(self._ready_bytes + KERNEL_ALIGNMENT_BYTES * len(self._ready))
+        self._staging.coming_bytes = self._ready_bytes + KERNEL_ALIGNMENT_BYTES * len(self._ready)
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         what = ready[0][0].name if ready else ""
         for param, gradients, rows in ready:

@@ -134,7 +134,7 @@ class Staging:
         # Oldest first, with the bytes of the ring that each reads, from the first to the one past the last.
         self._under_way: deque[tuple[int, int, Additions]] = deque()
         self._begin = self._end = 0  # of what was carved since the last `sent`
-        self._coming_bytes = 0
+        self.coming_bytes = 0  # about so many are carved until the next `sent`: better in one piece of the ring
 
     def grow(self, block_bytes: int) -> None:
         """Asks for room for two blocks of so many bytes. It is made at first use: a single micro-batch needs none."""
@@ -166,10 +166,6 @@ class Staging:
         source = flat(laid_out(gradient, target.stride(), gradient.dtype))
         return zip(source.split(count), flat(target).split(count), repeat(None), strict=False)
 
-    def begin(self, nbytes: int) -> None:
-        """Called before gradients are carved, of about so many bytes in all: better in one piece of the ring."""
-        self._coming_bytes = nbytes
-
     def fits(self, nbytes: int, page: int | None) -> bool:
         """Whether what was carved since the last `sent` can go on with `nbytes`. `page`: see `carve`."""
         return self._begin == self._end or self._place(page) + aligned(nbytes) <= len(self._ring)
@@ -185,7 +181,7 @@ class Staging:
         ring_bytes = max(2 * max(self._wanted_bytes, nbytes), (page or 0) % mmap.PAGESIZE + nbytes)
         if ring_bytes > len(self._ring):
             self._make(ring_bytes)
-        first, together = self._place(page), max(nbytes, min(self._coming_bytes, len(self._ring) // 2))
+        first, together = self._place(page), max(nbytes, min(self.coming_bytes, len(self._ring) // 2))
         if self._begin == self._end and first + together > len(self._ring):
             self._begin = self._end = 0
             first = self._place(page)
