@@ -61,7 +61,7 @@ def test_zeros_that_need_no_staging_memory_are_waited_for() -> None:
     staging = Staging(torch.device("cpu"), Ledger(), None)
     jobs: list[Future[list[Request]]] = [Future() for _ in range(3)]
     for job in jobs:
-        staging.turn(Additions(job))
+        staging.sent(Additions(job))
     assert len(staging.under_way()) == len(jobs)
     for job in jobs[1:]:
         job.set_result([])
