@@ -18,10 +18,10 @@ from headrace.runtime.pending import OWNER
 def gradient_is_shared(parameter: torch.Tensor) -> bool:
     """Whether anybody but the parameter and headrace refers to its `grad`, which must not be None, or to its memory."""
     owner = parameter.__dict__.get(OWNER)
-    memory = None if owner is None else owner.kept_gradient
+    ours = None if owner is None else owner.kept_gradient
     with without_overrides():  # an optimizer may be updating the parameter
-        kept = memory is not None and _storage_of(memory) == _storage_of(parameter.grad)
-        return _references_to_gradient(parameter) > _ALONE + kept
+        is_ours = ours is not None and _storage_of(ours) == _storage_of(parameter.grad)
+        return _references_to_gradient(parameter) > _ALONE + is_ours
 
 
 def _storage_of(tensor: Any) -> int:

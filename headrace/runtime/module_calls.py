@@ -89,8 +89,8 @@ class _Calls:
         return self.around(module, self._inside, args, kwargs)
 
     def _stops_compiler(self, module: nn.Module) -> bool:
-        """Asks the inner participant first: where weights stop the compiler, activations need not refuse it. Raises
-        StateError in an export that would be stopped.
+        """Whether a participant stops the compiler here; raises StateError if one does so in an export. The inner
+        participant is asked first: where weights stop the compiler, activations need not refuse it.
         """
         for participant in self.participants[::-1]:
             if participant.stops_compiler(module):

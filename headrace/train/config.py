@@ -291,6 +291,8 @@ def _bad_activations(config: TrainConfig) -> Iterator[str]:
     settings = config.activation_settings()
     if settings is None:
         return
+    if "disk" in settings:
+        yield "--offload-activations has no setting 'disk'; name the directory with --disk"
     try:
         activation_config(settings or True)
     except (TypeError, ValueError) as error:

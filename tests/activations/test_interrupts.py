@@ -12,7 +12,7 @@ from tests.activations.models import SAVED_BYTES, Stack, rows, step
 from tests.support.compare import assert_same
 from tests.support.interrupts import Strike
 
-FOLDERS = ("/headrace/activations/", "/headrace/memory/pool")
+WITHIN = ("/headrace/activations/", "/headrace/memory/pool")
 LAYERS = 6
 ROUNDS = 60
 
@@ -26,13 +26,13 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(tier: str, compute_device: 
     with headrace.offload_activations(model, min_bytes=0, device_memory=0, tier=tier, disk=disk) as handle:
         for _ in range(3):
             step(model, x)
-        counted = Strike(folders=FOLDERS)
+        counted = Strike(within=WITHIN)
         counted.during(functools.partial(step, model, x))
         assert counted.seen > ROUNDS
         struck = 0
         for index in range(ROUNDS):
             try:
-                Strike(1 + index * counted.seen // ROUNDS, FOLDERS).during(functools.partial(step, model, x))
+                Strike(1 + index * counted.seen // ROUNDS, WITHIN).during(functools.partial(step, model, x))
             except KeyboardInterrupt:
                 struck += 1
             if index % 4 == 3:  # so that several interrupts come together, too
@@ -60,7 +60,7 @@ def test_an_interrupt_at_the_end_of_a_call_does_not_keep_it_open() -> None:
     files = ("/headrace/activations/calls",)
     with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         step(model, rows("cpu"))
-        counted = Strike(folders=files)
+        counted = Strike(within=files)
         counted.during(functools.partial(step, model, rows("cpu")))
         assert counted.seen > 20
         for index in range(counted.seen):
@@ -82,5 +82,5 @@ def test_statistics_can_be_read_after_an_interrupt_and_remove(compute_device: to
         activations = handle.activations
         assert activations is not None
         with pytest.raises(KeyboardInterrupt):
-            Strike(60, FOLDERS).during(functools.partial(step, model, rows(compute_device)))
+            Strike(60, WITHIN).during(functools.partial(step, model, rows(compute_device)))
     assert activations.stats().host_held_bytes == 0

@@ -85,8 +85,8 @@ def at_each_call(happens: Callable[[str], None], *, exchanges: bool = True) -> I
 
 
 class Nth:
-    """Something happens at the n-th call, or, if `on`, at it and all later ones. Calls of the name `of` count; None:
-    all, among them those of other threads, whose number may differ from one save to the next.
+    """Something happens at call `number`, from 0, or, if `on`, at it and all later ones. Only calls named `of` count;
+    None: all do, those of other threads too, whose number may differ from one save to the next.
     """
 
     def __init__(self, number: int, what: Callable[[], None], *, on: bool = False, of: str | None = None) -> None:

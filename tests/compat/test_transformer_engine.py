@@ -20,7 +20,7 @@ from tests.support.interrupts import Strike
 
 pytestmark = pytest.mark.core(device="emu")
 
-FOLDERS = ("/headrace/activations/", "/headrace/compat/")
+WITHIN = ("/headrace/activations/", "/headrace/compat/")
 LAYERS = 6
 
 
@@ -121,12 +121,12 @@ def test_interrupts_do_not_shift_the_layers_or_stop_offloading(
     model = wrapped(device)
     for _ in range(3):
         step(model, x)
-    counted = Strike(folders=FOLDERS)
+    counted = Strike(within=WITHIN)
     counted.during(functools.partial(step, model, x))
     (passes,), struck = made, 0
     for index in range(40):
         try:
-            Strike(1 + index * counted.seen // 40, FOLDERS).during(functools.partial(step, model, x))
+            Strike(1 + index * counted.seen // 40, WITHIN).during(functools.partial(step, model, x))
         except KeyboardInterrupt:
             struck += 1
         before = passes.meter.offloads

@@ -166,14 +166,14 @@ def fail(world: World, rng: random.Random) -> None:
 
 def strike(world: World, rng: random.Random) -> None:
     """Ctrl-C as some function of headrace is entered, which happens to the offloaded model alone; all is put back."""
-    batch, left = world.batch(rng), int(10 ** rng.uniform(0, 3))
+    batch, number = world.batch(rng), int(10 ** rng.uniform(0, 3))
     if world.handle is None:
         return
     tensors = [*world.model.parameters(), *world.model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     gradients = [None if p.grad is None else p.grad.clone() for p in world.model.parameters()]
     with contextlib.suppress(KeyboardInterrupt):
-        Strike(left).during(lambda: world.model(**batch).sum().backward())
+        Strike(number).during(lambda: world.model(**batch).sum().backward())
     after = [*world.model.parameters(), *world.model.buffers()]
     for tensor, value in zip(after, before, strict=True):
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # a buffer of an evaluation may be such

@@ -57,19 +57,20 @@ def interrupted_at(moment: int, action: Callable[[], Any], within: str = "") -> 
 
 
 class Strike:
-    """A profiler that counts functions as they are entered in files of `folders`. It raises KeyboardInterrupt, as a
-    signal handler may, in that of number `left`, from 1, or in the next one whose caller hears of it.
+    """A profiler that counts functions as they are entered, in files whose path has one of `within` in it. It raises
+    KeyboardInterrupt, as a signal handler may, at function `number`, from 1, or at the first one after it whose caller
+    hears of the error. It strikes once, as Python removes a profiler that raises.
     """
 
-    def __init__(self, left: int = sys.maxsize, folders: tuple[str, ...] = ("/headrace/",)) -> None:
-        self.left = left
-        self.folders = folders
+    def __init__(self, number: int = sys.maxsize, within: tuple[str, ...] = ("/headrace/",)) -> None:
+        self.number = number
+        self.within = within
         self.seen = 0
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "call" and any(part in frame.f_code.co_filename for part in self.folders):
+        if event == "call" and any(part in frame.f_code.co_filename for part in self.within):
             self.seen += 1
-            if self.seen >= self.left and _is_heard(frame):
+            if self.seen >= self.number and _is_heard(frame):
                 raise KeyboardInterrupt
 
     def during(self, action: Callable[[], Any]) -> None:
@@ -82,9 +83,9 @@ class Strike:
 
 
 def _is_heard(frame: FrameType) -> bool:
-    """Whether an error that is raised as this frame is entered reaches whoever runs it. The interpreter drops errors of
-    finalizers, and of generators that it closes because a loop over them ended early. These look like generators that
-    go on, so all generators but context managers are left out.
+    """Whether an error raised as this frame is entered reaches its caller. The interpreter drops errors raised in
+    `__del__`, and in generators that it closes because the loop over them ended early. A generator that is closed
+    cannot be told from one that is resumed, so no generator counts, except those of context managers.
     """
     caller = frame.f_back
     if frame.f_code.co_flags & inspect.CO_GENERATOR and (

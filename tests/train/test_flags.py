@@ -180,6 +180,7 @@ def test_a_share_of_the_state_on_a_device_that_is_the_cpu_is_told(settings: Sett
             {"offload_activations": ("layer=2",)},
             "--offload-activations: activations has no setting 'layer'; it has layers",
         ),
+        ({"offload_activations": ("disk=here",)}, "no setting 'disk'; name the directory with --disk"),
         ({"offload_activations": ("fraction=2",)}, "--offload-activations: fraction=2; give a number from 0 to 1"),
         ({"offload_activations": ("tier=disk",)}, "--offload-activations tier=disk needs a directory"),
         ({"param_dtype": "bfloat16", "compare_plain": 1}, "--compare-plain is for weights in their own dtype"),

@@ -109,8 +109,8 @@ def test_nothing_lies_where_additions_still_read(transfers: list[tuple[list[tupl
         staging.sent(under_way[-1])
         carved.clear()
 
-    for pieces, transfer_bytes in transfers:
-        staging.coming_bytes = transfer_bytes
+    for pieces, coming_bytes in transfers:
+        staging.coming_bytes = coming_bytes
         for nbytes, page in pieces:
             if not staging.fits(nbytes, page):
                 send()

@@ -54,7 +54,7 @@ class StepGraph:
         """Lays out one step; returns the index of its last task on the compute lane."""
         self.gradients, self.kept, self.back, self.begun = {}, {}, {}, set()
         for index, visit in enumerate(self.plan.problem.visits):
-            before = self._send_for_sums(visit)
+            before = self._bring_for_sums(visit)
             waits = self._moved_before(cycle, index, visit)
             name = f"{visit.phase.value} {' '.join(map(str, visit.blocks))}"
             parts, seconds = self._parts(visit), visit.compute_seconds
@@ -86,9 +86,9 @@ class StepGraph:
         leaving = _back(self.leaving, GRADIENT_BLOCKS) if backward else _back(self.sent, ACTIVATION_LAYERS)
         return waits + leaving
 
-    def _send_for_sums(self, visit: Visit) -> list[tuple[int, float]]:
-        """Adds the way of gradients to the device, where sums of micro-batches that go together begin with them: in
-        parts, each with the seconds of the first micro-batch's backward after which compute waits for it.
+    def _bring_for_sums(self, visit: Visit) -> list[tuple[int, float]]:
+        """Adds the onloads of gradients that sums of micro-batches begin with, in parts. Returns the task of each part,
+        and the seconds of the first micro-batch's backward after which compute waits for it.
         """
         found = []
         for block in visit.blocks if visit.phase is Phase.BACKWARD else ():

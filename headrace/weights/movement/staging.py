@@ -122,7 +122,8 @@ class Additions:
 class Staging:
     """A ring of pinned memory: parts of it receive copies while the host lane adds up others.
 
-    It has room for the gradients of two blocks, and at most twice `most_bytes`; larger gradients are cut.
+    It has room for the gradients of two blocks, but no more than twice `most_bytes`: larger gradients are cut. Single
+    rows, and gradients for a `home.grad` with gaps, cannot be cut: the ring grows for them.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, most_bytes: int | None) -> None:
@@ -134,10 +135,12 @@ class Staging:
         # Oldest first, with the bytes of the ring that each reads, from the first to the one past the last.
         self._under_way: deque[tuple[int, int, Additions]] = deque()
         self._begin = self._end = 0  # of what was carved since the last `sent`
-        self.coming_bytes = 0  # about so many are carved until the next `sent`: better in one piece of the ring
+        self.coming_bytes = 0  # about how many are carved next, at most: better in one piece of the ring
 
     def grow(self, block_bytes: int) -> None:
-        """Asks for room for two blocks of so many bytes. It is made at first use: a single micro-batch needs none."""
+        """Asks for room for two blocks of `block_bytes` each. The ring is made at first use, as a single micro-batch
+        needs none.
+        """
         self._wanted_bytes = max(self._wanted_bytes, aligned(min(block_bytes, self._most_bytes)))
 
     def limit(self, most_bytes: int) -> None:
@@ -147,13 +150,13 @@ class Staging:
 
     @property
     def missing_bytes(self) -> int:
-        """The most bytes that making the ring (anew) takes: it may be a page larger than wanted, see `carve`."""
+        """The most bytes that making the ring (anew) takes: the ring may be a page larger than wanted, see `carve`."""
         return whole_pages(2 * self._wanted_bytes) + mmap.PAGESIZE if 2 * self._wanted_bytes > len(self._ring) else 0
 
     def parts(
         self, gradients: Sequence[torch.Tensor], target: torch.Tensor, rows: torch.Tensor | None
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """The gradient in parts that fit into half of the ring: each part, its target, and its rows (None: all)."""
+        """The gradient in parts of at most half the ring, if it can be cut: each, its target, its rows (None: all)."""
         gradient = gradients[0]
         if rows is not None:
             count = max(1, self._wanted_bytes // max(1, gradient[0].nbytes))
@@ -161,7 +164,7 @@ class Staging:
             return zip(sources, repeat(target), rows.split([len(source) for source in sources]), strict=False)
         if not torch.ops.aten.is_non_overlapping_and_dense(target):
             return [(gradient.contiguous(), target, None)]  # the user made this `home.grad`
-        # Less a page, as `carve` may leave out the first bytes of one.
+        # Less a page, so that two parts fit into the ring with the bytes that `carve` leaves out before each.
         count = max(1, (self._most_bytes - mmap.PAGESIZE) // gradient.element_size())
         source = flat(laid_out(gradient, target.stride(), gradient.dtype))
         return zip(source.split(count), flat(target).split(count), repeat(None), strict=False)

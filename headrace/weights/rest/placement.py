@@ -50,7 +50,9 @@ def place(
     trains; they get the room that weights leave, else they rest on disk.
 
     `ranks` share the host memory, and each has a ring of its own. `gradient_staging_bytes`: the memory through which
-    gradients pass, where they cannot be cut. Raises BudgetError when not even the staging memory fits.
+    the gradients of all ranks pass uncut; None: gradients are cut, and it follows from the ring.
+
+    Raises BudgetError when not even the staging memory fits.
     """
     pages = {name: whole_pages(nbytes) for name, nbytes in sizes.items()}
     total_bytes = sum(pages.values())
