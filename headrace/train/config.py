@@ -292,6 +292,7 @@ def _bad_activations(config: TrainConfig) -> Iterator[str]:
     if settings is None:
         return
     if "disk" in settings:
+        del settings["disk"]
         yield "--offload-activations has no setting 'disk'; name the directory with --disk"
     try:
         activation_config(settings or True)

@@ -20,7 +20,7 @@ from tests.support.interrupts import Strike
 
 pytestmark = pytest.mark.core(device="emu")
 
-WITHIN = ("/headrace/activations/", "/headrace/compat/")
+WITHIN = ("/headrace/activations/", "/headrace/memory/pool", "/headrace/compat/")
 LAYERS = 6
 
 

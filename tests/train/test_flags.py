@@ -180,7 +180,6 @@ def test_a_share_of_the_state_on_a_device_that_is_the_cpu_is_told(settings: Sett
             {"offload_activations": ("layer=2",)},
             "--offload-activations: activations has no setting 'layer'; it has layers",
         ),
-        ({"offload_activations": ("disk=here",)}, "no setting 'disk'; name the directory with --disk"),
         ({"offload_activations": ("fraction=2",)}, "--offload-activations: fraction=2; give a number from 0 to 1"),
         ({"offload_activations": ("tier=disk",)}, "--offload-activations tier=disk needs a directory"),
         ({"param_dtype": "bfloat16", "compare_plain": 1}, "--compare-plain is for weights in their own dtype"),
@@ -194,6 +193,12 @@ def test_values_that_no_run_could_use_are_named(settings: Settings, changes: dic
     with pytest.raises(TrainInputError) as raised:
         settings(**changes)
     assert says in str(raised.value)
+
+
+def test_a_directory_among_the_activations_settings_is_told_of_once(settings: Settings):
+    with pytest.raises(TrainInputError) as raised:
+        settings(offload_activations=("disk=here",))
+    assert str(raised.value) == "--offload-activations has no setting 'disk'; name the directory with --disk"
 
 
 @pytest.mark.parametrize(
