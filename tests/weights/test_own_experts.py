@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import headrace
+from headrace.weights.movement.block import Block
 from headrace.weights.movement.slices import Slices
 from tests.support.compare import Outcome, assert_same, assert_same_gradients, same
 from tests.support.held import weight_bytes
@@ -231,6 +232,32 @@ def test_checkpoints_around_experts_of_which_more_is_used(compute_device: torch.
         stats = handle.stats()
         assert stats.onload_bytes > 0
         assert stats.device_peak_bytes <= limit
+
+
+@pytest.mark.core(way="gather")
+@pytest.mark.parametrize("way", ["gather", "loop"])
+def test_a_checkpoint_takes_experts_as_its_call_did(
+    compute_device: torch.device, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A plan has loaded all experts of a block; in forward they cannot be evicted, as their copies are under way. So
+    they come whole in the call, and computing it again must not take them one by one, which saves something else.
+    """
+    model = Stack(model_of(way), checkpointing="non-reentrant")
+    plain = copy.deepcopy(model).to(compute_device)
+    under_way: list[Block] = []
+    is_free: Any = Block.is_free
+    monkeypatch.setattr(Block, "is_free", property(lambda block: block not in under_way and is_free.fget(block)))
+    tokens = torch.randn(1, FEATURES).to(compute_device)
+    with headrace.offload(model, device=compute_device, device_memory=budget(model_of(way), EXPERTS + 4)) as handle:
+        block = next(block for block in handle.settled_blocks("a look") if block.experts is not None)
+        handle._executor.prefetch(block)
+        under_way.append(block)
+        output = model(tokens)
+        under_way.clear()
+        output.square().mean().backward()
+        plain(tokens).square().mean().backward()
+        assert_same_gradients(model, plain)
+        assert handle.stats().expert_loads == 2 * 2  # two in two layers, which stay until they are needed again
 
 
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O

@@ -61,7 +61,6 @@ class Backward:
         self._nested: list[ManagedParam] = []  # parameters that got gradients from nested backwards
         self.settling = threading.RLock()  # a backward that raised may end on autograd's thread, in the next pass
         self.refused = False  # whether the model has been let go of
-        self.ended = 0  # how many backwards have ended
         self.batch_sums: BatchSums | None = None  # takes the gradients while several micro-batches go together
         # The hook of all leaves. It holds this object weakly: a cycle through autograd's hooks is never collected.
         self.on_gradient = functools.partial(_take_gradient, weakref.ref(self))
@@ -192,7 +191,6 @@ class Backward:
         self._computing_again.close()
         self._forget_nested()
         self.task = None
-        self.ended += 1
         bound, self._bound, self.site = self._bound, (), None
         release(bound)
         self._lending.end_of_visit()

@@ -37,6 +37,7 @@ class _Call(NamedTuple):
     own: Callable[..., Any]  # the module's own forward, or that of what adapts the module's weights
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    used: list[int]  # the numbers of the experts that it uses, ascending, once they are known
 
     @property
     def names(self) -> list[str]:
@@ -80,7 +81,7 @@ class ExpertDispatch:
     ) -> Any:
         """Runs a call of `module`. `own` is its own `forward`; `site` is for a call that needs all experts."""
         block = site.blocks[-1]
-        call = _Call(block, module, own, args, kwargs)
+        call = _Call(block, module, own, args, kwargs, [])
         adapted = self._adapted.get((module, get_ident()))
         if adapted is not None:
             return self._with_adapters(adapted, call)
@@ -91,9 +92,10 @@ class ExpertDispatch:
         elif can_part and not is_marked(module) and not self._gradients.trains(block):
             with without_overrides():
                 self._executor.let_travel_whole(block)
-        if found is _NEEDS_ALL:
+        whole = found is _NEEDS_ALL
+        if whole:
             found = self._call(site, own, args, kwargs)
-            self._gradients.came_whole(block, found)
+        self._gradients.note_use(block, call.used, found, whole=whole)
         return found
 
     def _of_own_module(self, call: _Call) -> Any:
@@ -102,9 +104,7 @@ class ExpertDispatch:
         if index is None or not self._goes_by_slices(call.block, ()):
             return _NEEDS_ALL
         used, _ = _unique(index)
-        if self._comes_whole(call.block, len(used)):
-            return _NEEDS_ALL
-        return self._by_number(call, used.tolist())
+        return _NEEDS_ALL if self._comes_whole(call, used) else self._by_number(call)
 
     def _of_transformers(self, call: _Call) -> Any:
         """Runs a call of a module with transformers' interface, unless the instance was given another forward."""
@@ -114,7 +114,7 @@ class ExpertDispatch:
             return _NEEDS_ALL
         hidden, index, weights = routing
         used, where = _unique(index)
-        if not _are_numbers_of(call.block, used) or self._comes_whole(call.block, len(used)):
+        if not _are_numbers_of(call.block, used) or self._comes_whole(call, used):
             return _NEEDS_ALL
         if access is not ExpertAccess.ONE_BY_ONE:
             with without_overrides():
@@ -124,12 +124,12 @@ class ExpertDispatch:
             if access is ExpertAccess.GROUPED:
                 return self._in_rounds(call, bank, _Routing(hidden, weights, where, index.dtype), used)
             del bank  # the block may need its memory
-        return self._by_number(call, used.tolist(), gathers=access is ExpertAccess.GATHERED)
+        return self._by_number(call, gathers=access is ExpertAccess.GATHERED)
 
-    def _by_number(self, call: _Call, used: list[int], *, gathers: bool = False) -> Any:
+    def _by_number(self, call: _Call, *, gathers: bool = False) -> Any:
         """Runs the call with stand-ins from which the module takes experts by their usual numbers."""
         with without_overrides():
-            asked = ExpertsOfCall(self._slices, call.block, used, self._gradients, gathers=gathers)
+            asked = ExpertsOfCall(self._slices, call.block, call.used, self._gradients, gathers=gathers)
             stand_ins = [WeightOfExperts.of(asked, place, param) for place, param in enumerate(call.block.params)]
         try:
             with standing_in(self._slices, call.module, call.names, stand_ins):
@@ -208,7 +208,7 @@ class ExpertDispatch:
         here = module, get_ident()
         if here in self._adapted:
             return wrapper.base_layer(*args, **kwargs)
-        adapted = self._adapted_call(wrapper, _Call(site.blocks[-1], module, own, args, kwargs))
+        adapted = self._adapted_call(wrapper, _Call(site.blocks[-1], module, own, args, kwargs, []))
         if adapted is None:
             return own(*args, **kwargs)
         self._adapted[here] = adapted
@@ -256,9 +256,10 @@ class ExpertDispatch:
             and not in_transform()
         )
 
-    def _comes_whole(self, block: Block, used: int) -> bool:
-        """Whether a call that uses so many experts is better done with all, because their gradients are wanted."""
-        return self._gradients.trains(block) and self._gradients.comes_whole(block, used)
+    def _comes_whole(self, call: _Call, used: torch.Tensor) -> bool:
+        """Whether a call that uses these experts is better done with all, because their gradients are wanted."""
+        call.used[:] = used.tolist()
+        return self._gradients.trains(call.block) and self._gradients.comes_whole(call.block, call.used)
 
 
 def _unique(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

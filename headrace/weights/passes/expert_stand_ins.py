@@ -73,8 +73,7 @@ class _Gathered(NamedTuple):
     """Copies of the experts with these numbers, for the places of the block at which the module has not asked yet."""
 
     numbers: torch.Tensor  # as the module gave them
-    used: list[int]
-    where: torch.Tensor  # the position of each number in `used`, on the device
+    used: torch.Tensor  # each number once, not negative and ascending, on the host
     weights: dict[int, torch.Tensor]
 
 
@@ -134,18 +133,22 @@ class ExpertsOfCall:
             gathered = self._gathered = self._copies(place, numbers, wanted)
             if gathered is None:
                 return None
-        found, used = gathered.weights.pop(place), gathered.used
+        found, used, count = gathered.weights.pop(place), gathered.used, self.count
 
-        def to_rows(gradient: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        def to_rows(gradient: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            numbers = torch.where(numbers < 0, numbers + count, numbers)
+            where = torch.searchsorted(used.to(numbers.device, numbers.dtype), numbers)
             rows = gradient.new_zeros(len(used), *gradient.shape[where.dim() :])
             return rows.index_put_((where,), gradient, accumulate=True)
 
-        param = self._block.params[place]
-        return self._gradients.computed(param, lambda: found, used, self._alone, to_rows, gathered.where)
+        # What is saved is what `weight[numbers]` saves, as for lookups in tables (lookup.py).
+        return self._gradients.computed(
+            self._block.params[place], lambda: found, used, self._alone, to_rows, numbers.detach()
+        )
 
     def _copies(self, place: int, numbers: torch.Tensor, wanted: torch.Tensor) -> _Gathered | None:
         places = range(len(self._block.params)) if self._gathers else [place]
-        used, where = torch.unique(wanted, return_inverse=True)
+        used = torch.unique(wanted)
         copies: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for number in used.tolist():
@@ -158,7 +161,7 @@ class ExpertsOfCall:
                         copies[at] = weight.new_empty(*numbers.shape, *weight.shape)
                     copies[at].view(-1, *weight.shape)[here.to(weight.device)] = weight
                     del weight
-        return _Gathered(numbers, used.tolist(), where.view(numbers.shape).to(self._bank.buffer.device), copies)
+        return _Gathered(numbers, used, copies)
 
     def lend(self, param: ManagedParam) -> torch.Tensor:
         """All of a weight, lent until the call ends: the module does more with it than take experts."""

@@ -18,11 +18,14 @@ from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.backward import Backward
 
-_MARK = "headrace_whole"
+_MARK = "headrace_use"
 
 
 class _Use:
-    """Stands for a call that trains all of a block, and lives as long as the call's graph does."""
+    """A call that used these experts of a block. `whole`: it had all of them. Lives as long as the call's graph."""
+
+    def __init__(self, experts: Sequence[int], *, whole: bool) -> None:
+        self.experts, self.whole = experts, whole
 
 
 class RowGradients:
@@ -37,9 +40,8 @@ class RowGradients:
         self._executor = backward.passes.executor
         # Whether gradients may leave the device expert by expert. Ranks average whole ones.
         self._one_by_one = isinstance(backward.passes.gradients, Gradients)
-        self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
-        # Blocks of which a call used more than single experts, and how many backwards had ended then.
-        self._known_whole: dict[Block, int] = {}
+        self._uses: dict[Block, weakref.WeakSet[_Use]] = {}
+        self._known_whole: set[Block] = set()  # blocks of which a call used more than single experts
         self._signs: dict[ManagedParam, torch.Tensor] = {}  # see `_sign_of`
 
     def computed(
@@ -115,46 +117,46 @@ class RowGradients:
 
     def note_whole(self, block: Block) -> None:
         """Notes that a call used more of the block than single experts."""
-        self._known_whole.setdefault(block, self._backward.ended if torch.is_grad_enabled() else -1)
+        self._known_whole.add(block)
 
     def is_known_whole(self, block: Block) -> bool:
-        """Whether calls are known to use more of the block than single experts.
-
-        What a call has noted counts once the next backward has ended: a checkpoint that recomputes the call in that
-        backward must do as the call did.
+        """Whether calls are known to use more of the block than single experts, and no graph is left of one to which
+        they came one by one: a checkpoint may compute that call again, and must do as it did.
         """
-        since = self._known_whole.get(block)
-        return since is not None and since < self._backward.ended
+        return block in self._known_whole and all(use.whole for use in self._uses.get(block, ()))
 
-    def comes_whole(self, block: Block, used: int) -> bool:
-        """Whether a call that trains the block and uses so many of its experts is better done with all of them.
+    def comes_whole(self, block: Block, used: Sequence[int]) -> bool:
+        """Whether a call that trains the block and uses these experts of it is better done with all of them.
 
-        The answer depends on nothing that changes between forward and a checkpoint's recomputation, which must do as
-        forward did.
+        While the graph of a call lives, calls with the same experts do as it did. So does a checkpoint that computes
+        the call again: it takes what it saves for what the call has saved.
         """
+        for use in self._uses.get(block, ()):
+            if use.experts == used:
+                return use.whole
         if block.trains_whole:
             self.note_whole(block)
-        if not self._one_by_one or self.is_known_whole(block):
+        if not self._one_by_one or block in self._known_whole:
             return True
         count = 0 if block.experts is None else block.experts.count
-        if 2 * used > count and self._executor.slices.has_room_for_all_of(block):
+        if 2 * len(used) > count and self._executor.slices.has_room_for_all_of(block):
             return True
         with without_overrides():
             self._executor.evict(block)  # a plan may have brought it
         return block.presence is not Presence.ABSENT
 
-    def came_whole(self, block: Block, output: Any) -> None:
-        """Notes that a call of the block's module has computed `output` with all experts."""
+    def note_use(self, block: Block, used: Sequence[int], output: Any, *, whole: bool) -> None:
+        """Notes how a call of the block's module, which used these experts, has computed `output`."""
         if block.experts is not None and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 node: Any = tensor.grad_fn
                 if node is not None:
-                    use = node.metadata[_MARK] = _Use()
-                    self._whole.setdefault(block, weakref.WeakSet()).add(use)
+                    use = node.metadata[_MARK] = _Use(used, whole=whole)
+                    self._uses.setdefault(block, weakref.WeakSet()).add(use)
 
     def alone(self, block: Block) -> bool:
         """Whether nothing but single experts of the block has gradients, see `computed`."""
-        return not block.trains_whole and not self._whole.get(block)
+        return not block.trains_whole and not any(use.whole for use in self._uses.get(block, ()))
 
 
 class TakenRows(torch.autograd.Function):
