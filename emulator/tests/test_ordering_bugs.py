@@ -68,3 +68,20 @@ def test_right_loop_is_silent_in_every_schedule(emu_device: ModuleType) -> None:
             loop.run()
             assert emu_device.take_reports() == [], seed
             assert all(map(torch.equal, loop.weights, expected)), seed
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_layer_without_tokens_reads_no_weight(emu_device: ModuleType, tokens: int) -> None:
+    weight = torch.randn(8, 8).pin_memory()
+    bias, lane = torch.zeros(8, device="emu"), torch.Stream("emu")
+    arriving = torch.empty(8, 8, device="emu")
+    lane.wait_stream(torch.accelerator.current_stream())
+    with lane:
+        arriving.copy_(weight, non_blocking=True)
+    found = torch.nn.functional.linear(torch.empty(tokens, 8, device="emu"), arriving, bias)
+    assert found.shape == (tokens, 8)
+    reports = emu_device.take_reports()
+    assert len(reports) == tokens
+    assert all(report.startswith("RACE read-after-write: aten::addmm on stream 0") for report in reports)
+    torch.accelerator.synchronize()
