@@ -1,6 +1,7 @@
 """Does memory go when its owner does?"""
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -235,3 +236,50 @@ def test_memory_beside_gradients_that_are_kept_is_made_before_backward(
             kept += [parameter.grad for parameter in model.parameters()]
             model.zero_grad()
     assert_same(kept[: len(kept) // 3], kept[-len(kept) // 3 :])
+
+
+class Settling:
+    """In the place of the lock of a backward's end: tells when the main thread is about to wait for it."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_awaited = threading.RLock(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.is_awaited.set()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_remove_waits_for_autograds_thread_to_end_a_backward_that_raised(
+    tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Decoder()
+    handle = headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2)
+    backward, held, settling, has_begun = handle._engine.backward, list[Any](), Settling(), threading.Event()
+
+    def stop(_: torch.Tensor) -> None:
+        held.append(backward._end())
+        raise RuntimeError("stop")
+
+    hook = model.layers[0].register_forward_hook(lambda _module, _args, output: output.register_hook(stop) and None)
+    with pytest.raises(RuntimeError, match="stop"):
+        loss_of(model, tokens).backward()
+    hook.remove()
+    drop = backward.drop_gradients
+
+    def waits() -> None:
+        has_begun.set()
+        assert settling.is_awaited.wait(60)
+        drop()
+
+    monkeypatch.setattr(backward, "settling", settling)
+    monkeypatch.setattr(backward, "drop_gradients", waits)
+    ends = threading.Thread(target=held.clear)  # as autograd's thread does, when it lets go of the graph
+    ends.start()
+    assert has_begun.wait(60)
+    handle.remove()
+    ends.join()
+    assert is_plain(model)

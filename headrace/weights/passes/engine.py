@@ -286,9 +286,11 @@ class Engine:
         """
         if updates and not self.passes.computes:
             self.passes.wait_for_updates()
-        over = self.backward.task is not None and not self.passes.in_backward and calling_thread() == self.passes.thread
+        over = calling_thread() == self.passes.thread and not self.passes.in_backward
         if over and self.passes.is_of_this_process:
-            self._recover()
+            with self.backward.settling:  # autograd's thread may be amid that end
+                if self.backward.task is not None:
+                    self._recover()
 
     # passes -----------------------------------------------------------------------------------------------------------
     def _begin_pass(self, name: str) -> None:
