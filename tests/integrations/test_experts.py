@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import headrace
 from headrace.planning import Keeping, passes_through
 from headrace.runtime.autograd import without_overrides
 from headrace.weights.model.experts import slice_parts
+from headrace.weights.movement.block import Block
 from headrace.weights.passes import expert_dispatch
 from headrace.weights.passes.expert_stand_ins import standing_in
 from tests.support.compare import assert_same, assert_same_weights, on_cpu, same
@@ -529,6 +530,46 @@ def test_gradients_beside_frozen_experts(
             assert stats.device_peak_bytes <= limit
         with torch.no_grad():
             assert_same_weights(offloaded, plain)
+
+
+@pytest.mark.core(name="GptOss", implementation="grouped_mm", is_there_in="backward", frozen=True)
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("is_there_in", ["forward", "backward"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_a_checkpoint_takes_experts_as_its_call_did(
+    monkeypatch: pytest.MonkeyPatch, name: str, implementation: str, is_there_in: str, frozen: bool
+) -> None:
+    """A plan has loaded all experts of a layer, which stay for the forward, or the backward, alone."""
+    model = model_of(name, implementation)
+    for module in experts_in(model):
+        module.requires_grad_(not frozen)
+    plain, ids, stays = copy.deepcopy(model), PROMPT[:1, :2], list[Block]()
+    is_free: Any = Block.is_free
+    monkeypatch.setattr(Block, "is_free", property(lambda block: block not in stays and is_free.fget(block)))
+    for one in (plain, model):
+        one.train().activation_checkpointing_enable({"use_reentrant": False})
+    with headrace.offload(model, device="cpu", device_memory=budget(model, 16)) as handle:
+        *_, last = (block for block in handle.settled_blocks("a look") if block.experts is not None)
+
+        def during(phase: str, compute: Callable[[], Any]) -> Any:
+            handle._executor.slices.give_way()
+            if phase == is_there_in:
+                handle._executor.prefetch(last)
+                assert last.buffer is not None
+                stays.append(last)
+            found = compute()
+            stays.clear()
+            handle._executor.evict(last)
+            return found
+
+        loss = during("forward", lambda: model(ids, labels=ids).loss)
+        during("backward", loss.backward)
+        wanted = plain(ids, labels=ids).loss
+        wanted.backward()
+        assert_same(loss, wanted)
+        assert_same(*([parameter.grad for parameter in trained_parameters(one)] for one in (model, plain)))
+        assert handle.stats().expert_loads > 0
 
 
 @pytest.mark.core(slots=5)

@@ -248,7 +248,7 @@ class ExpertDispatch:
     def _goes_by_slices(self, block: Block, routing: Iterable[torch.Tensor]) -> bool:
         """Whether a call may be computed with single experts, as far as is known before these are counted."""
         return (
-            (block.presence is Presence.ABSENT or self._gradients.trains(block))
+            (block.presence is Presence.ABSENT or self._gradients.trains(block) or self._gradients.is_in_graph(block))
             and all(type(one) in (torch.Tensor, nn.Parameter) for one in routing)
             and all(one.device == self._device for one in routing)
             and self._lending.computes
@@ -257,9 +257,9 @@ class ExpertDispatch:
         )
 
     def _comes_whole(self, call: _Call, used: torch.Tensor) -> bool:
-        """Whether a call that uses these experts is better done with all, because their gradients are wanted."""
+        """Notes which experts the call uses. Returns whether it is better done with all."""
         call.used[:] = used.tolist()
-        return self._gradients.trains(call.block) and self._gradients.comes_whole(call.block, call.used)
+        return self._gradients.comes_whole(call.block, call.used)
 
 
 def _unique(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

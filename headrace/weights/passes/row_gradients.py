@@ -22,7 +22,9 @@ _MARK = "headrace_use"
 
 
 class _Use:
-    """A call that used these experts of a block. `whole`: it had all of them. Lives as long as the call's graph."""
+    """A call that used these experts of a block, none if that is not known. `whole`: it had all of them. Lives as long
+    as the call's graph.
+    """
 
     def __init__(self, experts: Sequence[int], *, whole: bool) -> None:
         self.experts, self.whole = experts, whole
@@ -125,15 +127,25 @@ class RowGradients:
         """
         return block in self._known_whole and all(use.whole for use in self._uses.get(block, ()))
 
+    def is_in_graph(self, block: Block) -> bool:
+        """Whether a graph is left of a call of the block's module, which a checkpoint may compute again."""
+        return bool(self._uses.get(block))
+
     def comes_whole(self, block: Block, used: Sequence[int]) -> bool:
-        """Whether a call that trains the block and uses these experts of it is better done with all of them.
+        """Whether a call that uses these experts of the block is better done with all of them: in training, or if all
+        are there.
 
         While the graph of a call lives, calls with the same experts do as it did. So does a checkpoint that computes
         the call again: it takes what it saves for what the call has saved.
         """
-        for use in self._uses.get(block, ()):
+        uses = list(self._uses.get(block, ()))
+        for use in uses:
             if use.experts == used:
                 return use.whole
+        if any(use.whole and not use.experts for use in uses):  # of all that were there: nobody read which it used
+            return True
+        if not self.trains(block):
+            return block.presence is not Presence.ABSENT
         if block.trains_whole:
             self.note_whole(block)
         if not self._one_by_one or block in self._known_whole:
