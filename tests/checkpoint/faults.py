@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import fcntl
-import gc
 import io
 import os
 import threading
@@ -231,7 +230,6 @@ class Saved:
 
     @contextmanager
     def begun(self, directory: Path) -> Iterator[Run]:
-        gc.collect()  # the errors of the run before hold its frames, and these the ring of its state (200 MB)
         with run(self.place, directory / "tiers", **KINDS[self.kind]) as one:
             one.step()
             headrace.save(directory / "runs" / "step-1", one.model, one.optimizer)
