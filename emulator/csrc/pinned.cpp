@@ -144,6 +144,11 @@ bool PinnedMemory::copies_done(const Block& block) {
                      [&](const RecordingPtr& copy) { return scheduler_.host_observes(copy); });
 }
 
+void PinnedMemory::empty_cache() {
+  std::lock_guard lock(mutex_);
+  release_cached();
+}
+
 void PinnedMemory::release_cached() {
   for (auto [bytes, address] : idle_) {
     for (auto& copy : blocks_.at(address).copies) scheduler_.synchronize(copy);

@@ -73,6 +73,7 @@ class PinnedMemory {
 
   PinnedMemoryStats stats();
   void reset_peaks();
+  void empty_cache();
 
  private:
   struct Block {

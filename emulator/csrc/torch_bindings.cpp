@@ -201,6 +201,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("end_capture", [] { runtime().scheduler.end_capture(); });
   m.def("is_capturing", [] { return runtime().scheduler.is_capturing(current_stream()); });
   m.def("free_workspaces", &free_workspaces);
+  m.def("empty_pinned_cache", [] { runtime().pinned.empty_cache(); });
   m.def("contexts", [] {
     py::list found;
     for (const Context& one : contexts())

@@ -151,6 +151,7 @@ def reset(**settings: Any) -> None:
     """
     native.configure(**(_DEFAULTS | settings))
     native.free_workspaces()
+    native.empty_pinned_cache()
     native.begin_epoch()
     forget_stream_names()
     forget_ended_threads()
