@@ -4,10 +4,16 @@ import contextlib
 import dis
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import headrace
+
+PACKAGE = str(Path(headrace.__file__).parent) + os.sep
 
 
 @functools.cache
@@ -62,7 +68,7 @@ class Strike:
     hears of the error. It strikes once, as Python removes a profiler that raises.
     """
 
-    def __init__(self, number: int = sys.maxsize, within: tuple[str, ...] = ("/headrace/",)) -> None:
+    def __init__(self, number: int = sys.maxsize, within: tuple[str, ...] = (PACKAGE,)) -> None:
         self.number = number
         self.within = within
         self.seen = 0
