@@ -248,7 +248,7 @@ class ExpertDispatch:
     def _goes_by_slices(self, block: Block, routing: Iterable[torch.Tensor]) -> bool:
         """Whether a call may be computed with single experts, as far as is known before these are counted."""
         return (
-            (block.presence is Presence.ABSENT or self._gradients.trains(block) or self._gradients.is_in_graph(block))
+            (block.presence is Presence.ABSENT or self._gradients.trains(block) or self._gradients.went_in_parts(block))
             and all(type(one) in (torch.Tensor, nn.Parameter) for one in routing)
             and all(one.device == self._device for one in routing)
             and self._lending.computes

@@ -122,14 +122,14 @@ class RowGradients:
         self._known_whole.add(block)
 
     def is_known_whole(self, block: Block) -> bool:
-        """Whether calls are known to use more of the block than single experts, and no graph is left of one to which
-        they came one by one: a checkpoint may compute that call again, and must do as it did.
-        """
-        return block in self._known_whole and all(use.whole for use in self._uses.get(block, ()))
+        """Whether calls are known to use more of the block than single experts, and none may go another way."""
+        return block in self._known_whole and not self.went_in_parts(block)
 
-    def is_in_graph(self, block: Block) -> bool:
-        """Whether a graph is left of a call of the block's module, which a checkpoint may compute again."""
-        return bool(self._uses.get(block))
+    def went_in_parts(self, block: Block) -> bool:
+        """Whether a graph is left of a call to which experts of the block came one by one. A checkpoint may compute that
+        call again, and must do as it did.
+        """
+        return any(not use.whole for use in self._uses.get(block, ()))
 
     def comes_whole(self, block: Block, used: Sequence[int]) -> bool:
         """Whether a call that uses these experts of the block is better done with all of them: in training, or if all
