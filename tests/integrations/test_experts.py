@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -532,39 +533,54 @@ def test_gradients_beside_frozen_experts(
             assert_same_weights(offloaded, plain)
 
 
-@pytest.mark.core(name="GptOss", implementation="grouped_mm", is_there_in="backward", frozen=True)
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("is_there_in", ["forward", "backward"])
+def checkpointed_model(name: str, implementation: str, how: str) -> Any:
+    """Whose experts are trained, frozen, or have adapters. "dropped": trained, and nothing keeps what they give."""
+    model = model_of(name, implementation)
+    model.train().activation_checkpointing_enable({"use_reentrant": False})
+    if how == "adapted":
+        model.enable_input_require_grads()
+        weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = peft.LoraConfig(r=1, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
+        with warnings.catch_warnings(action="ignore"):  # PEFT uses an older name of transformers'
+            return peft.get_peft_model(model, config)
+    for module in experts_in(model):
+        module.requires_grad_(how != "frozen")
+        if how == "dropped":
+            module.register_forward_hook(lambda _module, args, output: args[0] + (output.tanh() - args[0]).detach())
+    return model
+
+
+@pytest.mark.core(name="GptOss", implementation="grouped_mm", is_there_in="backward", how="frozen")
+@pytest.mark.parametrize("how", ["trained", "dropped", "frozen", "adapted"])
+@pytest.mark.parametrize("is_there_in", ["forward", "backward", "both"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_a_checkpoint_takes_experts_as_its_call_did(
-    monkeypatch: pytest.MonkeyPatch, name: str, implementation: str, is_there_in: str, frozen: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, implementation: str, is_there_in: str, how: str
 ) -> None:
-    """A plan has loaded all experts of a layer, which stay for the forward, or the backward, alone."""
-    model = model_of(name, implementation)
-    for module in experts_in(model):
-        module.requires_grad_(not frozen)
-    plain, ids, stays = copy.deepcopy(model), PROMPT[:1, :2], list[Block]()
+    """A plan has loaded all experts of a layer, which stay in the forward alone, in the backward alone, or in both."""
+    model = checkpointed_model(name, implementation, how)
+    plain, ids, stays, phases = copy.deepcopy(model), PROMPT[:1, :2], list[Block](), ["forward"]
     is_free: Any = Block.is_free
     monkeypatch.setattr(Block, "is_free", property(lambda block: block not in stays and is_free.fget(block)))
-    for one in (plain, model):
-        one.train().activation_checkpointing_enable({"use_reentrant": False})
     with headrace.offload(model, device="cpu", device_memory=budget(model, 16)) as handle:
         *_, last = (block for block in handle.settled_blocks("a look") if block.experts is not None)
 
-        def during(phase: str, compute: Callable[[], Any]) -> Any:
+        def before_the_layer(*_: object) -> None:
+            stays.clear()
             handle._executor.slices.give_way()
-            if phase == is_there_in:
+            handle._executor.evict(last)
+            if is_there_in in (phases[-1], "both"):
                 handle._executor.prefetch(last)
                 assert last.buffer is not None
                 stays.append(last)
-            found = compute()
-            stays.clear()
-            handle._executor.evict(last)
-            return found
 
-        loss = during("forward", lambda: model(ids, labels=ids).loss)
-        during("backward", loss.backward)
+        (mlp,) = (module for name, module in model.named_modules() if name.endswith("layers.2.mlp"))
+        mlp.register_forward_pre_hook(before_the_layer)
+        loss = model(ids, labels=ids).loss
+        phases.append("backward")
+        loss.backward()
+        stays.clear()
         wanted = plain(ids, labels=ids).loss
         wanted.backward()
         assert_same(loss, wanted)

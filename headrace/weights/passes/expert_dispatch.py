@@ -83,10 +83,13 @@ class ExpertDispatch:
         block = site.blocks[-1]
         call = _Call(block, module, own, args, kwargs, [])
         adapted = self._adapted.get((module, get_ident()))
+        found: Any
         if adapted is not None:
-            return self._with_adapters(adapted, call)
+            found = self._with_adapters(adapted, call)
+            self._gradients.note_use(block, adapted.used.tolist(), found, whole=False)
+            return found
         can_part = bool(call.names)
-        found: Any = _NEEDS_ALL
+        found = _NEEDS_ALL
         if can_part and not self._gradients.is_known_whole(block):
             found = self._of_own_module(call) if is_marked(module) else self._of_transformers(call)
         elif can_part and not is_marked(module) and not self._gradients.trains(block):
@@ -148,9 +151,10 @@ class ExpertDispatch:
         with without_overrides():
             # Gradients of tokens are added up in the order in which tokens are grouped by expert.
             in_order = trains or (torch.is_grad_enabled() and access_of(call.module) is ExpertAccess.GROUPED)
-            # Autograd makes a gradient as large as the stand-in: let the stand-in be no larger than the weight.
+            # A stand-in is as large as the weight, or has no slot too many: autograd makes a gradient of its size. Its
+            # size does not follow from the bank's, which may be another one when a checkpoint computes again.
             count = 0 if block.experts is None else block.experts.count
-            span = min(count, bank.slots) if trains else bank.slots
+            span = bank.slots if not in_order else count if count <= bank.slots else len(used)
             if in_order:
                 slots = slices.bring_in_order(block, bank, used.tolist(), span)
             else:
@@ -227,7 +231,9 @@ class ExpertDispatch:
         if self._gradients.trains(block) or not self._goes_by_slices(block, routing):
             return None
         used, where = _unique(routing[1])
-        return _AdaptedCall(wrappers, used, where) if _are_numbers_of(block, used) else None
+        if not _are_numbers_of(block, used) or self._comes_whole(call, used):
+            return None
+        return _AdaptedCall(wrappers, used, where)
 
     def _with_adapters(self, adapted: _AdaptedCall, call: _Call) -> Any:
         """The output of the module where only the used experts, with adapters folded in, stand in the place of all."""

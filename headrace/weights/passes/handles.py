@@ -64,7 +64,7 @@ class SavedExperts(NamedTuple):
     param: ManagedParam
     token: Token
     experts: dict[int, int]  # numbers of experts, by the slot of the bank
-    bank_slots: int  # how many slots the bank had; 0: it does not matter in which one an expert is
+    bank_slots: int  # how many slots of the bank it covers; 0: it does not matter in which one an expert is
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -74,11 +74,11 @@ class SavedExperts(NamedTuple):
     def weight(self, slices: Slices) -> torch.Tensor:
         """The view, on the device; experts that are gone are brought. An unpack hook calls this in backward.
 
-        Raises BudgetError if it matters in which slots experts are and the bank has not as many slots as in forward.
+        Raises BudgetError if it matters in which slots experts are and the bank has too few.
         """
         with without_overrides():
             bank = slices.bank_of(self.block, len(self.experts))
-            if self.bank_slots and bank.slots != self.bank_slots:
+            if bank.slots < self.bank_slots:
                 raise BudgetError(
                     f"backward needs experts of {self.block.name!r} in {self.bank_slots} slots, as forward had them,"
                     f" and there are {bank.slots} since more of the model stays on the device; run backward before"
@@ -252,6 +252,20 @@ class SavedTensors:
         return wrapper
 
 
+def unpack_of_checkpoint() -> Any:
+    """The unpack hook of the checkpoint around what this thread computes, for example in a visit; None: there is none.
+
+    Autograd holds it as long as anything may be computed again.
+    """
+    hooks = top_hooks(True)
+    if hooks is None:
+        return None
+    of_visit = getattr(hooks[0], "__self__", None)
+    if isinstance(of_visit, SavedTensors):
+        return of_visit._recompute
+    return hooks[1] if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__ else None
+
+
 def _saved_experts_of(
     slices: Slices, tensor: torch.Tensor, recompute: "Callable[[Any], Any] | None"
 ) -> SavedExperts | None:
@@ -261,7 +275,8 @@ def _saved_experts_of(
         return None
     bank, begin = place
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    is_bank = (last + 1) * tensor.itemsize > slices.slot_bytes
+    nbytes = (last + 1) * tensor.itemsize
+    is_bank = nbytes > slices.slot_bytes
     if is_bank and bank.in_call is not None:
         block, slots = bank.in_call
         held, offset, at = bank.experts_in(slots), begin, begin
@@ -280,7 +295,7 @@ def _saved_experts_of(
         param,
         param.token,
         experts,
-        bank.slots * is_bank,
+        -(-(begin + nbytes) // slices.slot_bytes) if is_bank else 0,
         tensor.dtype,
         tensor.size(),
         tensor.stride(),

@@ -17,13 +17,14 @@ from headrace.weights.model.managed_param import REMOVED, ManagedParam
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.backward import Backward
+from headrace.weights.passes.handles import unpack_of_checkpoint
 
 _MARK = "headrace_use"
 
 
 class _Use:
     """A call that used these experts of a block, none if that is not known. `whole`: it had all of them. Lives as long
-    as the call's graph.
+    as the output's node in the graph, and as what is saved for a checkpoint around the call.
     """
 
     def __init__(self, experts: Sequence[int], *, whole: bool) -> None:
@@ -126,8 +127,8 @@ class RowGradients:
         return block in self._known_whole and not self.went_in_parts(block)
 
     def went_in_parts(self, block: Block) -> bool:
-        """Whether a graph is left of a call to which experts of the block came one by one. A checkpoint may compute that
-        call again, and must do as it did.
+        """Whether a checkpoint may compute a call again to which experts of the block came one by one, or a graph is
+        left of such a call.
         """
         return any(not use.whole for use in self._uses.get(block, ()))
 
@@ -135,8 +136,8 @@ class RowGradients:
         """Whether a call that uses these experts of the block is better done with all of them: in training, or if all
         are there.
 
-        While the graph of a call lives, calls with the same experts do as it did. So does a checkpoint that computes
-        the call again: it takes what it saves for what the call has saved.
+        While a call may be computed again, calls with the same experts do as it did. So does a checkpoint, which takes
+        what it saves then for what the call has saved.
         """
         uses = list(self._uses.get(block, ()))
         for use in uses:
@@ -159,12 +160,16 @@ class RowGradients:
 
     def note_use(self, block: Block, used: Sequence[int], output: Any, *, whole: bool) -> None:
         """Notes how a call of the block's module, which used these experts, has computed `output`."""
-        if block.experts is not None and torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                node: Any = tensor.grad_fn
-                if node is not None:
-                    use = node.metadata[_MARK] = _Use(used, whole=whole)
-                    self._uses.setdefault(block, weakref.WeakSet()).add(use)
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        if block.experts is None or not nodes or not torch.is_grad_enabled():
+            return
+        use = _Use(used, whole=whole)
+        for node in nodes:
+            node.metadata[_MARK] = use
+        computes_again = unpack_of_checkpoint()
+        if computes_again is not None:  # the output may be dropped, and the rest of the checkpoint computed again
+            computes_again.__dict__.setdefault(_MARK, []).append(use)
+        self._uses.setdefault(block, weakref.WeakSet()).add(use)
 
     def alone(self, block: Block) -> bool:
         """Whether nothing but single experts of the block has gradients, see `computed`."""
