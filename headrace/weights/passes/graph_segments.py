@@ -266,7 +266,8 @@ class GraphSegments:
 
     # between ----------------------------------------------------------------------------------------------------------
     def leaves(self, segment: int, owners: dict[Any, int], number: int) -> list[torch.Tensor]:
-        """Leaves to which the segment's graph gives gradients. Raises CannotCutError where it goes on beyond it.
+        """Leaves to which the segment's graph gives gradients, once for each use. Raises CannotCutError where the graph
+        goes on beyond the segment.
 
         `owners`: nodes, each with the micro-batch that it was found in. `number` is that of this micro-batch.
         """
@@ -275,18 +276,18 @@ class GraphSegments:
         rest = [root.node for root, _ in self._roots(segment)]
         while rest:
             node: Any = rest.pop()
-            if node is None or node in seen or node in self._cuts:
-                continue
-            seen.add(node)
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 found.append(leaf)
-            elif owners.setdefault(node, number) != number:
+                continue
+            if node is None or node in seen or node in self._cuts:
+                continue
+            seen.add(node)
+            if owners.setdefault(node, number) != number:
                 raise CannotCutError(f"micro-batches share a tensor ({node.name()}) that one of them has made")
-            elif sequence_number(node) < begin:
+            if sequence_number(node) < begin:
                 raise CannotCutError(f"{node.name()} of before a block is used after it, unseen by torch functions")
-            else:
-                rest.extend(following for following, _ in node.next_functions)
+            rest.extend(following for following, _ in node.next_functions)
         return found
 
     # backward ---------------------------------------------------------------------------------------------------------

@@ -207,11 +207,16 @@ class LayerMajor:
         used_in: dict[torch.Tensor, set[int]] = {}
         owners: dict[Any, int] = {}
         groups: dict[tuple[int, int], int] = {}
+        used_often: set[tuple[torch.Tensor, int]] = set()  # by a group of a micro-batch, several times
         for index, group in enumerate(self._groups):
             for member, segment in group:
                 groups[member.number, segment] = index
-                for leaf in member.segments.leaves(segment, owners, member.number):
+                for leaf, times in Counter(member.segments.leaves(segment, owners, member.number)).items():
                     used_in.setdefault(leaf, set()).add(index)
+                    if (leaf, member.number) in used_often and isinstance(leaf, Leaf):
+                        _refuse_order(leaf)
+                    if times > 1:
+                        used_often.add((leaf, member.number))
         self._check_owners(used_in)
         count = len(members)
         several = [leaf for leaf, used in used_in.items() if len(used) > 1]
@@ -276,6 +281,14 @@ class LayerMajor:
                     member.segments.backward(segment)
                 batch_sums.leave_block()
         batch_sums.end()
+
+
+def _refuse_order(leaf: Leaf) -> None:
+    """Raises CannotCutError for what is used several times by a block, and then by another one: in a loop, the first
+    block's gradients are added to the other's one by one, and not their sum.
+    """
+    name = getattr(leaf.owner(), "name", "")
+    raise CannotCutError(f"parameter {name!r} is used several times by one block, and then by another one")
 
 
 def _in_order(members: Sequence[_Member], groups: Mapping[tuple[int, int], int]) -> bool:
