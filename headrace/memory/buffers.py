@@ -12,9 +12,11 @@ from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.pages import map_pages
 from headrace.runtime.autograd import (
     address_of,
+    dispatch_modes,
     in_transform,
     storage_use_count,
     tensor_use_count,
+    without_dispatch,
     without_transforms,
 )
 from headrace.runtime.device import is_accelerator
@@ -173,14 +175,16 @@ _looking_at_view = _references_to_kept_view()
 
 
 def plain_tensors() -> contextlib.AbstractContextManager[object]:
-    """Within this context, new tensors are plain even in inference mode and in `torch.func` transforms. Inference
-    tensors would make a leaf untrainable for good; a transform's tensors would end with it.
+    """Within this context, new tensors are plain even in inference mode and in `torch.func` transforms, and no dispatch
+    mode sees what is done. Inference tensors would make a leaf untrainable for good; a transform's tensors would end
+    with it; and a selective checkpoint counts operators, of which forward may have needed others.
     """
-    if not torch.is_inference_mode_enabled() and not in_transform():
+    if not torch.is_inference_mode_enabled() and not in_transform() and not dispatch_modes():
         return _AS_THEY_ARE
     stack = contextlib.ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(without_transforms())
+    stack.enter_context(without_dispatch())
     return stack
 
 

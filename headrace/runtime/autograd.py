@@ -38,6 +38,7 @@ __all__ = [
     "address_of",
     "backward_task",
     "check_version",
+    "dispatch_modes",
     "data_of",
     "function_modes",
     "grad_of",
@@ -63,6 +64,7 @@ __all__ = [
     "tree_flatten",
     "tree_map_only",
     "unseen",
+    "without_dispatch",
     "without_overrides",
     "without_transforms",
 ]
@@ -209,6 +211,10 @@ neg_view = torch._neg_view
 without_overrides = torch._C.DisableTorchFunctionSubclass
 # `with without_transforms():` tensors are made outside of all transforms of `torch.func` that are under way.
 without_transforms = torch._C._DisableFuncTorch
+# How many modes see the operators of this thread (`TorchDispatchMode`, as of a selective checkpoint), and, with
+# `with without_dispatch():`, none of them does. Relies on only plain tensors being used inside.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+without_dispatch = torch._C._DisableTorchDispatch
 
 
 def overrides_are_on() -> bool:

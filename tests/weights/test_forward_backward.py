@@ -450,8 +450,33 @@ def test_hooks_on_what_lies_between_fire_as_ever() -> None:
     assert_equals_the_loop(Hooked, square)
 
 
-@pytest.mark.parametrize("kind", [InPlace, Penalised])
-def test_others_go_in_the_loop_and_say_so(kind: type[Model]) -> None:
+class Recurrent(nn.Module):
+    """Uses its weights three times in a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + self.layer(x).tanh()
+        return x
+
+
+class CalledTwice(Stack):
+    """A loop adds what the first call gives a weight to the second one's gradient one by one, and not its sum."""
+
+    def __init__(self) -> None:
+        super().__init__(Recurrent() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("kind", [InPlace, Penalised, CalledTwice])
+def test_others_go_in_the_loop_and_say_so(kind: type[Stack]) -> None:
     plain, model = built(kind), built(kind)
     handle = offloaded(model)
     called: list[int] = []

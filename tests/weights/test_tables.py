@@ -1,14 +1,16 @@
 """Does an embedding table travel by rows, with the bits of a plain run, and within a budget below its size?"""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import headrace
-from tests.support.compare import assert_same_weights
+from tests.support.compare import assert_same_gradients, assert_same_weights
 from tests.support.loops import steps
 from tests.support.models import Layer
 
@@ -300,3 +302,36 @@ def test_errors_are_those_of_a_plain_lookup(compute_device, pair):
                 plain(wrong)
             with pytest.raises(RuntimeError, match="Expected tensor for argument #1 'indices'"):
                 model(wrong)
+
+
+class Selective(Encoder):
+    """Each part is computed again but for its matrix products, in which PyTorch counts all operators that it sees."""
+
+    def computed(self, part: Callable[[torch.Tensor], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        contexts = partial(create_selective_checkpoint_contexts, products)
+        return checkpoint(part, value, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.computed(self.begin, ids)
+        for first in range(0, len(self.layers), 2):
+            hidden = self.computed(nn.Sequential(*self.layers[first : first + 2]), hidden)
+        return hidden
+
+
+@pytest.mark.core(share=0.5)
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_a_selective_checkpoint_sees_no_copy_of_ours(compute_device: torch.device, share: float) -> None:
+    """Which copies forward needs depends on what was there; the computation again may need others."""
+    torch.manual_seed(0)
+    model = Selective()
+    plain = copy.deepcopy(model).to(compute_device)
+    limit = int(share * sum(parameter.nbytes for parameter in model.layers.parameters())) + 4096
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
+        for seed in range(3):
+            for one in (model, plain):
+                one(ids_of(seed).to(compute_device)).square().mean().backward()
+            assert_same_gradients(model, plain)
+        stats = handle.stats()
+        assert stats.row_bytes > 0
+        assert stats.device_peak_bytes <= limit
