@@ -8,6 +8,7 @@ import torch
 
 from headrace.memory.disk import Request
 from headrace.memory.ledger import Ledger
+from headrace.weights.movement import batch_sums
 from headrace.weights.movement.gradients import sum_of_rows
 from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, remainders_of
 from tests.support.compare import same
@@ -40,6 +41,25 @@ def test_parts_of_one_backward(rows: list[list[int]], seed: int) -> None:
     named = set(itertools.chain(*rows))
     assert sorted(found[0].tolist()) == sorted(named)
     assert same(whole(*found), wanted)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("rows", PARTS)
+def test_several_blocks_of_one_micro_batch(rows: list[list[int]], seed: int) -> None:
+    """One of them gives the whole weight a gradient: the first block, the last one, or one in between."""
+    rounded = torch.Generator().manual_seed(seed)
+    for place in range(len(rows) + 1):
+        parts: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for number, own in enumerate([*rows[:place], list(range(ROWS)), *rows[place:]]):
+            numbers, gradient = gradient_of(own, 10 * seed + number)
+            gradient = torch.where(gradient > 0, torch.randn(gradient.shape, generator=rounded), gradient)
+            parts.append((gradient, None if number == place else numbers))
+        wanted, *others = [one if own is None else whole(own, one) for one, own in parts]
+        for other in others:
+            wanted = wanted + other
+        ((found, found_rows),) = batch_sums._added_up([(one.clone(), own) for one, own in parts])
+        assert found_rows is None
+        assert same(found, wanted)
 
 
 @pytest.mark.parametrize("seed", range(8))

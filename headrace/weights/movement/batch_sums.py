@@ -150,15 +150,26 @@ class BatchSums:
 
 
 def _added_up(parts: list[_Part]) -> list[_Part]:
-    """Adds up what several blocks gave a parameter for one micro-batch: one gradient of all rows, and one of some."""
-    sparse = [(one, rows) for one, rows in parts if one.layout != torch.strided]
-    dense = [one for one, rows in parts if one.layout == torch.strided and rows is None]
-    for other in (*dense[1:], *(one for one, _ in sparse if dense)):
-        dense[0].add_(other)
-    of_rows = [(rows, one) for one, rows in parts if rows is not None]
-    rows, gradients = sum_of_rows(of_rows) if of_rows else (None, [])
-    whole: list[_Part] = [(dense[0], None)] if dense else [*sparse]
-    return [*whole, (torch.cat(gradients), rows)] if gradients else whole
+    """Adds up what several blocks gave a parameter for one micro-batch, as autograd adds up whole gradients: in the
+    order of `parts`, but sparse ones last. Where none is whole, gradients of rows stay one of rows.
+    """
+    sparse: list[_Part] = [(one, rows) for one, rows in parts if one.layout != torch.strided]
+    dense = [(one, rows) for one, rows in parts if one.layout == torch.strided]
+    whole = next((one for one, rows in dense if rows is None), None)
+    if whole is None:
+        of_rows = [(rows, one) for one, rows in dense if rows is not None]
+        rows, gradients = sum_of_rows(of_rows) if of_rows else (None, [])
+        return [*sparse, (torch.cat(gradients), rows)] if gradients else sparse
+    total: torch.Tensor | None = None
+    for gradient, rows in [*dense, *sparse]:
+        if total is None:
+            total = gradient if rows is None else torch.zeros_like(whole).index_copy_(0, rows, gradient)
+        elif rows is None:
+            total.add_(gradient)
+        else:
+            sums = total.index_select(0, rows).add_(gradient)
+            total.add_(0.0).index_copy_(0, rows, sums)  # a zero for each of the other rows turns -0 into +0
+    return [] if total is None else [(total, None)]
 
 
 def bytes_apart(uses: Mapping[ManagedParam, int], count: int) -> int:
