@@ -16,7 +16,7 @@ from headrace.runtime.autograd import (
     in_transform,
     storage_use_count,
     tensor_use_count,
-    without_dispatch,
+    without_modes,
     without_transforms,
 )
 from headrace.runtime.device import is_accelerator
@@ -184,7 +184,7 @@ def plain_tensors() -> contextlib.AbstractContextManager[object]:
     stack = contextlib.ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(without_transforms())
-    stack.enter_context(without_dispatch())
+    stack.enter_context(without_modes())
     return stack
 
 

@@ -64,7 +64,7 @@ __all__ = [
     "tree_flatten",
     "tree_map_only",
     "unseen",
-    "without_dispatch",
+    "without_modes",
     "without_overrides",
     "without_transforms",
 ]
@@ -211,10 +211,10 @@ neg_view = torch._neg_view
 without_overrides = torch._C.DisableTorchFunctionSubclass
 # `with without_transforms():` tensors are made outside of all transforms of `torch.func` that are under way.
 without_transforms = torch._C._DisableFuncTorch
-# How many modes see the operators of this thread (`TorchDispatchMode`, as of a selective checkpoint), and, with
-# `with without_dispatch():`, none of them does. Relies on only plain tensors being used inside.
+# How many modes see the operators of this thread (`TorchDispatchMode`, as of a selective checkpoint).
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-without_dispatch = torch._C._DisableTorchDispatch
+# `with without_modes():` none of them sees any.
+without_modes = torch.utils._python_dispatch._disable_current_modes
 
 
 def overrides_are_on() -> bool:
