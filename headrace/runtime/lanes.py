@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from headrace.runtime.autograd import dispatch_modes, without_modes
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.threads import Job, OneThread, wait_asleep
 
@@ -117,7 +118,9 @@ class Lanes(ABC):
 
     @abstractmethod
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
-        """Submits copies that start when `after` is reached and the lane is free. Never blocks."""
+        """Submits copies that start when `after` is reached and the lane is free. Never blocks. No dispatch mode sees
+        them: a selective checkpoint counts operators, of which forward may have needed others.
+        """
 
     @abstractmethod
     def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
@@ -190,6 +193,9 @@ class StreamLanes(Lanes):
         return torch.accelerator.current_stream(self.device).record_event()
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
+        if dispatch_modes():
+            with without_modes():
+                return self.copy(lane, copies, after)
         stream = self._streams[lane]
         stream.wait_event(after)  # type: ignore[arg-type]
         begun = self._tick_on(stream)
@@ -298,6 +304,9 @@ class ThreadLanes(Lanes):
         return _REACHED
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
+        if dispatch_modes():
+            with without_modes():
+                return self.copy(lane, copies, after)
         nbytes = 0
         for _, source in copies:
             nbytes += source.nbytes

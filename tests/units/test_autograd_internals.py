@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.runtime import torch_rules
@@ -25,6 +26,7 @@ from headrace.runtime.autograd import (
     backward_task,
     check_version,
     data_of,
+    dispatch_modes,
     function_modes,
     has_storage,
     hooks_are_enabled,
@@ -46,6 +48,7 @@ from headrace.runtime.autograd import (
     top_hooks,
     tree_flatten,
     tree_map_only,
+    without_modes,
     without_overrides,
     without_transforms,
 )
@@ -651,3 +654,34 @@ def test_more_flops_are_those_of_attention_on_the_cpu() -> None:
         query = torch.empty(2, 4, 8, 16)
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
     assert counter.get_total_flops() == 2 * (2 * 2 * 4 * 8 * 8 * 16)
+
+
+class Named(TorchDispatchMode):
+    """Notes the operators that it sees, under its name."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        super().__init__()
+        self.name, self.seen = name, seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(f"{self.name} {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_are_counted_and_see_nothing_without_modes() -> None:
+    seen: list[str] = []
+    one, both = torch.ones(2), ["inner aten.neg.default", "outer aten.neg.default"]
+    assert not dispatch_modes()
+    with Named("outer", seen), Named("inner", seen):
+        assert dispatch_modes() == 2
+        with without_modes():
+            assert not dispatch_modes()
+            one.add(1)
+        assert seen == []
+        one.neg()
+        assert seen == both
+        with pytest.raises(KeyError), without_modes():
+            raise KeyError
+        one.neg()
+        assert seen == 2 * both
+    assert not dispatch_modes()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import headrace
 from headrace.weights.movement.block import Block
@@ -258,6 +258,43 @@ def test_a_checkpoint_takes_experts_as_its_call_did(
         plain(tokens).square().mean().backward()
         assert_same_gradients(model, plain)
         assert handle.stats().expert_loads == 2 * 2  # two in two layers, which stay until they are needed again
+
+
+@pytest.mark.core(checkpointing="none")
+@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
+def test_a_loss_that_is_kept_holds_no_later_call_to_its_way(checkpointing: str) -> None:
+    """Once a call has needed all of a weight, the next step brings all at once, although `loss` is still there."""
+    model = Stack(model_of("mean"), checkpointing=checkpointing)
+    with headrace.offload(model, device="cpu", device_memory=budget(model_of("mean"), 10)) as handle:
+        loads = []
+        for batch in random_batches(4, 1, FEATURES):
+            loss = model(batch).square().mean()
+            loss.backward()
+            loads.append(handle.stats().expert_loads)
+        assert loss.grad_fn is not None
+        assert loads[0] > 0
+        assert loads == 4 * loads[:1]
+
+
+@pytest.mark.parametrize("way", ["gather", "loop"])
+def test_selective_checkpoints_around_frozen_experts_that_are_there_in_forward_alone(way: str) -> None:
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, products)
+    model = model_of(way)
+    for layer in model:
+        layer.experts.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    with headrace.offload(model, device="cpu", device_memory=budget(model, EXPERTS + 4)) as handle:
+        block = next(block for block in handle.settled_blocks("a look") if block.experts is not None)
+        handle._executor.prefetch(block)
+        for one in (model, plain):
+            tokens = torch.ones(1, FEATURES)
+            for layer in one:
+                tokens = checkpoint(layer, tokens, use_reentrant=False, context_fn=contexts)
+            handle._executor.evict(block)
+            tokens.square().mean().backward()
+        assert handle.stats().expert_loads > 0
+        assert_same(*([parameter.grad for parameter in trained_parameters(one)] for one in (model, plain)))
 
 
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O

@@ -150,25 +150,26 @@ class BatchSums:
 
 
 def _added_up(parts: list[_Part]) -> list[_Part]:
-    """Adds up what several blocks gave a parameter for one micro-batch, as autograd adds up whole gradients: in the
-    order of `parts`, but sparse ones last. Where none is whole, gradients of rows stay one of rows.
+    """Adds up what several blocks gave a parameter for one micro-batch, in order, as autograd adds up whole gradients.
+    Where none is whole, gradients of rows stay one of rows.
     """
-    sparse: list[_Part] = [(one, rows) for one, rows in parts if one.layout != torch.strided]
-    dense = [(one, rows) for one, rows in parts if one.layout == torch.strided]
-    whole = next((one for one, rows in dense if rows is None), None)
+    whole = next((one for one, rows in parts if rows is None and one.layout == torch.strided), None)
     if whole is None:
-        of_rows = [(rows, one) for one, rows in dense if rows is not None]
+        sparse: list[_Part] = [(one, rows) for one, rows in parts if rows is None]
+        of_rows = [(rows, one) for one, rows in parts if rows is not None]
         rows, gradients = sum_of_rows(of_rows) if of_rows else (None, [])
         return [*sparse, (torch.cat(gradients), rows)] if gradients else sparse
     total: torch.Tensor | None = None
-    for gradient, rows in [*dense, *sparse]:
+    for gradient, rows in parts:
         if total is None:
             total = gradient if rows is None else torch.zeros_like(whole).index_copy_(0, rows, gradient)
-        elif rows is None:
-            total.add_(gradient)
-        else:
+        elif rows is not None:
             sums = total.index_select(0, rows).add_(gradient)
             total.add_(0.0).index_copy_(0, rows, sums)  # a zero for each of the other rows turns -0 into +0
+        elif total.layout != torch.strided:
+            total = gradient.add_(total) if gradient.layout == torch.strided else gradient + total
+        else:
+            total.add_(gradient)
     return [] if total is None else [(total, None)]
 
 

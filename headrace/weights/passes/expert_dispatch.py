@@ -7,6 +7,7 @@ so for copies of only those experts that the call uses, numbered from zero. See 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from headrace.errors import StateError
+from headrace.memory.buffers import plain_tensors
 from headrace.runtime.autograd import in_transform, overrides_are_on, without_overrides
 from headrace.weights.model.experts import ExpertAccess, access_of, is_marked, named_index_of, routing_of
 from headrace.weights.model.managed_param import ManagedParam
@@ -29,7 +31,8 @@ from headrace.weights.passes.row_gradients import RowGradients
 _NEEDS_ALL = object()  # in the place of a module's output: the call needs all experts
 
 
-class _Call(NamedTuple):
+@dataclass(eq=False)
+class _Call:
     """A call of the `forward` of a module whose experts travel one by one."""
 
     block: Block
@@ -37,7 +40,7 @@ class _Call(NamedTuple):
     own: Callable[..., Any]  # the module's own forward, or that of what adapts the module's weights
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    used: list[int]  # the numbers of the experts that it uses, ascending, once they are known
+    used: list[int] | None = None  # the numbers of the experts that it uses, ascending, once somebody has read them
 
     @property
     def names(self) -> list[str]:
@@ -81,7 +84,7 @@ class ExpertDispatch:
     ) -> Any:
         """Runs a call of `module`. `own` is its own `forward`; `site` is for a call that needs all experts."""
         block = site.blocks[-1]
-        call = _Call(block, module, own, args, kwargs, [])
+        call = _Call(block, module, own, args, kwargs)
         adapted = self._adapted.get((module, get_ident()))
         found: Any
         if adapted is not None:
@@ -132,7 +135,7 @@ class ExpertDispatch:
     def _by_number(self, call: _Call, *, gathers: bool = False) -> Any:
         """Runs the call with stand-ins from which the module takes experts by their usual numbers."""
         with without_overrides():
-            asked = ExpertsOfCall(self._slices, call.block, call.used, self._gradients, gathers=gathers)
+            asked = ExpertsOfCall(self._slices, call.block, call.used or (), self._gradients, gathers=gathers)
             stand_ins = [WeightOfExperts.of(asked, place, param) for place, param in enumerate(call.block.params)]
         try:
             with standing_in(self._slices, call.module, call.names, stand_ins):
@@ -151,8 +154,8 @@ class ExpertDispatch:
         with without_overrides():
             # Gradients of tokens are added up in the order in which tokens are grouped by expert.
             in_order = trains or (torch.is_grad_enabled() and access_of(call.module) is ExpertAccess.GROUPED)
-            # A stand-in is as large as the weight, or has no slot too many: autograd makes a gradient of its size. Its
-            # size does not follow from the bank's, which may be another one when a checkpoint computes again.
+            # A stand-in is as large as the weight, or has no slot too many: autograd makes a gradient of its size. A
+            # checkpoint may compute again with a bank of another size, if all experts fit into both or into neither.
             count = 0 if block.experts is None else block.experts.count
             span = bank.slots if not in_order else count if count <= bank.slots else len(used)
             if in_order:
@@ -212,7 +215,7 @@ class ExpertDispatch:
         here = module, get_ident()
         if here in self._adapted:
             return wrapper.base_layer(*args, **kwargs)
-        adapted = self._adapted_call(wrapper, _Call(site.blocks[-1], module, own, args, kwargs, []))
+        adapted = self._adapted_call(wrapper, _Call(site.blocks[-1], module, own, args, kwargs))
         if adapted is None:
             return own(*args, **kwargs)
         self._adapted[here] = adapted
@@ -264,13 +267,13 @@ class ExpertDispatch:
 
     def _comes_whole(self, call: _Call, used: torch.Tensor) -> bool:
         """Notes which experts the call uses. Returns whether it is better done with all."""
-        call.used[:] = used.tolist()
+        call.used = used.tolist()
         return self._gradients.comes_whole(call.block, call.used)
 
 
 def _unique(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers of experts in `index`, ascending, and each element's position among them: both on the host."""
-    with without_overrides():
+    with without_overrides(), plain_tensors():
         used, where = torch.unique(index.detach().to("cpu", torch.int64), return_inverse=True)
         return used, where
 

@@ -64,7 +64,7 @@ class SavedExperts(NamedTuple):
     param: ManagedParam
     token: Token
     experts: dict[int, int]  # numbers of experts, by the slot of the bank
-    bank_slots: int  # how many slots of the bank it covers; 0: it does not matter in which one an expert is
+    bank_slots: int  # the slots of the bank up to its end, and that of the last expert; 0: any slot will do
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -253,9 +253,8 @@ class SavedTensors:
 
 
 def unpack_of_checkpoint() -> Any:
-    """The unpack hook of the checkpoint around what this thread computes, for example in a visit; None: there is none.
-
-    Autograd holds it as long as anything may be computed again.
+    """The unpack hook of the checkpoint in which this thread computes, also if a visit within it has hooks of its own;
+    None: there is no checkpoint. Autograd holds the hook as long as the checkpoint may compute again.
     """
     hooks = top_hooks(True)
     if hooks is None:
@@ -295,7 +294,7 @@ def _saved_experts_of(
         param,
         param.token,
         experts,
-        -(-(begin + nbytes) // slices.slot_bytes) if is_bank else 0,
+        max(-(-(begin + nbytes) // slices.slot_bytes), *(slot + 1 for slot in experts)) if is_bank else 0,
         tensor.dtype,
         tensor.size(),
         tensor.stride(),

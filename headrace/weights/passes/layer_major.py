@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -207,7 +207,7 @@ class LayerMajor:
         used_in: dict[torch.Tensor, set[int]] = {}
         owners: dict[Any, int] = {}
         groups: dict[tuple[int, int], int] = {}
-        used_often: set[tuple[torch.Tensor, int]] = set()  # by a group of a micro-batch, several times
+        used_often: set[tuple[torch.Tensor, int]] = set()  # leaves that one turn of a micro-batch uses several times
         for index, group in enumerate(self._groups):
             for member, segment in group:
                 groups[member.number, segment] = index
@@ -283,7 +283,7 @@ class LayerMajor:
         batch_sums.end()
 
 
-def _refuse_order(leaf: Leaf) -> None:
+def _refuse_order(leaf: Leaf) -> NoReturn:
     """Raises CannotCutError for what is used several times by a block, and then by another one: in a loop, the first
     block's gradients are added to the other's one by one, and not their sum.
     """

@@ -23,11 +23,13 @@ _MARK = "headrace_use"
 
 
 class _Use:
-    """A call that used these experts of a block, none if that is not known. `whole`: it had all of them. Lives as long
-    as the output's node in the graph, and as what is saved for a checkpoint around the call.
+    """How experts of a block came to a call: `whole`, or those in `experts` one by one; None: nobody read which.
+
+    A checkpoint that computes the call again matches what is saved by its order, and so must bring experts as the call
+    did. It keeps this note as long as it may do so.
     """
 
-    def __init__(self, experts: Sequence[int], *, whole: bool) -> None:
+    def __init__(self, experts: Sequence[int] | None, *, whole: bool) -> None:
         self.experts, self.whole = experts, whole
 
 
@@ -123,27 +125,26 @@ class RowGradients:
         self._known_whole.add(block)
 
     def is_known_whole(self, block: Block) -> bool:
-        """Whether calls are known to use more of the block than single experts, and none may go another way."""
+        """Whether calls are known to use more of the block than single experts, and no checkpoint has to bring these
+        one by one again.
+        """
         return block in self._known_whole and not self.went_in_parts(block)
 
     def went_in_parts(self, block: Block) -> bool:
-        """Whether a checkpoint may compute a call again to which experts of the block came one by one, or a graph is
-        left of such a call.
-        """
+        """Whether a checkpoint may compute a call again to which experts of the block came one by one."""
         return any(not use.whole for use in self._uses.get(block, ()))
 
     def comes_whole(self, block: Block, used: Sequence[int]) -> bool:
-        """Whether a call that uses these experts of the block is better done with all of them: in training, or if all
-        are there.
+        """Whether a call that uses these experts of the block is to have all of them. If not, and the call trains them,
+        the block is away afterwards.
 
-        While a call may be computed again, calls with the same experts do as it did. So does a checkpoint, which takes
-        what it saves then for what the call has saved.
+        In training, a call that a checkpoint may compute again decides for all calls with the same experts (see _Use).
         """
-        uses = list(self._uses.get(block, ()))
+        uses = list(self._uses.get(block, ())) if torch.is_grad_enabled() else []
         for use in uses:
             if use.experts == used:
                 return use.whole
-        if any(use.whole and not use.experts for use in uses):  # of all that were there: nobody read which it used
+        if any(use.experts is None for use in uses):
             return True
         if not self.trains(block):
             return block.presence is not Presence.ABSENT
@@ -158,18 +159,20 @@ class RowGradients:
             self._executor.evict(block)  # a plan may have brought it
         return block.presence is not Presence.ABSENT
 
-    def note_use(self, block: Block, used: Sequence[int], output: Any, *, whole: bool) -> None:
-        """Notes how a call of the block's module, which used these experts, has computed `output`."""
+    def note_use(self, block: Block, used: Sequence[int] | None, output: Any, *, whole: bool) -> None:
+        """Notes how experts came to a call of the block's module that has computed `output`: for a checkpoint around
+        the call, and for `alone`.
+        """
         nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if block.experts is None or not nodes or not torch.is_grad_enabled():
             return
-        use = _Use(used, whole=whole)
-        for node in nodes:
+        use, unpack = _Use(used, whole=whole), unpack_of_checkpoint()
+        if unpack is not None:  # not the output's node: the output may be dropped, and the rest be computed again
+            unpack.__dict__.setdefault(_MARK, []).append(use)
+        for node in nodes if whole else ():
             node.metadata[_MARK] = use
-        computes_again = unpack_of_checkpoint()
-        if computes_again is not None:  # the output may be dropped, and the rest of the checkpoint computed again
-            computes_again.__dict__.setdefault(_MARK, []).append(use)
-        self._uses.setdefault(block, weakref.WeakSet()).add(use)
+        if whole or unpack is not None:
+            self._uses.setdefault(block, weakref.WeakSet()).add(use)
 
     def alone(self, block: Block) -> bool:
         """Whether nothing but single experts of the block has gradients, see `computed`."""
