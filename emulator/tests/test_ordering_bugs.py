@@ -71,7 +71,7 @@ def test_right_loop_is_silent_in_every_schedule(emu_device: ModuleType) -> None:
 
 
 @pytest.mark.emu("random:0")
-@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("tokens", [0, 1])  # with a token, it reads what has yet to arrive
 def test_a_layer_without_tokens_reads_no_weight(emu_device: ModuleType, tokens: int) -> None:
     weight = torch.randn(8, 8).pin_memory()
     bias, lane = torch.zeros(8, device="emu"), torch.Stream("emu")

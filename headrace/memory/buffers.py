@@ -176,8 +176,9 @@ _looking_at_view = _references_to_kept_view()
 
 def plain_tensors() -> contextlib.AbstractContextManager[object]:
     """Within this context, new tensors are plain even in inference mode and in `torch.func` transforms, and no dispatch
-    mode sees what is done. Inference tensors would make a leaf untrainable for good; a transform's tensors would end
-    with it; and a selective checkpoint counts operators, of which forward may have needed others.
+    mode sees what is done, also no FakeTensorMode. Inference tensors would make a leaf untrainable for good; a
+    transform's tensors would end with it; and a selective checkpoint counts operators, of which forward may have needed
+    others.
     """
     if not torch.is_inference_mode_enabled() and not in_transform() and not dispatch_modes():
         return _AS_THEY_ARE

@@ -534,7 +534,7 @@ def test_gradients_beside_frozen_experts(
 
 
 def checkpointed_model(name: str, implementation: str, how: str) -> Any:
-    """Whose experts are trained, frozen, or have adapters. "dropped": trained, and nothing keeps what they give."""
+    """A model with experts that are trained, frozen, or adapted. "dropped": trained, and nothing keeps their output."""
     model = model_of(name, implementation)
     model.train().activation_checkpointing_enable({"use_reentrant": False})
     if how == "adapted":

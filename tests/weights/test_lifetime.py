@@ -261,7 +261,7 @@ def test_remove_waits_for_autograds_thread_to_end_a_backward_that_raised(
     backward, held, settling, has_begun = handle._engine.backward, list[Any](), Settling(), threading.Event()
 
     def stop(_: torch.Tensor) -> None:
-        held.append(backward._end())
+        held.append(backward._end())  # autograd lets go of it, but it ends the backward only once we do
         raise RuntimeError("stop")
 
     hook = model.layers[0].register_forward_hook(lambda _module, _args, output: output.register_hook(stop) and None)

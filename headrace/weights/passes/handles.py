@@ -294,7 +294,7 @@ def _saved_experts_of(
         param,
         param.token,
         experts,
-        max(-(-(begin + nbytes) // slices.slot_bytes), *(slot + 1 for slot in experts)) if is_bank else 0,
+        max([-(-(begin + nbytes) // slices.slot_bytes), *(slot + 1 for slot in experts)]) if is_bank else 0,
         tensor.dtype,
         tensor.size(),
         tensor.stride(),
