@@ -276,6 +276,25 @@ def test_a_loss_that_is_kept_holds_no_later_call_to_its_way(checkpointing: str) 
         assert loads == 4 * loads[:1]
 
 
+def test_a_loss_that_is_kept_brings_no_later_call_all_experts() -> None:
+    """All were there in the first step; in the second one they are not, and only those that are used come."""
+    model = model_of("loop")
+    for layer in model:
+        layer.experts.requires_grad_(False)
+    with headrace.offload(model, device="cpu", device_memory=budget(model, EXPERTS + 4)) as handle:
+        block = next(block for block in handle.settled_blocks("a look") if block.experts is not None)
+        handle._executor.prefetch(block)
+        tokens = torch.randn(1, FEATURES)
+        loss = model(tokens).square().mean()
+        first = handle.stats().expert_uses
+        handle._executor.evict(block)
+        later = model(tokens).square().mean()
+        assert loss.grad_fn is not None
+        assert later.grad_fn is not None
+        assert first == 2 * 2  # two in two layers
+        assert handle.stats().expert_uses == first + 3 * 2
+
+
 @pytest.mark.parametrize("way", ["gather", "loop"])
 def test_selective_checkpoints_around_frozen_experts_that_are_there_in_forward_alone(way: str) -> None:
     products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]

@@ -89,7 +89,7 @@ class ExpertDispatch:
         found: Any
         if adapted is not None:
             found = self._with_adapters(adapted, call)
-            self._gradients.note_use(block, adapted.used.tolist(), found, whole=False)
+            self._gradients.note_way(block, adapted.used.tolist(), found, whole=False)
             return found
         can_part = bool(call.names)
         found = _NEEDS_ALL
@@ -101,7 +101,7 @@ class ExpertDispatch:
         whole = found is _NEEDS_ALL
         if whole:
             found = self._call(site, own, args, kwargs)
-        self._gradients.note_use(block, call.used, found, whole=whole)
+        self._gradients.note_way(block, call.used, found, whole=whole)
         return found
 
     def _of_own_module(self, call: _Call) -> Any:

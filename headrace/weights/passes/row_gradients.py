@@ -19,14 +19,18 @@ from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.handles import unpack_of_checkpoint
 
-_MARK = "headrace_use"
+_MARK, _WAYS = "headrace_whole", "headrace_ways"
 
 
 class _Use:
+    """Stands for a call that trains all of a block, and lives as long as the call's graph does."""
+
+
+class _Way:
     """How experts of a block came to a call: `whole`, or those in `experts` one by one; None: nobody read which.
 
     A checkpoint that computes the call again matches what is saved by its order, and so must bring experts as the call
-    did. It keeps this note as long as it may do so.
+    did. It holds this as long as it may do so.
     """
 
     def __init__(self, experts: Sequence[int] | None, *, whole: bool) -> None:
@@ -45,7 +49,8 @@ class RowGradients:
         self._executor = backward.passes.executor
         # Whether gradients may leave the device expert by expert. Ranks average whole ones.
         self._one_by_one = isinstance(backward.passes.gradients, Gradients)
-        self._uses: dict[Block, weakref.WeakSet[_Use]] = {}
+        self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
+        self._ways: dict[Block, weakref.WeakSet[_Way]] = {}
         self._known_whole: set[Block] = set()  # blocks of which a call used more than single experts
         self._signs: dict[ManagedParam, torch.Tensor] = {}  # see `_sign_of`
 
@@ -132,19 +137,19 @@ class RowGradients:
 
     def went_in_parts(self, block: Block) -> bool:
         """Whether a checkpoint may compute a call again to which experts of the block came one by one."""
-        return any(not use.whole for use in self._uses.get(block, ()))
+        return any(not way.whole for way in self._ways.get(block, ()))
 
     def comes_whole(self, block: Block, used: Sequence[int]) -> bool:
         """Whether a call that uses these experts of the block is to have all of them. If not, and the call trains them,
         the block is away afterwards.
 
-        In training, a call that a checkpoint may compute again decides for all calls with the same experts (see _Use).
+        In training, a call that a checkpoint may compute again decides for all calls with the same experts (see _Way).
         """
-        uses = list(self._uses.get(block, ())) if torch.is_grad_enabled() else []
-        for use in uses:
-            if use.experts == used:
-                return use.whole
-        if any(use.experts is None for use in uses):
+        ways = list(self._ways.get(block, ())) if torch.is_grad_enabled() else []
+        for way in ways:
+            if way.experts == used:
+                return way.whole
+        if any(way.experts is None for way in ways):
             return True
         if not self.trains(block):
             return block.presence is not Presence.ABSENT
@@ -159,24 +164,25 @@ class RowGradients:
             self._executor.evict(block)  # a plan may have brought it
         return block.presence is not Presence.ABSENT
 
-    def note_use(self, block: Block, used: Sequence[int] | None, output: Any, *, whole: bool) -> None:
-        """Notes how experts came to a call of the block's module that has computed `output`: for a checkpoint around
-        the call, and for `alone`.
-        """
-        nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        if block.experts is None or not nodes or not torch.is_grad_enabled():
+    def note_way(self, block: Block, used: Sequence[int] | None, output: Any, *, whole: bool) -> None:
+        """Notes how experts came to a call of the block's module that has computed `output`."""
+        if block.experts is None or not torch.is_grad_enabled():
             return
-        use, unpack = _Use(used, whole=whole), unpack_of_checkpoint()
-        if unpack is not None:  # not the output's node: the output may be dropped, and the rest be computed again
-            unpack.__dict__.setdefault(_MARK, []).append(use)
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        if not nodes:
+            return
+        unpack = unpack_of_checkpoint()
+        if unpack is not None:  # not on the output's node: the output may be dropped, and the rest be computed again
+            way = _Way(used, whole=whole)
+            unpack.__dict__.setdefault(_WAYS, []).append(way)
+            self._ways.setdefault(block, weakref.WeakSet()).add(way)
         for node in nodes if whole else ():
-            node.metadata[_MARK] = use
-        if whole or unpack is not None:
-            self._uses.setdefault(block, weakref.WeakSet()).add(use)
+            use = node.metadata[_MARK] = _Use()
+            self._whole.setdefault(block, weakref.WeakSet()).add(use)
 
     def alone(self, block: Block) -> bool:
         """Whether nothing but single experts of the block has gradients, see `computed`."""
-        return not block.trains_whole and not any(use.whole for use in self._uses.get(block, ()))
+        return not block.trains_whole and not self._whole.get(block)
 
 
 class TakenRows(torch.autograd.Function):
