@@ -14,7 +14,8 @@ brings the weights. How fast the host is matters no more; the second table shows
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -39,14 +40,87 @@ T = TypeVar("T")
 
 
 class Host:
-    """The host's memory, in virtual time: one update or norm at a time, each when it was handed over or later."""
+    """The host's memory, in virtual time."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self.bytes_per_second = bytes_per_second
-        self.busy_until = 0.0
 
     def works(self, elements: int, nbytes: int, what: str) -> None:
         emu.host_works(elements * nbytes / self.bytes_per_second, what)
+
+
+class _Late(Future[None]):
+    """A job of the thread of updates, which runs when somebody asks for its end."""
+
+    def __init__(self, thread: "_UpdateThread", begins: Callable[[], None]) -> None:
+        super().__init__()
+        self.thread, self.begins = thread, begins
+        self.handed_over = emu.virtual_seconds()
+        self.ended = 0.0
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.thread.run_to(self)
+        return super().exception(timeout)
+
+    def result(self, timeout: float | None = None) -> None:
+        self.thread.run_to(self)
+        return super().result(timeout)
+
+
+class _UpdateThread:
+    """The thread of updates, in virtual time: one job at a time, each when it was handed over or later.
+
+    In real time, jobs run when the thread of the pass waits for one, or has reached the virtual moment at which it
+    begins. So the copies of both threads are given to the link in the order of virtual time.
+    """
+
+    def __init__(self, run: Callable[..., "Future[None]"]) -> None:
+        self._run = run
+        self._waiting: deque[_Late] = deque()
+        self._free_at = 0.0
+
+    def submit(self, updater: Updater, job: Callable[[], None], device: torch.device | None = None) -> "Future[None]":
+        """In the place of `Updater.run`."""
+        late = _Late(self, lambda: self._run(updater, lambda: self._timed(late, job), device).result())
+        self._waiting.append(late)
+        return late
+
+    def end_of(self, job: "Future[None]") -> float:
+        """The virtual moment at which a job ends."""
+        assert isinstance(job, _Late)
+        self.run_to(job)
+        return job.ended
+
+    def is_over(self, job: "Future[None]") -> bool:
+        """Whether a job has ended by now, in virtual time."""
+        assert isinstance(job, _Late)
+        self.catch_up()
+        return job not in self._waiting and job.ended <= emu.virtual_seconds()
+
+    def catch_up(self) -> None:
+        """Runs the jobs that have begun by now, in virtual time."""
+        now = emu.virtual_seconds()
+        while self._waiting and max(self._waiting[0].handed_over, self._free_at) < now:
+            self._run_one()
+
+    def run_to(self, job: _Late) -> None:
+        """Runs the jobs up to this one, unless they have run."""
+        while job in self._waiting:
+            self._run_one()
+
+    def _run_one(self) -> None:
+        late = self._waiting.popleft()
+        try:
+            late.begins()
+        except BaseException as error:
+            late.set_exception(error)
+        else:
+            late.set_result(None)
+
+    def _timed(self, late: _Late, job: Callable[[], None]) -> None:
+        with emu.own_clock(max(late.handed_over, self._free_at)):
+            job()
+            late.ended = self._free_at = emu.virtual_seconds()
 
 
 @contextlib.contextmanager
@@ -59,23 +133,10 @@ def modelled(host: Host, update: str) -> Iterator[None]:
         (Pending, "wait", Pending.wait),
         (norms, "foreach_norm", norms.foreach_norm),
         (GradientNorms, "total", GradientNorms.total),
+        (GradientNorms, "delivered", GradientNorms.delivered),
     ]
-    run, wait, total = Updater.run, Pending.wait, GradientNorms.total
-    moments: dict[Future[None], float] = {}
-
-    def timed_run(self: Updater, job: Callable[[], None], device: torch.device | None = None) -> "Future[None]":
-        handed_over = emu.virtual_seconds()
-        future: Future[None]
-
-        def timed() -> None:
-            with emu.own_clock(max(handed_over, host.busy_until)):
-                job()
-                host.busy_until = emu.virtual_seconds()
-
-        future = run(self, timed, device)
-        future.result()  # in real time at once: what is measured is virtual
-        moments[future] = host.busy_until
-        return future
+    wait, total, delivered = Pending.wait, GradientNorms.total, GradientNorms.delivered
+    thread = _UpdateThread(Updater.run)
 
     def perform(self: Updates, members: Sequence[Any], scale: float) -> None:
         host.works(sum(member.master.host.numel() for member in members), UPDATE_BYTES, "update")
@@ -88,20 +149,25 @@ def modelled(host: Host, update: str) -> Iterator[None]:
 
     def timed_total(self: GradientNorms, *gradients: Any) -> torch.Tensor:
         for job in self._jobs:
-            emu.host_waits_until(moments[job])
+            emu.host_waits_until(thread.end_of(job))
         return total(self, *gradients)
 
+    def timed_delivered(self: GradientNorms, parameters: Mapping[Any, bool]) -> None:
+        thread.catch_up()  # a job that has ended holds no gradient any more
+        delivered(self, parameters)
+
     def timed_wait(self: Pending) -> None:
-        emu.host_waits_until(moments[self._job])
+        emu.host_waits_until(thread.end_of(self._job))
         wait(self)
 
     if update == "host":
         Updates._apply = perform
-    Updater.run = timed_run
-    Pending.done = lambda self: emu.virtual_seconds() >= moments[self._job]
+    Updater.run = lambda self, job, device=None: thread.submit(self, job, device)
+    Pending.done = lambda self: thread.is_over(self._job)
     Pending.wait = timed_wait
     norms.foreach_norm = timed_norms
     GradientNorms.total = timed_total
+    GradientNorms.delivered = timed_delivered
     try:
         yield
     finally:

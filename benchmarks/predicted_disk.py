@@ -21,6 +21,7 @@ from headrace.memory.disk.file import DirectFile
 from headrace.planning.cost import Activations, Case, Hardware, Method, Place, Spread, Training, Work, shape_of_module
 from headrace.planning.cost.forecast import run_of
 from headrace.planning.cost.lanes import CostLane
+from headrace.planning.cost.traffic import STAGED_BLOCKS
 
 DRIVES = [(rate, budget, trains) for trains in (False, True) for rate, budget in ((200e6, 2), (400e6, 4))]
 
@@ -53,7 +54,12 @@ def disk_rows(hardware: Hardware) -> Iterator[str]:
         torch.manual_seed(0)
         model = Decoder([linears] * count, recompute=False).requires_grad_(False)
         block_bytes = linears * WIDTH * WIDTH * 4
-        machine = hardware.changed(disk_bytes=10**12, disk_read_bytes_per_second=rate, disk_write_bytes_per_second=rate)
+        machine = hardware.changed(
+            host_memory_bytes=STAGED_BLOCKS * block_bytes,  # none is left for weights
+            disk_bytes=10**12,
+            disk_read_bytes_per_second=rate,
+            disk_write_bytes_per_second=rate,
+        )
         work = Work(training=Training.ADAPTER if trains else Training.NONE, sequence_length=tokens)
         method = Method(weights=Place.DISK, state=Place.DEVICE, activations=Activations.KEPT)
         run = run_of(Case(shape_of_module(model), work, Spread(), method, machine), blocks * block_bytes)

@@ -166,11 +166,11 @@ def measure(drawn: Drawn) -> Row:
             step()
         rounds = max(2, len(handle.plan.cycles) if handle.plan else 1)
         begin, end = (torch.Event("emu", enable_timing=True) for _ in range(2))
-        handle.reset_stats()
-        begin.record()
-        for _ in range(rounds):
-            step()
-        end.record()
+        handle.reset_stats()  # waits for updates, so that the next round begins late
+        for event in (begin, end):
+            for _ in range(rounds):
+                step()
+            event.record()
         handle.synchronize()
         torch.accelerator.synchronize()
         stats = handle.stats()
@@ -182,13 +182,13 @@ def measure(drawn: Drawn) -> Row:
 
     def over(nbytes: int, lane: CostLane) -> float:
         planned = run.moved_bytes[lane]
-        return nbytes / rounds / planned if planned else 1.0 + nbytes
+        return nbytes / (2 * rounds) / planned if planned else 1.0 + nbytes
 
     crossing = _crossing_bytes(drawn, elements)
     return Row(
         seconds / run.seconds,
-        over(stats.onload_bytes + rounds * crossing[0], CostLane.ONLOAD),
-        over(stats.offload_bytes + rounds * crossing[1], CostLane.OFFLOAD),
+        over(stats.onload_bytes + 2 * rounds * crossing[0], CostLane.ONLOAD),
+        over(stats.offload_bytes + 2 * rounds * crossing[1], CostLane.OFFLOAD),
     )
 
 

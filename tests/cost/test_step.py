@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.planning import Phase, Problem, Visit, make_plan
 from headrace.planning.cost import Hardware, Overlap
-from headrace.planning.cost.lanes import CostLane, Task, run_lanes
+from headrace.planning.cost.lanes import UPDATE_THREAD, CostLane, Task, run_lanes
 from headrace.planning.cost.step import forecast_step
 from headrace.planning.cost.traffic import BlockTraffic
 
@@ -141,6 +141,50 @@ def test_lanes_keep_order_and_waits(data: st.DataObject) -> None:
         assert task.begin >= last.get(task.lane, 0.0) - 1e-9
         assert all(tasks[other].end <= task.begin + 1e-9 for other in task.after)
         last[task.lane] = task.end
+
+
+def test_a_lane_runs_what_was_submitted_first() -> None:
+    """A load that is submitted after the second of three updates passes the third, which is submitted later."""
+    tasks = [
+        Task(CostLane.ONLOAD, "update 0", 1.0, thread=UPDATE_THREAD),
+        Task(CostLane.ONLOAD, "update 1", 1.0, (0,), thread=UPDATE_THREAD, submitted_after=(0,)),
+        Task(CostLane.ONLOAD, "update 2", 1.0, (1,), thread=UPDATE_THREAD, submitted_after=(1,)),
+        Task(CostLane.ONLOAD, "load 0", 1.0, (0,), submitted_after=(0,)),
+        Task(CostLane.COMPUTE, "forward 0", 2.0, (3,)),
+        Task(CostLane.ONLOAD, "load 1", 1.0, (4,), submitted_after=(2,)),
+    ]
+    run_lanes(tasks)
+    assert [task.begin for task in tasks] == pytest.approx([0.0, 1.0, 3.0, 2.0, 3.0, 5.0])
+
+
+def test_what_waits_on_a_lane_holds_up_what_was_submitted_later() -> None:
+    """A load waits for compute, and the update that was submitted after it waits behind it."""
+    tasks = [
+        Task(CostLane.COMPUTE, "forward 0", 3.0),
+        Task(CostLane.ONLOAD, "load 1", 1.0, (0,)),
+        Task(CostLane.FETCH, "state", 1.0),
+        Task(CostLane.ONLOAD, "update 0", 1.0, (2,), thread=UPDATE_THREAD, submitted_after=(2,)),
+    ]
+    run_lanes(tasks)
+    assert [task.begin for task in tasks] == pytest.approx([0.0, 3.0, 0.0, 4.0])
+
+
+def test_threads_cannot_wait_for_each_other() -> None:
+    tasks = [
+        Task(CostLane.ONLOAD, "load", 1.0, (), submitted_after=()),
+        Task(CostLane.OFFLOAD, "update", 1.0, (0,), thread=UPDATE_THREAD, submitted_after=(0,)),
+        Task(CostLane.COMPUTE, "forward", 1.0, (1,)),
+    ]
+    run_lanes(tasks)
+    assert tasks[-1].end == pytest.approx(3.0)
+    tasks = [
+        Task(CostLane.COMPUTE, "forward", 1.0),
+        Task(CostLane.ONLOAD, "update", 1.0, (0,), thread=UPDATE_THREAD, submitted_after=(0,)),
+        Task(CostLane.COMPUTE, "wait", 0.0, (1,)),
+        Task(CostLane.ONLOAD, "load", 1.0, (2,)),
+    ]
+    with pytest.raises(ValueError, match="two threads wait for each other"):
+        run_lanes(tasks)
 
 
 def test_a_task_cannot_wait_for_itself() -> None:

@@ -4,10 +4,11 @@ The tasks are what the executor does, visit by visit: compute, the loads that th
 activations that leave, the update, and the disk's reads and writes.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from headrace.planning.cost.hardware import Hardware
-from headrace.planning.cost.lanes import CostLane, Task
+from headrace.planning.cost.lanes import UPDATE_THREAD, CostLane, Task
 from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, BlockTraffic
 from headrace.planning.cost.work import Overlap
 from headrace.planning.plan import Plan
@@ -15,7 +16,8 @@ from headrace.planning.problem import Phase, Visit
 
 _GRADIENT_PARTS = 4  # a block's gradients leave in at most so many, while the rest of its backward still computes
 _GRADIENT_PART_BYTES = 4 * 2**20
-_UPDATE_PARTS = 4  # in which a block is updated by the device; each part's kernels take next to no time
+_UPDATE_PARTS = 8  # in which a block is updated by the device; each part's kernels take next to no time
+_UPDATE_PIECE_BYTES = 16 * 2**20  # of the pieces that really come, at most
 _PLANNED_PARTS = 256  # about so many in a whole step
 
 
@@ -38,6 +40,8 @@ class StepGraph:
         self.leaving: list[int] = []  # for each block of backward, the last offload of its gradients
         self.sums: list[int] = []  # for each block of backward, the sum of its gradients on the host
         self.last_gradient = -1
+        self.updated = -1  # the last copy of updates by the device
+        self.waited = -1  # the one that the thread of the pass waited for, before it submits anything else
         # In this step: block -> the task after which all of its gradients are where they are used.
         self.gradients: dict[int, int] = {}
         self.begun: set[int] = set()  # blocks whose homes have gradients of this step
@@ -205,6 +209,7 @@ class StepGraph:
         if waits:
             # The host finishes the update before it goes on, and gives no lane anything of the next step until then.
             self.last_compute = self._add(CostLane.COMPUTE, "wait for the update", 0.0, [last])
+            self.waited = self.updated
             self.ready.update(dict.fromkeys(order, self.last_compute))
         for block in problem.changing:
             self.arrival.pop(block, None)
@@ -234,13 +239,8 @@ class StepGraph:
         done = max(waits)
         if own.update_bytes:
             done = self._pass_over(f"update {block}", own.update_bytes, waits, self.hardware.dram_latency_seconds)
-        for part in range(_UPDATE_PARTS if own.update_in_bytes else 0):  # some leave while others arrive
-            into, out = (
-                nbytes * (part + 1) // _UPDATE_PARTS - nbytes * part // _UPDATE_PARTS
-                for nbytes in (own.update_in_bytes, own.update_out_bytes)
-            )
-            arrived = self._copy(CostLane.ONLOAD, "update", block, into, waits)
-            done = self._copy(CostLane.OFFLOAD, "update", block, out, [arrived])
+        if own.update_in_bytes:
+            done = self._update_on_device(block, waits)
         passed = done
         if own.pass_on_seconds:
             passed = self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done])
@@ -248,6 +248,27 @@ class StepGraph:
             after = [passed if own.spill_bytes else done]
             self.spilled.append(self._copy(CostLane.SPILL, "state", block, on_disk, after))
         return self.spilled[-1] if own.spill_bytes else passed
+
+    def _update_on_device(self, block: int, waits: Sequence[int]) -> int:
+        """Adds the copies of an update by the device, in parts: some leave while others arrive.
+
+        Their thread submits few ahead, so that loads come in between. Beside passes, it ends each block's before it
+        begins the next one's, which costs the way back of the last piece.
+        """
+        into, out = self.traffic[block].update_in_bytes, self.traffic[block].update_out_bytes
+        ends_each = self.overlap is not Overlap.NONE and self.updated >= 0
+        begins = [*waits, self.updated] if ends_each else list(waits)
+        last = min(1 / _UPDATE_PARTS, _UPDATE_PIECE_BYTES / into)
+        cuts = [(1 - last) * part / (_UPDATE_PARTS - 1) for part in range(_UPDATE_PARTS)] + [1.0]
+        for start, stop in itertools.pairwise(cuts):
+            nbytes = round(into * stop) - round(into * start)
+            arrived = self._copy(CostLane.ONLOAD, "update", block, nbytes, begins)
+            nbytes = round(out * stop) - round(out * start)
+            self.updated = self._copy(CostLane.OFFLOAD, "update", block, nbytes, [arrived])
+            for copy in (arrived, self.updated):
+                self.tasks[copy].thread, self.tasks[copy].submitted_after = UPDATE_THREAD, self.tasks[copy].after
+            begins = [arrived]
+        return self.updated
 
     def _load(self, block: int) -> None:
         problem, own = self.plan.problem, self.traffic[block]
@@ -262,6 +283,8 @@ class StepGraph:
         seconds = problem.load_seconds[block]
         if own.fetch_bytes or own.load_bytes is not None:
             seconds = min(seconds, own_link)
+        if own.update_in_bytes:
+            self.waited = max([self.waited, *home])
         loaded = self._add(CostLane.ONLOAD, f"weights {block}", seconds, waits, dram_bytes=nbytes, nbytes=nbytes)
         if own.gather_seconds:  # the ranges of the other devices
             loaded = self._among_devices("gather", block, own.gather_seconds, [loaded])
@@ -310,7 +333,11 @@ class StepGraph:
         dram_bytes: float = 0.0,
         nbytes: int = 0,
     ) -> int:
-        self.tasks.append(Task(lane, name, seconds, tuple(sorted(set(after))), dram_bytes, nbytes))
+        task = Task(lane, name, seconds, tuple(sorted(set(after))), dram_bytes, nbytes)
+        if self.waited >= 0:  # what comes from disk is submitted when it has been read
+            read = [other for other in task.after if self.tasks[other].lane is CostLane.FETCH]
+            task.submitted_after = (self.waited, *read)
+        self.tasks.append(task)
         return len(self.tasks) - 1
 
 
