@@ -1,15 +1,18 @@
 """How does one tensor pass between device and disk? In blocks, through a ring of slots, several under way at once."""
 
-from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
-from headrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Ended, Extent, Request, Slot, StagingRing, disk_pages
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Ended, Extent, Request, StagingRing, disk_pages
 from headrace.memory.ledger import Ledger
-from headrace.memory.packed import available, pack, unpack_in_place
-from headrace.runtime.lanes import Event, Lane, Lanes
-from headrace.runtime.threads import Job, OneThread, wait_asleep
+from headrace.memory.packed import available, pack
+from headrace.runtime.lanes import Event, Lane, Lanes, Transfer
+from headrace.runtime.pace import Pace
+from headrace.weights.meter import Meter
+from headrace.weights.rest.fetching import Fetch, Fetching, Target
+from headrace.weights.rest.reads import DiskRead, Range
 
 __all__ = ["DiskBlocks", "DiskSettings", "Rest"]
 
@@ -45,22 +48,11 @@ class Rest:
         return all(request.query() for request in self.writes)
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """A block on its way from disk: `nbytes` bytes of a tensor, from byte `first` on."""
-
-    first: int
-    nbytes: int
-    slot: Slot
-    memory: torch.Tensor  # the slot's first bytes, or its last ones if the block is packed
-    request: Request
-
-
 class DiskBlocks:
     """Tensors of at most `most_bytes` each on disk, and the blocks of host memory that they pass through.
 
-    Blocks are fewer and smaller if they would take more than a quarter of the ledger's host budget. `fetch_bytes`
-    counts the bytes that were read.
+    Blocks are fewer and smaller if they would take more than a quarter of the ledger's host budget. Tensors are fetched
+    as blocks of a model are; `meter` counts what was read.
     """
 
     def __init__(
@@ -74,9 +66,9 @@ class DiskBlocks:
             slots = max(1, min(slots, share // block_bytes))
         self._ring, self._lanes = StagingRing(block_bytes, slots, memory_device, ledger), lanes
         self._store = DiskStore(settings.directory, ledger, threads=settings.threads, alone=False, device=lanes.device)
-        self._fetching = OneThread("headrace-fetch", lanes.device)
+        self.meter = Meter(lanes)
+        self._fetching = Fetching(self._ring, slots, Pace(lanes), self.meter)
         self._packs = settings.packs and available()
-        self.fetch_bytes = 0
 
     def rest(self, name: str, like: torch.Tensor, purpose: str) -> Rest:
         """Allocates the place of one tensor on disk."""
@@ -90,9 +82,11 @@ class DiskBlocks:
         read: Event = after
         try:
             for first, nbytes in self._blocks(rest):
-                slot = self._acquire()
+                slot = self._ring.acquire()
                 gone: Event | None = None
                 try:
+                    if slot.free is not None:
+                        slot.free.synchronize()
                     memory = slot.memory[:nbytes]
                     read = gone = self._lanes.copy(Lane.OFFLOAD, [(memory, source[first : first + nbytes])], after).done
                     if rest.packs:
@@ -112,9 +106,12 @@ class DiskBlocks:
             raise
         return read
 
-    def fetch(self, rest: Rest, target: torch.Tensor, after: Event) -> Job[Event]:
-        """Submits filling uint8 `target`, on the device or host, after that event. The job's result is its end."""
-        return self._fetching.submit(self._fetch, rest, target, after)
+    def fetch(self, rest: Rest, target: torch.Tensor, after: Event) -> Future[Transfer]:
+        """Submits filling uint8 `target`, on the device or host, after that event."""
+        pieces = [self._piece(rest, *block) for block in self._blocks(rest)]
+        fetch = Fetch(pieces, rest.extent.nbytes, 0, lambda: None, self._fetching)
+        fetch.ask(Target(target, after, ()))
+        return fetch.arrived
 
     def synchronize(self) -> None:
         """Waits for all writes. Raises DiskError for a write that failed and was not repeated since."""
@@ -122,53 +119,19 @@ class DiskBlocks:
 
     def close(self) -> None:
         """Waits for reads and writes under way, and frees memory and disk."""
-        self._fetching.shutdown(wait=True)
-        self._ring.close()
+        self._fetching.close()
         self._store.close()
 
-    def _fetch(self, rest: Rest, target: torch.Tensor, after: Event) -> Event:
-        reading: deque[_Reading] = deque()
-        end: Event = after
-        try:
-            for first, nbytes in self._blocks(rest):
-                while reading and not self._ring.free_slots:
-                    end = self._send(reading.popleft(), target, after)
-                slot, stored = self._acquire(), rest.stored[first]
-                memory = slot.memory[:stored] if stored == nbytes else slot.memory[-stored:]
-                request = self._store.read(self._store.part(rest.extent, first, stored), memory)
-                reading.append(_Reading(first, nbytes, slot, memory, request))
-                self.fetch_bytes += stored
-            while reading:
-                end = self._send(reading.popleft(), target, after)
-        except BaseException:
-            wait_asleep(end)  # whoever catches the error may free the target
-            raise
-        finally:
-            for one in reading:
-                self._ring.release(one.slot, Ended(one.request))
-        return end
+    def _piece(self, rest: Rest, first: int, nbytes: int) -> DiskRead:
+        stored = rest.stored[first]
+        place, packed = self._store.part(rest.extent, first, stored), stored < nbytes
 
-    def _send(self, one: _Reading, target: torch.Tensor, after: Event) -> Event:
-        """Waits until a block has been read, and submits its copy to its part of `target`; returns the copy's end."""
-        gone: Event | None = None
-        try:
-            one.request.synchronize()
-            whole = one.slot.memory
-            if one.memory.nbytes < one.nbytes:
-                unpack_in_place(whole, whole.nbytes - one.memory.nbytes)
-            copied = target[one.first : one.first + one.nbytes], whole[: one.nbytes]
-            gone = self._lanes.copy(Lane.ONLOAD, [copied], after).done
-        finally:
-            self._ring.release(one.slot, gone)
-        return gone
+        def read(chunk: torch.Tensor) -> Request:
+            return self._store.read(place, chunk[-stored:] if packed else chunk[:stored])
+
+        return DiskRead(read, stored, (Range(0, nbytes, first),), plain_bytes=nbytes if packed else 0)
 
     def _blocks(self, rest: Rest) -> list[tuple[int, int]]:
         """The first byte and the number of bytes of each block."""
         whole, block = rest.extent.nbytes, self._ring.slot_bytes
         return [(first, min(block, whole - first)) for first in range(0, whole, block)]
-
-    def _acquire(self) -> Slot:
-        slot = self._ring.acquire()
-        if slot.free is not None:
-            wait_asleep(slot.free)
-        return slot

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from headrace.errors import BudgetError, StateError
 from headrace.memory.arena import Arena, aligned, whole_pages
 from headrace.memory.buffers import references_beside
 from headrace.memory.ledger import Ledger, Tier
-from headrace.runtime.lanes import Event, Lane, open_lanes
+from headrace.runtime.lanes import Event, Lane, Transfer, open_lanes
 from headrace.runtime.threads import Job
 
 __all__ = ["TIERS", "TieredTensors"]
@@ -35,19 +35,10 @@ class _Visit:
     """A tensor's copy on the device, arrived or on its way."""
 
     buffer: torch.Tensor
-    arrival: "Future[Event]"  # the event at which the copy has arrived, once its transfer is submitted
+    arrival: "Future[Transfer]"  # which is set once the transfer is submitted
     owner_version: int | None
     used: int = 0  # the clock when `get` asked for it last; 0: not yet
     version: int = 0  # of the buffer at the first `get`
-
-    @property
-    def written(self) -> bool:
-        return bool(self.used) and self.buffer._version != self.version
-
-    @property
-    def end(self) -> Event | None:
-        """The end of the arrival; waits until its transfer is submitted. None if that failed."""
-        return None if self.arrival.exception() is not None else self.arrival.result()
 
 
 @dataclass(eq=False)
@@ -66,9 +57,11 @@ class _Entry:
     def shaped(self, memory: torch.Tensor) -> torch.Tensor:
         return memory.view(self.like.dtype).view(self.like.shape)
 
-    def arrived(self) -> Event | None:
-        """The end of the visit's arrival; waits until its transfer is submitted. None if there is no such transfer."""
-        return None if self.visit is None else self.visit.end
+    @property
+    def written(self) -> torch.Tensor | None:
+        """The bytes of the visiting copy, if it was written to since `get` returned it first."""
+        visit = self.visit
+        return visit.buffer if visit is not None and visit.used and visit.buffer._version != visit.version else None
 
 
 class TieredTensors:
@@ -108,7 +101,7 @@ class TieredTensors:
             TIERS[entry.tier],
             offset=0 if entry.rest is None else entry.rest.extent.offset,
             size=entry.like.nbytes,
-            is_loading=visit is not None and not (visit.arrival.done() and (visit.end is None or visit.end.query())),
+            is_loading=visit is not None and not (visit.arrival.done() and self._arrived(visit).query()),
             is_saving=entry.saved is not None and not entry.saved.query(),
         )
 
@@ -181,20 +174,18 @@ class TieredTensors:
                 f"{name!r} is {entry.like.dtype} of shape {tuple(entry.like.shape)}; the value given is {value.dtype}"
                 f" of shape {tuple(value.shape)}: give one like it"
             )
-        self._compute_after(entry.arrived())
-        self._save(entry, _flat(value.detach()))
-        self._leave(entry)
+        self._end_visit(entry, _flat(value.detach()))
 
     def take_out(self, name: str) -> torch.Tensor:
         """The tensor's value, in host memory of its own."""
         entry = self._entry(name)
-        if entry.visit is not None and entry.visit.written:
-            return entry.shaped(entry.visit.buffer).cpu().clone()
+        if entry.written is not None:
+            return entry.shaped(entry.written).cpu().clone()
         if entry.home is not None:
             _wait_for(entry.saved)
             return entry.shaped(entry.home.cpu().clone())
         memory = torch.empty(entry.like.nbytes, dtype=torch.uint8, device="cpu")
-        self._bring(entry, memory).result().synchronize()
+        self._bring(entry, memory).result().done.synchronize()
         return entry.shaped(memory)
 
     # visits ----------------------------------------------------------------------------------------------------------
@@ -231,12 +222,14 @@ class TieredTensors:
 
     def let_go(self, name: str) -> None:
         """Ends the visit. If the copy on the device was written to, its value is saved where the tensor rests."""
-        self._send_back(self._entry(name))
+        entry = self._entry(name)
+        self._end_visit(entry, entry.written)
 
     def synchronize(self) -> None:
         """Waits until no transfer is under way. Raises DiskError for a write that failed and was not repeated since."""
         for entry in self._entries.values():
-            _wait_for(None if entry.visit is None else entry.visit.arrival.result())
+            if entry.visit is not None:
+                entry.visit.arrival.result().done.synchronize()
             _wait_for(entry.saved)
         if self.disk is not None:
             self.disk.synchronize()
@@ -247,7 +240,7 @@ class TieredTensors:
             return
         self._closed = True
         for entry in self._entries.values():
-            _wait_for(entry.arrived())
+            self._wait_for_visit(entry)
             _wait_for(entry.saved)
         if self.disk is not None:
             self.disk.close()
@@ -293,14 +286,15 @@ class TieredTensors:
                 )
         return tiers
 
-    def _bring(self, entry: _Entry, buffer: torch.Tensor) -> "Future[Event]":
+    def _bring(self, entry: _Entry, buffer: torch.Tensor) -> "Future[Transfer]":
         """Submits the transfer of the tensor's value from where it rests to `buffer`."""
         after = self._lanes.mark()
         if entry.rest is not None and self.disk is not None:
             return self.disk.fetch(entry.rest, buffer, after)
-        submitted: Job[Event] = Job()
+        submitted: Job[Transfer] = Job()
         if entry.home is not None:
-            submitted.set_result(self._lanes.copy(Lane.ONLOAD, [(buffer, entry.home)], after).done)
+            transfer = self._lanes.copy(Lane.ONLOAD, [(buffer, entry.home)], after)
+            submitted.set_result(replace(transfer, copies=()))  # the visit alone keeps the buffer
         return submitted
 
     def _save(self, entry: _Entry, source: torch.Tensor) -> None:
@@ -313,7 +307,7 @@ class TieredTensors:
             read = entry.saved = self._lanes.copy(Lane.OFFLOAD, [(entry.home, source)], self._lanes.mark()).done
         else:
             _wait_for(entry.saved)
-            _wait_for(entry.arrived())  # it reads the memory that is written now
+            self._wait_for_visit(entry)  # it reads the memory that is written now
             entry.home.copy_(source)
             return
         if source.device.type == "cpu":
@@ -324,10 +318,9 @@ class TieredTensors:
         """Ends a visit whose copy is older than the value at rest."""
         visit = entry.visit
         if visit is not None and entry.owner is not None and visit.owner_version != entry.owner._version:
-            self._compute_after(visit.end)
-            if visit.written:
+            if entry.written is not None:
                 raise StateError("a tensor was written where it rests and on the device; put() the value that holds")
-            self._leave(entry)
+            self._end_visit(entry)
 
     def _visiting(self, name: str, entry: _Entry) -> torch.Tensor:
         self._refresh(entry)
@@ -335,9 +328,9 @@ class TieredTensors:
             raise self._no_room(name, entry)
         visit = entry.visit = entry.visit or self._begin(entry)
         try:
-            self._lanes.wait(visit.arrival.result())
+            self._lanes.wait(visit.arrival.result().done)
         except BaseException:
-            self._leave(entry)
+            self._end_visit(entry)
             raise
         if not visit.used:
             visit.version = visit.buffer._version
@@ -352,17 +345,27 @@ class TieredTensors:
         self.ledger.add(Tier.DEVICE, _PURPOSE, buffer.nbytes)
         return _Visit(buffer, self._bring(entry, buffer), version)
 
-    def _send_back(self, entry: _Entry) -> None:
-        """Ends the visit, and saves the copy's value if it was written to."""
-        self._compute_after(entry.arrived())
-        if entry.visit is not None and entry.visit.written:
-            self._save(entry, entry.visit.buffer)
-        self._leave(entry)
-
-    def _leave(self, entry: _Entry) -> None:
+    def _end_visit(self, entry: _Entry, value: torch.Tensor | None = None) -> None:
+        """Ends the visit, if there is one, and saves uint8 `value` where the tensor rests."""
+        if entry.visit is not None:
+            self._lanes.wait(self._arrived(entry.visit))
+        if value is not None:
+            self._save(entry, value)
         if entry.visit is not None:
             self._leaving.append(entry.visit.buffer)
             entry.visit = None
+
+    def _arrived(self, visit: _Visit) -> Event:
+        """The end of the arrival, once its transfer is submitted; if that failed, the end of what was submitted."""
+        failed = visit.arrival.exception() is not None
+        transfer = self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()) if failed else visit.arrival.result()
+        event: Event = transfer.done
+        return event
+
+    def _wait_for_visit(self, entry: _Entry) -> None:
+        """Blocks until nothing is copied to the visiting copy any more."""
+        if entry.visit is not None:
+            self._arrived(entry.visit).synchronize()
 
     def _make_room(self, nbytes: int, used: range | None = None) -> bool:
         """Whether the device has room for `nbytes` more, after copies that nobody else refers to were sent back: those
@@ -372,11 +375,11 @@ class TieredTensors:
             visiting = [(e, e.visit) for e in self._entries.values() if e.visit is not None]
             visiting.sort(key=lambda one: one[1].used or math.inf)
             candidates = (one for one in visiting if used is None or one[1].used in used)
-            leaves = next((e for e, v in candidates if v.end is None or not references_beside(v.buffer)), None)
+            leaves = next((e for e, v in candidates if v.arrival.exception() or not references_beside(v.buffer)), None)
             if leaves is None:
                 return False
             del visiting, candidates
-            self._send_back(leaves)
+            self._end_visit(leaves, leaves.written)
         return True
 
     def _no_room(self, name: str, entry: _Entry) -> BudgetError:
@@ -388,10 +391,6 @@ class TieredTensors:
             f" {len(self._leaving)} copies that were let go of but are still referred to (a graph of autograd does"
             " that, too). Offload what is not needed and drop references to it, or raise the limit"
         )
-
-    def _compute_after(self, event: Event | None) -> None:
-        if event is not None:
-            self._lanes.wait(event)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
