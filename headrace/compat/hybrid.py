@@ -19,7 +19,7 @@ from headrace.optim.rules import AdamRule, MatrixRule
 from headrace.optim.weights import FULL, REMAINDER
 from headrace.runtime.tensors import parameters_of
 
-__all__ = ["HybridDeviceOptimizer", "TorchSteps"]
+__all__ = ["HybridDeviceOptimizer", "TorchSteps", "tensor_of"]
 
 # Arguments that change no result: how it is computed, or (adam_w_mode) what has chosen the rule already.
 _SAY_NOTHING = ("adam_w_mode", "fused", "foreach", "capturable", "differentiable")
@@ -177,7 +177,7 @@ class HybridDeviceOptimizer(HostOptimizer):
             raise ValueError(f"offload_fraction={offload_fraction!r} is outside [0, 1]")
         _, settings = _choose(cpu_optimizer_cls, gpu_optimizer_cls, settings, by_torch=use_torch_optimizer)
         groups = _as_groups(params)
-        tensors = [one[1] if isinstance(one, tuple) else one for group in groups for one in group["params"]]
+        tensors = [tensor_of(one) for group in groups for one in group["params"]]
         if isinstance(self, Adam | AdamW):
             self._corrects = settings.pop("bias_correction", True)
         super().__init__(
@@ -283,6 +283,12 @@ def _kind_of(kind: "functools.partial[Any]") -> Any:
     """The class with the rule of `kind`, which is known by its name; None if there is none."""
     found = _BY_NAME.get(kind.func.__name__.lower())
     return _HybridAdam if found is _HybridAdamW and not kind.keywords.get("adam_w_mode", True) else found
+
+
+def tensor_of(parameter: Any) -> torch.Tensor:
+    """The tensor of a parameter that is given alone, or after its name."""
+    tensor: torch.Tensor = parameter[1] if isinstance(parameter, tuple) else parameter
+    return tensor
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:

@@ -67,11 +67,7 @@ def get_cpu_offload_context(
         return contextlib.nullcontext(), _unchanged
     if not offload_activations and not offload_weights:
         raise ValueError("nothing is to be offloaded; set offload_activations or offload_weights")
-    if not 0 <= num_layers < model_layers:
-        raise ValueError(
-            f"num_layers={num_layers} of {model_layers}: backward begins with the last layer, so that one stays; give 0"
-            f" to {model_layers - 1}"
-        )
+    check_layers(num_layers, model_layers, "num_layers")
     for name, given in (("manual_synchronization", manual_synchronization), ("offload_stream", offload_stream)):
         if given:
             raise ValueError(f"{name} is not supported: headrace plans the copies, and has a lane for each direction")
@@ -87,6 +83,15 @@ def get_cpu_offload_context(
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def check_layers(num_layers: int, model_layers: int, setting: str) -> None:
+    """Raises ValueError for a number of layers that cannot leave."""
+    if not 0 <= num_layers < model_layers:
+        raise ValueError(
+            f"{setting}={num_layers} of {model_layers}: backward begins with the last layer, so that one stays; give 0"
+            f" to {model_layers - 1}"
+        )
 
 
 def saving_settings(device_memory: Size | None, min_bytes: Size | None) -> dict[str, Any]:
