@@ -181,9 +181,7 @@ class TieredTensors:
         entry = self._entry(name)
         if entry.written is not None:
             return entry.shaped(entry.written).cpu().clone()
-        if entry.home is not None:
-            _wait_for(entry.saved)
-            return entry.shaped(entry.home.cpu().clone())
+        _wait_for(entry.saved)
         memory = torch.empty(entry.like.nbytes, dtype=torch.uint8, device="cpu")
         self._bring(entry, memory).result().done.synchronize()
         return entry.shaped(memory)
@@ -303,13 +301,11 @@ class TieredTensors:
             read = self.disk.spill(entry.rest, source, self._lanes.mark())
         elif entry.home is None or source.data_ptr() == entry.home.data_ptr():
             return
-        elif entry.tier is Tier.HOST and source.device.type != "cpu":
-            read = entry.saved = self._lanes.copy(Lane.OFFLOAD, [(entry.home, source)], self._lanes.mark()).done
         else:
-            _wait_for(entry.saved)
-            self._wait_for_visit(entry)  # it reads the memory that is written now
-            entry.home.copy_(source)
-            return
+            if source.device.type == "cpu":  # lanes order no copies within host memory
+                _wait_for(entry.saved)
+                self._wait_for_visit(entry)  # it reads the memory that is written now
+            read = entry.saved = self._lanes.copy(Lane.OFFLOAD, [(entry.home, source)], self._lanes.mark()).done
         if source.device.type == "cpu":
             read.synchronize()
         self._lanes.wait(read)
