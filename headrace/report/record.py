@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -108,9 +108,10 @@ class RunRecord:
         loads = [*self.of_lane("onload"), *self.of_lane("gather")]
         copies = sorted(loads, key=lambda copy: copy.begin_seconds + copy.seconds, reverse=True)[::-1]
         ends = [copy.begin_seconds + copy.seconds for copy in copies]
-        reads: dict[str, _Reads] = {}
-        for what, own in groupby(sorted(self.of_lane("fetch"), key=_what), key=_what):
-            reads[what] = _Reads(own)
+        fetched: dict[str, list[Span]] = {}
+        for span in self.of_lane("fetch"):
+            fetched.setdefault(span.what, []).append(span)
+        reads = {what: _Reads(own) for what, own in fetched.items()}
         found = []
         for span in self.spans:
             if span.waited_lane:
@@ -181,10 +182,6 @@ def _read(hint: Any, value: Any, within: str) -> Any:
         return hint(**{name: _read(hints[name], each, within) for name, each in value.items()})
     kinds = tuple(hints.values())[: len(value)]  # of a NamedTuple, whose last fields have defaults
     return hint(*(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True)))
-
-
-def _what(span: Span) -> str:
-    return span.what
 
 
 class _Reads:
