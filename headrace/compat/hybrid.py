@@ -145,20 +145,6 @@ class HybridDeviceOptimizer(HostOptimizer):
 
     _corrects = True  # whether moments are corrected for their beginning at zero
 
-    def __new__(
-        cls,
-        params: Any = (),
-        offload_fraction: float = 0.5,
-        cpu_optimizer_cls: Any = None,
-        gpu_optimizer_cls: Any = None,
-        *others: Any,
-        use_torch_optimizer: bool = False,
-        **settings: Any,
-    ) -> Any:
-        if cls is HybridDeviceOptimizer:
-            cls, _ = _choose(cpu_optimizer_cls, gpu_optimizer_cls, settings, by_torch=use_torch_optimizer)
-        return super().__new__(cls)
-
     def __init__(
         self,
         params: Any,
@@ -175,7 +161,8 @@ class HybridDeviceOptimizer(HostOptimizer):
     ) -> None:
         if isinstance(offload_fraction, bool) or not 0 <= offload_fraction <= 1:
             raise ValueError(f"offload_fraction={offload_fraction!r} is outside [0, 1]")
-        _, settings = _choose(cpu_optimizer_cls, gpu_optimizer_cls, settings, by_torch=use_torch_optimizer)
+        kind, settings = _choose(cpu_optimizer_cls, gpu_optimizer_cls, settings, by_torch=use_torch_optimizer)
+        self.__class__ = kind  # which has the rule, too
         groups = _as_groups(params)
         tensors = [tensor_of(one) for group in groups for one in group["params"]]
         if isinstance(self, Adam | AdamW):
@@ -268,7 +255,7 @@ _PINNED: dict[tuple[bool, bool], Any] = {
 }
 
 
-def _choose(cpu: Any, gpu: Any, settings: dict[str, Any], *, by_torch: bool) -> tuple[type, dict[str, Any]]:
+def _choose(cpu: Any, gpu: Any, settings: dict[str, Any], *, by_torch: bool) -> tuple[Any, dict[str, Any]]:
     """The class that does the updates for these two classes, and its settings."""
     pair = cpu or gpu or torch.optim.AdamW, gpu or cpu or torch.optim.AdamW
     kinds = {_kind_of(functools.partial(one, **settings)) for one in pair}
