@@ -321,7 +321,14 @@ class TieredTensors:
     def _visiting(self, name: str, entry: _Entry) -> torch.Tensor:
         self._refresh(entry)
         if entry.visit is None and not self._make_room(entry.like.nbytes):
-            raise self._no_room(name, entry)
+            held = [n for n, e in self._entries.items() if e.visit is not None]
+            raise BudgetError(
+                f"{name!r} needs {format_bytes(entry.like.nbytes)} on {self.device} beside"
+                f" {format_bytes(self.ledger.held_bytes(Tier.DEVICE))} that are held; the limit is"
+                f" {format_bytes(self.device_bytes or 0)}. In use: {', '.join(held[:4]) or 'none'}, and"
+                f" {len(self._leaving)} copies that were let go of but are still referred to (a graph of autograd does"
+                " that, too). Offload what is not needed and drop references to it, or raise the limit"
+            )
         visit = entry.visit = entry.visit or self._begin(entry)
         try:
             self._lanes.wait(visit.arrival.result().done)
@@ -377,16 +384,6 @@ class TieredTensors:
             del visiting, candidates
             self._end_visit(leaves, leaves.written)
         return True
-
-    def _no_room(self, name: str, entry: _Entry) -> BudgetError:
-        held = [n for n, e in self._entries.items() if e.visit is not None]
-        return BudgetError(
-            f"{name!r} needs {format_bytes(entry.like.nbytes)} on {self.device} beside"
-            f" {format_bytes(self.ledger.held_bytes(Tier.DEVICE))} that are held; the limit is"
-            f" {format_bytes(self.device_bytes or 0)}. In use: {', '.join(held[:4]) or 'none'}, and"
-            f" {len(self._leaving)} copies that were let go of but are still referred to (a graph of autograd does"
-            " that, too). Offload what is not needed and drop references to it, or raise the limit"
-        )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
