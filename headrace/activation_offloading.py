@@ -23,13 +23,11 @@ from headrace.memory.ledger import Ledger, Tier
 from headrace.planning import ActivationPlan
 from headrace.report import ActivationStats, Report, Row, RunRecord
 from headrace.runtime.device import resolve_device
-from headrace.runtime.host import available_host_bytes
+from headrace.runtime.host import spare_host_bytes
 from headrace.runtime.lanes import Lanes, open_lanes
 from headrace.runtime.link import LaneUse
 from headrace.runtime.spans import Moved, Waited
 from headrace.weights.passes.managed import site_of
-
-_HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
 
 
 def offload_activations(
@@ -101,7 +99,7 @@ def offload_activations(
     refuse_watched(model, " first")
     first = next(iter(model.parameters()), None)
     lanes = open_lanes(resolve_device(None if first is None else first.device))
-    ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
+    ledger = Ledger(host_budget_bytes=spare_host_bytes())
     find_targets(model, config)
     store = None if directory is None else DiskStore(directory, ledger, device=lanes.device)
     return ActivationOffloading(model, config, lanes, ledger, store)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from headrace.compat.visiting import offload_some, tensor_bytes
+from headrace.compat.visiting import BLOCKS_ON_DEVICE, offload_some, tensor_bytes
 from headrace.memory.arena import Arena, aligned
 from headrace.memory.ledger import Ledger
 from headrace.runtime.device import resolve_device
@@ -34,7 +34,6 @@ __all__ = [
     "launch_data_process_task",
 ]
 
-BLOCKS_ON_DEVICE = 3  # one computes, one arrives, one more evens out their sizes
 MEGABYTE = 10**6
 Device = torch.device | str | int | None
 

@@ -19,31 +19,11 @@ from headrace.optim.rules import AdamRule, MatrixRule
 from headrace.optim.weights import FULL, REMAINDER
 from headrace.runtime.tensors import parameters_of
 
-__all__ = ["HybridDeviceOptimizer", "TorchSteps"]
+__all__ = ["HybridDeviceOptimizer", "TorchSteps", "tensor_of"]
 
-_RULES = {"adamw": "AdamW", "fusedadam": "AdamW", "cpuadam": "AdamW", "adam": "Adam", "sgd": "SGD", "fusedsgd": "SGD"}
-_RULES["muon"] = "Muon"
-_HOW_IT_IS_COMPUTED = ("fused", "foreach", "capturable", "differentiable")  # settings that change no result
+# Arguments that change no result: how it is computed, or (adam_w_mode) what has chosen the rule already.
+_SAY_NOTHING = ("adam_w_mode", "fused", "foreach", "capturable", "differentiable")
 _NOT_BY_PARAMETER = {"LBFGS": "it needs the closure many times in a step", "SparseAdam": "its gradients are sparse"}
-
-
-def _shared_rule(one: Any, other: Any, settings: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The headrace optimizer that updates both shares as the two classes would (None: there is none), and settings."""
-    kinds = functools.partial(one, **settings), functools.partial(other, **settings)
-    given = [_telling(functools.partial(kind).keywords) for kind in (one, other)]
-    rules = {_rule_of(kind.func, kind.keywords) for kind in kinds}
-    alike = not all(given) or given[0] == given[1]
-    return (rules.pop() if len(rules) == 1 and alike else None), {**kinds[0].keywords, **kinds[1].keywords}
-
-
-def _telling(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name not in ("adam_w_mode", *_HOW_IT_IS_COMPUTED)}
-
-
-def _rule_of(kind: Any, arguments: dict[str, Any]) -> str | None:
-    """The name of the headrace optimizer with the same rule as `kind`, found by its class name; None if none has it."""
-    rule = _RULES.get(kind.__name__.lower())
-    return "Adam" if rule == "AdamW" and not arguments.get("adam_w_mode", True) else rule
 
 
 # TransformerEngine's arguments ---------------------------------------------------------------------------------------
@@ -57,7 +37,7 @@ _ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 def _our_arguments(settings: dict[str, Any], tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
     """Arguments of FusedAdam and FusedSGD under headrace's names. Raises ValueError for those that headrace lacks."""
-    says_nothing = ("adam_w_mode", "materialize_master_grads", *_HOW_IT_IS_COMPUTED)  # the first has chosen the rule
+    says_nothing = ("materialize_master_grads", *_SAY_NOTHING)
     settings = {name: value for name, value in settings.items() if name not in says_nothing}
     for name, (allowed, instead) in _ONE_VALUE.items():
         if name in settings and settings.pop(name) not in allowed:
@@ -165,20 +145,6 @@ class HybridDeviceOptimizer(HostOptimizer):
 
     _corrects = True  # whether moments are corrected for their beginning at zero
 
-    def __new__(
-        cls,
-        params: Any = (),
-        offload_fraction: float = 0.5,
-        cpu_optimizer_cls: Any = None,
-        gpu_optimizer_cls: Any = None,
-        *others: Any,
-        use_torch_optimizer: bool = False,
-        **settings: Any,
-    ) -> Any:
-        if cls is HybridDeviceOptimizer:
-            cls, _ = _choose(cpu_optimizer_cls, gpu_optimizer_cls, settings, by_torch=use_torch_optimizer)
-        return super().__new__(cls)
-
     def __init__(
         self,
         params: Any,
@@ -195,9 +161,10 @@ class HybridDeviceOptimizer(HostOptimizer):
     ) -> None:
         if isinstance(offload_fraction, bool) or not 0 <= offload_fraction <= 1:
             raise ValueError(f"offload_fraction={offload_fraction!r} is outside [0, 1]")
-        _, settings = _choose(cpu_optimizer_cls, gpu_optimizer_cls, settings, by_torch=use_torch_optimizer)
+        kind, settings = _choose(cpu_optimizer_cls, gpu_optimizer_cls, settings, by_torch=use_torch_optimizer)
+        self.__class__ = kind  # which has the rule, too
         groups = _as_groups(params)
-        tensors = [one[1] if isinstance(one, tuple) else one for group in groups for one in group["params"]]
+        tensors = [tensor_of(one) for group in groups for one in group["params"]]
         if isinstance(self, Adam | AdamW):
             self._corrects = settings.pop("bias_correction", True)
         super().__init__(
@@ -231,22 +198,19 @@ class HybridDeviceOptimizer(HostOptimizer):
                 "dummy_step() is there for Adam, AdamW, SGD and Muon; state can be loaded without it, by"
                 " load_state_dict()"
             )
-        parameters = parameters_of(self)
-        gradients = [parameter.grad for parameter in parameters]
-        kept = [{name: group[name] for name in ("lr", "weight_decay")} for group in self.param_groups]
-        for group in self.param_groups:
-            group.update(lr=0.0, weight_decay=0.0)
-        fresh = [parameter for parameter in parameters if self._local_shards.to_local(parameter) not in self.entries]
-        for parameter in parameters:
-            parameter.grad = None
-        for parameter in fresh:
-            parameter.grad = torch.zeros_like(parameter)
+        groups = [(group, dict(group)) for group in self.param_groups]
+        gradients = [(parameter, parameter.grad) for parameter in parameters_of(self)]
+        fresh = {parameter for parameter, _ in gradients if self._local_shards.to_local(parameter) not in self.entries}
         try:
+            for group, _ in groups:
+                group.update(lr=0.0, weight_decay=0.0)
+            for parameter, _ in gradients:
+                parameter.grad = torch.zeros_like(parameter) if parameter in fresh else None
             self.step()
         finally:
-            for group, settings in zip(self.param_groups, kept, strict=True):
-                group.update(settings)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
+            for group, before in groups:
+                group.update(before)
+            for parameter, gradient in gradients:
                 parameter.grad = gradient
             for parameter in fresh:
                 if "step" in self.state[parameter]:
@@ -277,7 +241,12 @@ class _HybridTorch(HybridDeviceOptimizer, TorchSteps):
     pass
 
 
-_KINDS: dict[str, type] = {"AdamW": _HybridAdamW, "Adam": _HybridAdam, "SGD": _HybridSGD, "Muon": _HybridMuon}
+_BY_NAME: dict[str, type] = {  # the optimizer of the same rule, by a class's name in lower case
+    **dict.fromkeys(("adamw", "fusedadam", "cpuadam"), _HybridAdamW),
+    **dict.fromkeys(("sgd", "fusedsgd"), _HybridSGD),
+    "adam": _HybridAdam,
+    "muon": _HybridMuon,
+}
 _PINNED: dict[tuple[bool, bool], Any] = {
     (True, True): True,
     (True, False): "weights",
@@ -286,19 +255,32 @@ _PINNED: dict[tuple[bool, bool], Any] = {
 }
 
 
-def _choose(cpu: Any, gpu: Any, settings: dict[str, Any], *, by_torch: bool) -> tuple[type, dict[str, Any]]:
+def _choose(cpu: Any, gpu: Any, settings: dict[str, Any], *, by_torch: bool) -> tuple[Any, dict[str, Any]]:
     """The class that does the updates for these two classes, and its settings."""
-    cpu, gpu = cpu or gpu or torch.optim.AdamW, gpu or cpu or torch.optim.AdamW
-    rule, arguments = _shared_rule(cpu, gpu, settings)
-    if rule is not None and not by_torch:
-        return _KINDS[rule], arguments
-    return _HybridTorch, {**settings, "on_host": cpu, "on_device": gpu}
+    pair = cpu or gpu or torch.optim.AdamW, gpu or cpu or torch.optim.AdamW
+    kinds = {_kind_of(functools.partial(one, **settings)) for one in pair}
+    own = [functools.partial(one).keywords for one in pair]
+    telling = [{name: value for name, value in each.items() if name not in _SAY_NOTHING} for each in own]
+    if by_torch or len(kinds) > 1 or None in kinds or (all(telling) and telling[0] != telling[1]):
+        return _HybridTorch, {**settings, "on_host": pair[0], "on_device": pair[1]}
+    return kinds.pop(), {**own[0], **own[1], **settings}
+
+
+def _kind_of(kind: "functools.partial[Any]") -> Any:
+    """The class with the rule of `kind`, which is known by its name; None if there is none."""
+    found = _BY_NAME.get(kind.func.__name__.lower())
+    return _HybridAdam if found is _HybridAdamW and not kind.keywords.get("adam_w_mode", True) else found
+
+
+def tensor_of(parameter: Any) -> torch.Tensor:
+    """The tensor of a parameter that is given alone, or after its name."""
+    tensor: torch.Tensor = parameter[1] if isinstance(parameter, tuple) else parameter
+    return tensor
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
     """`params` as param groups, each with a list of parameters."""
     params = list(params)
     groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-    held = [group["params"] for group in groups]
-    lists = [[one] if isinstance(one, torch.Tensor) else list(one) for one in held]
-    return [{**group, "params": one} for group, one in zip(groups, lists, strict=True)]
+    lists = ([one] if isinstance(one := group["params"], torch.Tensor) else list(one) for group in groups)
+    return [{**group, "params": held} for group, held in zip(groups, lists, strict=True)]

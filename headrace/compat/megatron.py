@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import headrace
-from headrace.compat.hybrid import HybridDeviceOptimizer
-from headrace.compat.transformer_engine import offload_layers, saving_settings
-from headrace.config import Size
+from headrace.compat.hybrid import HybridDeviceOptimizer, tensor_of
+from headrace.compat.transformer_engine import check_layers, offload_layers, saving_settings
+from headrace.config import Size, check_count
 
 __all__ = [
     "CPUOffloadConfig",
@@ -27,8 +27,6 @@ __all__ = [
     "apply",
     "override",
 ]
-
-_CLASSES = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": torch.optim.Muon}
 
 
 class Settings:
@@ -85,11 +83,7 @@ class CPUOffloadConfig(Settings):
             )
         if not self.cpu_offloading:
             return
-        if not 0 <= self.cpu_offloading_num_layers < self.num_layers:
-            raise ValueError(
-                f"cpu_offloading_num_layers={self.cpu_offloading_num_layers}: CPU offloading can be done only for fewer"
-                f" than the {self.num_layers} layers; give 0 to {self.num_layers - 1}"
-            )
+        check_layers(self.cpu_offloading_num_layers, self.num_layers, "cpu_offloading_num_layers")
         if self.cuda_graph_impl != "none":
             raise ValueError(
                 f"cuda_graph_impl={self.cuda_graph_impl!r}: a graph would replay copies into memory of another step;"
@@ -135,8 +129,8 @@ class OptimizerConfig(Settings):
 
     def validate(self) -> None:
         """Raises ValueError for settings that cannot work."""
-        if self.optimizer not in _CLASSES:
-            raise ValueError(f"optimizer={self.optimizer!r} is not available; allowed: {', '.join(_CLASSES)}")
+        if self.optimizer not in ("adam", "sgd", "muon"):
+            raise ValueError(f"optimizer={self.optimizer!r} is not available; allowed: adam, sgd, muon")
         fraction = self.optimizer_offload_fraction
         if isinstance(fraction, bool) or not 0 <= fraction <= 1:
             raise ValueError(f"optimizer_offload_fraction={fraction!r} is outside [0, 1]")
@@ -161,35 +155,16 @@ class OptimizerConfig(Settings):
         self.validate()
         if mesh is not None and not self.use_distributed_optimizer:
             raise ValueError("mesh with use_distributed_optimizer=False, which deals nothing out; set it to True")
+        kind, settings = self._class_and_settings()
         by_torch = self.use_torch_optimizer_for_cpu_offload and self.optimizer_cpu_offload
-        settings: dict[str, Any] = {"weight_decay": self.weight_decay}
+        if self.optimizer == "adam" and not by_torch:
+            settings |= {"exp_avg_dtype": self.exp_avg_dtype, "exp_avg_sq_dtype": self.exp_avg_sq_dtype}
         if self.lr is not None:
             settings["lr"] = self.lr
-        kind: Any = _CLASSES[self.optimizer]
-        if self.optimizer == "adam":
-            kind = kind if self.decoupled_weight_decay else torch.optim.Adam
-            settings |= {"betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_eps}
-            if not by_torch:
-                settings |= {"exp_avg_dtype": self.exp_avg_dtype, "exp_avg_sq_dtype": self.exp_avg_sq_dtype}
-        elif self.optimizer == "sgd":
-            settings |= {"momentum": self.sgd_momentum}
-        else:
-            settings |= {
-                "momentum": self.muon_momentum,
-                "nesterov": self.muon_nesterov,
-                "ns_steps": self.muon_num_ns_steps,
-            }
-        if by_torch and self.optimizer != "muon":
-            settings["fused"] = True
         if isinstance(params, nn.Module):
             params = params.named_parameters()
-        trained = [
-            entry
-            for entry in params
-            if isinstance(entry, dict) or (entry[1] if isinstance(entry, tuple) else entry).requires_grad
-        ]
         return HybridDeviceOptimizer(
-            trained,
+            [one for one in params if isinstance(one, dict) or tensor_of(one).requires_grad],
             self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0,
             kind,
             kind,
@@ -200,8 +175,19 @@ class OptimizerConfig(Settings):
             max_grad_norm=self.clip_grad or None,
             master_form="split" if self.store_param_remainders else "full",
             mesh=mesh,
+            weight_decay=self.weight_decay,
             **settings,
         )
+
+    def _class_and_settings(self) -> tuple[Any, dict[str, Any]]:
+        """The class of PyTorch's, and the settings that only this class has."""
+        if self.optimizer == "sgd":
+            return torch.optim.SGD, {"momentum": self.sgd_momentum, "fused": True}
+        if self.optimizer == "muon":
+            steps, nesterov = self.muon_num_ns_steps, self.muon_nesterov
+            return torch.optim.Muon, {"momentum": self.muon_momentum, "nesterov": nesterov, "ns_steps": steps}
+        adam = torch.optim.AdamW if self.decoupled_weight_decay else torch.optim.Adam
+        return adam, {"betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_eps, "fused": True}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -213,11 +199,9 @@ class TrainingConfig(Settings):
     micro_batch_size: int = 1
 
     def validate(self) -> None:
-        """Raises ValueError for settings that cannot work."""
+        """Raises ValueError for settings that cannot work, TypeError for a number that is no whole one."""
         for name in ("train_iters", "global_batch_size", "micro_batch_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}; give a number of 1 or more")
+            check_count(getattr(self, name), name)
         if self.global_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"global_batch_size={self.global_batch_size} is no multiple of"

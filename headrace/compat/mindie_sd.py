@@ -3,7 +3,7 @@
 What differs is in docs/coming_from/mindie_sd.md.
 """
 
-from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -14,15 +14,8 @@ from headrace.compat.visiting import offload_some
 BlockLists = list[tuple[nn.ModuleList, int]]
 
 
-@dataclass(frozen=True)
-class _Enabled:
-    """One model's block lists, each with its number of reserved blocks, and the handle that offloads them."""
-
-    lists: BlockLists
-    handle: headrace.Offloaded
-
-
-_enabled: "WeakKeyDictionary[nn.Module, _Enabled]" = WeakKeyDictionary()
+# Of each model: its block lists, each with its number of reserved blocks, and the handle that offloads them.
+_enabled: "WeakKeyDictionary[nn.Module, tuple[BlockLists, headrace.Offloaded]]" = WeakKeyDictionary()
 
 
 def enable_offload(model: nn.Module, blocks: nn.ModuleList, min_reserved_blocks_count: int = 2) -> None:
@@ -38,15 +31,15 @@ def enable_offload(model: nn.Module, blocks: nn.ModuleList, min_reserved_blocks_
     raises.
     """
     _check(model, blocks, min_reserved_blocks_count)
-    before = _enabled.pop(model, None)
-    others = [] if before is None else [pair for pair in before.lists if pair[0] is not blocks]
-    if before is not None:
-        before.handle.remove()
+    lists, handle = _enabled.pop(model, ([], None))
+    if handle is not None:
+        handle.remove()
+    others = [pair for pair in lists if pair[0] is not blocks]
     try:
-        _enabled[model] = _offload(model, [*others, (blocks, min_reserved_blocks_count)])
+        _offload(model, [*others, (blocks, min_reserved_blocks_count)])
     except Exception:
-        if before is not None:
-            _enabled[model] = _offload(model, before.lists)
+        if handle is not None:
+            _offload(model, lists)
         raise
 
 
@@ -57,7 +50,7 @@ def handle_of(model: nn.Module) -> headrace.Offloaded:
     """
     if model not in _enabled:
         raise ValueError(f"this {type(model).__name__} is not offloaded; call enable_offload first")
-    return _enabled[model].handle
+    return _enabled[model][1]
 
 
 def disable_offload(model: nn.Module) -> None:
@@ -66,26 +59,28 @@ def disable_offload(model: nn.Module) -> None:
     del _enabled[model]
 
 
-def _offload(model: nn.Module, lists: BlockLists) -> _Enabled:
+def _offload(model: nn.Module, lists: BlockLists) -> None:
     """Offloads the lists. Of one with R reserved blocks, at most 2 R + 1 are on the device, as in the original."""
     travelling = [block for blocks, reserved in lists for block in blocks[reserved:]]
     visiting = max(min(reserved + 1, len(blocks) - reserved) for blocks, reserved in lists)
-    return _Enabled(lists, offload_some(model, travelling, visiting, prefetch=visiting - 1))
+    _enabled[model] = lists, offload_some(model, travelling, visiting, prefetch=visiting - 1)
 
 
 def _check(model: nn.Module, blocks: nn.ModuleList, count: int) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    if not isinstance(blocks, nn.ModuleList):
-        raise TypeError(f"blocks is a {type(blocks).__name__}; give a torch.nn.ModuleList of the model")
+    _check_is(nn.Module, model, "model")
+    _check_is(nn.ModuleList, blocks, "blocks")
     if len(blocks) == 0:
         raise ValueError("blocks is empty; give a torch.nn.ModuleList with at least one block")
     for index, block in enumerate(blocks._modules.values()):
-        if not isinstance(block, nn.Module):
-            raise TypeError(f"blocks[{index}] is a {type(block).__name__}; give a torch.nn.Module")
+        _check_is(nn.Module, block, f"blocks[{index}]")
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"min_reserved_blocks_count is a {type(count).__name__}; give an int")
     if not 0 <= count < len(blocks):
         raise ValueError(
             f"min_reserved_blocks_count is {count}; give 0 to {len(blocks) - 1}, fewer than the {len(blocks)} blocks"
         )
+
+
+def _check_is(kind: type, given: Any, name: str) -> None:
+    if not isinstance(given, kind):
+        raise TypeError(f"{name} is a {type(given).__name__}; give a torch.nn.{kind.__name__}")

@@ -17,19 +17,17 @@ from headrace.activations.passes import Passes
 from headrace.activations.saving import Forward, may_save, pop_left_over
 from headrace.activations.selection import Selection
 from headrace.activations.targets import named_layers
-from headrace.compat.visiting import offload_some
+from headrace.compat.visiting import BLOCKS_ON_DEVICE, offload_some
 from headrace.config import ActivationConfig, Size
 from headrace.memory.ledger import Ledger
 from headrace.runtime.autograd import in_backward
 from headrace.runtime.device import resolve_device
-from headrace.runtime.host import available_host_bytes
+from headrace.runtime.host import spare_host_bytes
 from headrace.runtime.lanes import open_lanes
 
 __all__ = ["get_cpu_offload_context", "offload_layers", "saving_settings"]
 
 _MIN_BYTES = "512KiB"  # TransformerEngine has 256 Ki elements, counted here as bfloat16
-_HOST_SHARE = 0.85  # of the available host memory
-_VISITING_LAYERS = 3  # one computes, one arrives, one is next
 
 Context = contextlib.AbstractContextManager[Any]
 Sync = Callable[[torch.Tensor], torch.Tensor]
@@ -67,11 +65,7 @@ def get_cpu_offload_context(
         return contextlib.nullcontext(), _unchanged
     if not offload_activations and not offload_weights:
         raise ValueError("nothing is to be offloaded; set offload_activations or offload_weights")
-    if not 0 <= num_layers < model_layers:
-        raise ValueError(
-            f"num_layers={num_layers} of {model_layers}: backward begins with the last layer, so that one stays; give 0"
-            f" to {model_layers - 1}"
-        )
+    check_layers(num_layers, model_layers, "num_layers")
     for name, given in (("manual_synchronization", manual_synchronization), ("offload_stream", offload_stream)):
         if given:
             raise ValueError(f"{name} is not supported: headrace plans the copies, and has a lane for each direction")
@@ -89,6 +83,15 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def check_layers(num_layers: int, model_layers: int, setting: str) -> None:
+    """Raises ValueError for a number of layers that cannot leave."""
+    if not 0 <= num_layers < model_layers:
+        raise ValueError(
+            f"{setting}={num_layers} of {model_layers}: backward begins with the last layer, so that one stays; give 0"
+            f" to {model_layers - 1}"
+        )
+
+
 def saving_settings(device_memory: Size | None, min_bytes: Size | None) -> dict[str, Any]:
     """Settings of `headrace.offload_activations` with which all saved tensors leave, unless there is a ceiling."""
     least = _MIN_BYTES if min_bytes is None else min_bytes
@@ -103,7 +106,7 @@ def offload_layers(
     if not weights:
         return headrace.offload_activations(model, **settings)
     travelling = list(named_layers(model))[:num_layers]
-    visiting = min(_VISITING_LAYERS, num_layers)
+    visiting = min(BLOCKS_ON_DEVICE, num_layers)
     return offload_some(model, travelling, visiting, activations=settings if activations else False)
 
 
@@ -156,8 +159,7 @@ class _LayerContext:
     def _begin(self) -> Forward:
         if self._passes is None or self._selection is None:
             device = resolve_device(None)
-            ledger = Ledger(host_budget_bytes=int(available_host_bytes() * _HOST_SHARE))
-            self._passes = Passes(self._config, open_lanes(device), ledger)
+            self._passes = Passes(self._config, open_lanes(device), Ledger(host_budget_bytes=spare_host_bytes()))
             self._selection = Selection(None, device, self._config.min_bytes)
         self._layer = 0
         self._forward = self._passes.begin((), self._selection)

@@ -11,6 +11,8 @@ import headrace
 from headrace.memory.arena import aligned
 from headrace.weights.model.inventory import is_left_to_user
 
+BLOCKS_ON_DEVICE = 3  # one computes, one arrives, one more evens out their sizes
+
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that headrace's layout of these tensors takes, each counted once."""

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -18,7 +18,7 @@ from headrace.planning.plan import Prediction
 from headrace.planning.text import seconds_text
 from headrace.report.rows import Row
 from headrace.report.stats import Stats
-from headrace.runtime.spans import Sample, Span
+from headrace.runtime.spans import Sample, Span, covered
 
 VERSION = 3
 
@@ -62,8 +62,7 @@ class RunRecord:
     @property
     def step_seconds(self) -> float:
         """From the first visit of the step to the end of the last."""
-        ends = [span.begin_seconds + span.seconds for span in self.spans if span.lane == "compute"]
-        return max(ends, default=0.0)
+        return max((span.end_seconds for span in self.spans if span.lane == "compute"), default=0.0)
 
     @property
     def compute_seconds(self) -> float:
@@ -79,7 +78,7 @@ class RunRecord:
 
     def busy_seconds(self, lane: str) -> float:
         """How long something was under way on the lane. (A drive takes several requests at a time.)"""
-        return _covered([span for span in self.of_lane(lane) if span.name != "stall"])
+        return covered(_times(span for span in self.of_lane(lane) if span.name != "stall"))
 
     def moved_bytes(self, lane: str) -> int:
         return sum(span.nbytes for span in self.of_lane(lane))
@@ -106,24 +105,24 @@ class RunRecord:
     @cached_property
     def _stalls(self) -> tuple[Stall, ...]:
         loads = [*self.of_lane("onload"), *self.of_lane("gather")]
-        copies = sorted(loads, key=lambda copy: copy.begin_seconds + copy.seconds, reverse=True)[::-1]
-        ends = [copy.begin_seconds + copy.seconds for copy in copies]
-        reads: dict[str, _Reads] = {}
-        for what, own in groupby(sorted(self.of_lane("fetch"), key=_what), key=_what):
-            reads[what] = _Reads(own)
+        copies = sorted(loads, key=lambda copy: copy.end_seconds, reverse=True)[::-1]
+        ends = [copy.end_seconds for copy in copies]
+        fetched: dict[str, list[Span]] = {}
+        for span in self.of_lane("fetch"):
+            fetched.setdefault(span.what, []).append(span)
+        reads = {what: _Reads(own) for what, own in fetched.items()}
         found = []
         for span in self.spans:
             if span.waited_lane:
                 found.append(Stall(span.what, span.seconds, span.waited_lane, span.waited_for))
             elif span.lane == "compute" and span.name == "stall":
-                end = span.begin_seconds + span.seconds
-                place = bisect_right(ends, end + max(1e-6, 0.02 * span.seconds)) - 1
+                place = bisect_right(ends, span.end_seconds + max(1e-6, 0.02 * span.seconds)) - 1
                 last = copies[place] if place >= 0 else None
                 if last is not None and ends[place] < span.begin_seconds:
                     last = None  # this copy was over before the wait began
                 if last is not None and last.what in reads:
-                    read = reads[last.what].between(span.begin_seconds, end)
-                    if _covered(read, span.begin_seconds, end) > span.seconds / 2:
+                    read = reads[last.what].between(span.begin_seconds, span.end_seconds)
+                    if covered(_times(read), span.begin_seconds, span.end_seconds) > span.seconds / 2:
                         last = read[-1]
                 found.append(Stall(span.what, span.seconds, last.lane if last else "host", last.what if last else ""))
         return tuple(sorted(found, key=lambda stall: -stall.seconds))
@@ -183,8 +182,8 @@ def _read(hint: Any, value: Any, within: str) -> Any:
     return hint(*(_read(kind, each, within) for kind, each in zip(kinds, value, strict=True)))
 
 
-def _what(span: Span) -> str:
-    return span.what
+def _times(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    return [(span.begin_seconds, span.end_seconds) for span in spans]
 
 
 class _Reads:
@@ -193,18 +192,8 @@ class _Reads:
     def __init__(self, spans: Iterable[Span]) -> None:
         self.spans = sorted(spans, key=lambda span: span.begin_seconds)
         self.begins = [span.begin_seconds for span in self.spans]
-        self.reached = list(accumulate((span.begin_seconds + span.seconds for span in self.spans), max))
+        self.reached = list(accumulate((span.end_seconds for span in self.spans), max))
 
     def between(self, first: float, last: float) -> list[Span]:
         """The reads that may have been under way between two moments."""
         return self.spans[bisect_right(self.reached, first) : bisect_left(self.begins, last)]
-
-
-def _covered(spans: Sequence[Span], first: float = 0.0, last: float = math.inf) -> float:
-    """Seconds between `first` and `last` in which at least one of the spans was under way."""
-    covered, reached = 0.0, first
-    for span in sorted(spans, key=lambda span: span.begin_seconds):
-        end = min(last, span.begin_seconds + span.seconds)
-        covered += max(0.0, end - max(reached, span.begin_seconds))
-        reached = max(reached, end)
-    return covered

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.config import path_of
 from headrace.runtime.spans import Sample, Span
 
-_LANES = ("compute", "onload", "offload", "fetch", "spill")
+_LANES = ("compute", "onload", "offload")  # named also where nothing happened there
 _PROCESS = 1_000_000  # a process id that a profiler's trace does not have
 
 
@@ -37,7 +37,7 @@ def write_trace(
 
 
 def _events(spans: Sequence[Span], samples: Sequence[Sample], offset: float) -> list[dict[str, Any]]:
-    lanes = list(dict.fromkeys([*_LANES[:3], *(span.lane for span in spans)]))
+    lanes = list(dict.fromkeys([*_LANES, *(span.lane for span in spans)]))
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": _PROCESS, "args": {"name": "headrace"}},
         *(

@@ -7,6 +7,7 @@ import psutil
 
 _ROOT = Path("/")
 _CGROUPS, _OWN_CGROUPS = "sys/fs/cgroup", "proc/self/cgroup"
+_RESERVE = 0.15  # of available memory
 _NO_LIMIT_BYTES = 2**60  # version 1 says "no limit" with a huge number
 
 
@@ -14,6 +15,11 @@ def available_host_bytes() -> int:
     """Bytes of RAM that can still be taken: the machine's available memory, capped by the cgroup's limit."""
     left = (limit - used for limit, used in _limits(_ROOT))
     return min([int(psutil.virtual_memory().available), *(max(0, nbytes) for nbytes in left)])
+
+
+def spare_host_bytes() -> int:
+    """Bytes of RAM to take where no limit is given: what is available, less a share for the rest of the process."""
+    return int(available_host_bytes() * (1 - _RESERVE))
 
 
 def total_host_bytes() -> int:

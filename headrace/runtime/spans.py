@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -22,6 +23,10 @@ class Span(NamedTuple):
     what: str = ""
     waited_lane: str = ""
     waited_for: str = ""
+
+    @property
+    def end_seconds(self) -> float:
+        return self.begin_seconds + self.seconds
 
 
 class Sample(NamedTuple):
@@ -69,6 +74,15 @@ class Waited(NamedTuple):
     def since(self, first: Tick, lanes: Lanes) -> Wait:
         """This wait in seconds, counted from the tick `first`. Blocks until the ticks are reached."""
         return Wait(lanes.seconds(first, self.asked), lanes.seconds(self.asked, self.began), self.lane.value, self.what)
+
+
+def covered(times: Iterable[tuple[float, float]], first: float = 0.0, last: float = math.inf) -> float:
+    """Seconds between `first` and `last` that are within at least one of the times from a begin to an end."""
+    seconds, reached = 0.0, first
+    for begin, end in sorted(times):
+        seconds += max(0.0, min(last, end) - max(reached, begin))
+        reached = max(reached, min(last, end))
+    return seconds
 
 
 def spans_of(copies: Iterable[Moved], first: Tick, lanes: Lanes) -> list[Span]:

@@ -279,7 +279,7 @@ def test_bfloat16_weights_rest_packed_on_disk(device: torch.device, tmp_path: Pa
                 manager.offload(name, tensor * 2)
                 before[name] *= 2
                 del tensor
-        read = manager.tiers.disk.fetch_bytes
+        read = manager.tiers.disk.meter.fetch_bytes
     assert read < 6 * size * 0.9 if use_compression else read == 6 * size
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 

@@ -10,18 +10,18 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.compat.tutorial.blocks import DiskBlocks, DiskSettings, Rest
+from headrace.compat.tutorial.blocks import DiskBlocks, DiskSettings, OnDisk
 from headrace.compat.tutorial.configs import OffloadTier, TensorLocation
 from headrace.config import format_bytes
 from headrace.errors import BudgetError, StateError
 from headrace.memory.arena import Arena, aligned, whole_pages
 from headrace.memory.buffers import references_beside
 from headrace.memory.ledger import Ledger, Tier
-from headrace.runtime.lanes import Event, Lane, open_lanes
+from headrace.runtime.lanes import Event, Lane, Lanes, Transfer, open_lanes
 from headrace.runtime.threads import Job
 
 __all__ = ["TIERS", "TieredTensors"]
@@ -35,40 +35,64 @@ class _Visit:
     """A tensor's copy on the device, arrived or on its way."""
 
     buffer: torch.Tensor
-    arrival: "Future[Event]"  # the event at which the copy has arrived, once its transfer is submitted
+    arrival: "Future[Transfer]"  # which is set once the transfer is submitted
     owner_version: int | None
     used: int = 0  # the clock when `get` asked for it last; 0: not yet
     version: int = 0  # of the buffer at the first `get`
 
-    @property
-    def written(self) -> bool:
-        return bool(self.used) and self.buffer._version != self.version
 
-    @property
-    def end(self) -> Event | None:
-        """The end of the arrival; waits until its transfer is submitted. None if that failed."""
-        return None if self.arrival.exception() is not None else self.arrival.result()
+class _InMemory:
+    """The place of one tensor in `memory`, uint8 on the device or host. As an Event, it is the end of the last save."""
+
+    offset = 0
+
+    def __init__(self, memory: torch.Tensor, lanes: Lanes) -> None:
+        self.memory, self._lanes = memory, lanes
+        self._saved = self._brought = lanes.mark()
+
+    def synchronize(self) -> None:
+        self._saved.synchronize()
+
+    def query(self) -> bool:
+        return self._saved.query()
+
+    def save(self, source: torch.Tensor, after: Event) -> Event:
+        """Copies uint8 `source`, which is not read any more after the event that this returns."""
+        if source.data_ptr() == self.memory.data_ptr():
+            return after
+        if source.device.type == "cpu":  # lanes order no copies within host memory
+            self._saved.synchronize()
+            self._brought.synchronize()
+        self._saved = self._lanes.copy(Lane.OFFLOAD, [(self.memory, source)], after).done
+        return self._saved
+
+    def bring(self, target: torch.Tensor, after: Event) -> Future[Transfer]:
+        """Submits filling uint8 `target`, on the device or host, after that event."""
+        transfer = self._lanes.copy(Lane.ONLOAD, [(target, self.memory)], after)
+        self._brought = transfer.done
+        submitted: Job[Transfer] = Job()
+        submitted.set_result(replace(transfer, copies=()))  # the visit alone keeps its buffer
+        return submitted
 
 
 @dataclass(eq=False)
 class _Entry:
-    """One tensor. `home` has its uint8 bytes on the device or host; None: it rests on disk. `owner` is a tensor that
-    shares that memory, through which it may be written."""
+    """One tensor. `owner` is a tensor that shares the memory where it rests, through which it may be written."""
 
     like: torch.Tensor  # shape and dtype, on meta
     tier: Tier
-    home: torch.Tensor | None = None
-    rest: Rest | None = None
+    home: _InMemory | OnDisk
     owner: torch.Tensor | None = None
     visit: _Visit | None = None
-    saved: Event | None = None  # the end of the last save, even if it failed
 
     def shaped(self, memory: torch.Tensor) -> torch.Tensor:
         return memory.view(self.like.dtype).view(self.like.shape)
 
-    def arrived(self) -> Event | None:
-        """The end of the visit's arrival; waits until its transfer is submitted. None if there is no such transfer."""
-        return None if self.visit is None else self.visit.end
+    @property
+    def written(self) -> torch.Tensor | None:
+        """The bytes of the visiting copy, if it was written to since `get` returned it first."""
+        visit = self.visit
+        return visit.buffer if visit is not None and visit.used and visit.buffer._version != visit.version else None
 
 
 class TieredTensors:
@@ -106,10 +130,10 @@ class TieredTensors:
         visit = entry.visit
         return TensorLocation(
             TIERS[entry.tier],
-            offset=0 if entry.rest is None else entry.rest.extent.offset,
+            offset=entry.home.offset,
             size=entry.like.nbytes,
-            is_loading=visit is not None and not (visit.arrival.done() and (visit.end is None or visit.end.query())),
-            is_saving=entry.saved is not None and not entry.saved.query(),
+            is_loading=visit is not None and not (visit.arrival.done() and self._arrived(visit).query()),
+            is_saving=not entry.home.query(),
         )
 
     def locations(self) -> dict[str, TensorLocation]:
@@ -148,16 +172,17 @@ class TieredTensors:
         places = itertools.accumulate(on_host, initial=0)
         for name, tier in tiers.items():
             tensor = tensors[name].detach()
-            entry = _Entry(torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format), tier)
-            if tier is Tier.DEVICE:
-                entry.home = _flat(tensor.to(self.device))
-                self.ledger.add(Tier.DEVICE, _PURPOSE, entry.like.nbytes)
+            like = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
+            home: _InMemory | OnDisk
+            if tier is Tier.DISK and self.disk is not None:
+                home = self.disk.allocate(name, like, _PURPOSE)
+                self._save(home, _flat(tensor))
             elif tier is Tier.HOST and arena is not None:
-                entry.home = arena.tensor(next(places), sizes[name]).copy_(_flat(tensor))
-            elif self.disk is not None:
-                entry.saved = entry.rest = self.disk.rest(name, entry.like, _PURPOSE)
-                self._save(entry, _flat(tensor))
-            self._entries[name] = entry
+                home = _InMemory(arena.tensor(next(places), sizes[name]).copy_(_flat(tensor)), self._lanes)
+            else:
+                home = _InMemory(_flat(tensor.to(self.device)), self._lanes)
+                self.ledger.add(Tier.DEVICE, _PURPOSE, like.nbytes)
+            self._entries[name] = _Entry(like, tier, home)
 
     def show(self, name: str, owner: torch.Tensor) -> None:
         """Makes `owner` share the memory in which the tensor rests; if that is on disk, `owner` becomes empty.
@@ -165,10 +190,10 @@ class TieredTensors:
         Writing to `owner` makes the visiting copy stale.
         """
         entry = self._entry(name)
-        if entry.home is None:
+        if entry.home.memory is None:
             owner.data = torch.empty(0, dtype=owner.dtype, device=owner.device)
         else:
-            entry.owner, owner.data = owner, entry.shaped(entry.home)
+            entry.owner, owner.data = owner, entry.shaped(entry.home.memory)
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Gives the tensor a new value where it rests, and ends its visit. `value` may be written to once this returns.
@@ -181,20 +206,16 @@ class TieredTensors:
                 f"{name!r} is {entry.like.dtype} of shape {tuple(entry.like.shape)}; the value given is {value.dtype}"
                 f" of shape {tuple(value.shape)}: give one like it"
             )
-        self._compute_after(entry.arrived())
-        self._save(entry, _flat(value.detach()))
-        self._leave(entry)
+        self._end_visit(entry, _flat(value.detach()))
 
     def take_out(self, name: str) -> torch.Tensor:
         """The tensor's value, in host memory of its own."""
         entry = self._entry(name)
-        if entry.visit is not None and entry.visit.written:
-            return entry.shaped(entry.visit.buffer).cpu().clone()
-        if entry.home is not None:
-            _wait_for(entry.saved)
-            return entry.shaped(entry.home.cpu().clone())
+        if entry.written is not None:
+            return entry.shaped(entry.written).cpu().clone()
+        entry.home.synchronize()
         memory = torch.empty(entry.like.nbytes, dtype=torch.uint8, device="cpu")
-        self._bring(entry, memory).result().synchronize()
+        entry.home.bring(memory, self._lanes.mark()).result().done.synchronize()
         return entry.shaped(memory)
 
     # visits ----------------------------------------------------------------------------------------------------------
@@ -221,7 +242,7 @@ class TieredTensors:
         room beside the copies that callers still refer to.
         """
         entry = self._entry(name)
-        on_device = entry.home if entry.tier is Tier.DEVICE else None
+        on_device = entry.home.memory if entry.tier is Tier.DEVICE else None
         place = entry.shaped(self._visiting(name, entry) if on_device is None else on_device)
         if ahead > 0:
             travelling = [n for n, e in self._entries.items() if e.tier is not Tier.DEVICE or n == name]
@@ -231,13 +252,15 @@ class TieredTensors:
 
     def let_go(self, name: str) -> None:
         """Ends the visit. If the copy on the device was written to, its value is saved where the tensor rests."""
-        self._send_back(self._entry(name))
+        entry = self._entry(name)
+        self._end_visit(entry, entry.written)
 
     def synchronize(self) -> None:
         """Waits until no transfer is under way. Raises DiskError for a write that failed and was not repeated since."""
         for entry in self._entries.values():
-            _wait_for(None if entry.visit is None else entry.visit.arrival.result())
-            _wait_for(entry.saved)
+            if entry.visit is not None:
+                entry.visit.arrival.result().done.synchronize()
+            entry.home.synchronize()
         if self.disk is not None:
             self.disk.synchronize()
 
@@ -247,8 +270,9 @@ class TieredTensors:
             return
         self._closed = True
         for entry in self._entries.values():
-            _wait_for(entry.arrived())
-            _wait_for(entry.saved)
+            if entry.visit is not None:
+                self._arrived(entry.visit).synchronize()
+            entry.home.synchronize()
         if self.disk is not None:
             self.disk.close()
         self._lanes.close()
@@ -293,29 +317,9 @@ class TieredTensors:
                 )
         return tiers
 
-    def _bring(self, entry: _Entry, buffer: torch.Tensor) -> "Future[Event]":
-        """Submits the transfer of the tensor's value from where it rests to `buffer`."""
-        after = self._lanes.mark()
-        if entry.rest is not None and self.disk is not None:
-            return self.disk.fetch(entry.rest, buffer, after)
-        submitted: Job[Event] = Job()
-        if entry.home is not None:
-            submitted.set_result(self._lanes.copy(Lane.ONLOAD, [(buffer, entry.home)], after).done)
-        return submitted
-
-    def _save(self, entry: _Entry, source: torch.Tensor) -> None:
-        """Saves uint8 `source` where the tensor rests. `source` may be written to once this returns."""
-        if entry.rest is not None and self.disk is not None:
-            read = self.disk.spill(entry.rest, source, self._lanes.mark())
-        elif entry.home is None or source.data_ptr() == entry.home.data_ptr():
-            return
-        elif entry.tier is Tier.HOST and source.device.type != "cpu":
-            read = entry.saved = self._lanes.copy(Lane.OFFLOAD, [(entry.home, source)], self._lanes.mark()).done
-        else:
-            _wait_for(entry.saved)
-            _wait_for(entry.arrived())  # it reads the memory that is written now
-            entry.home.copy_(source)
-            return
+    def _save(self, home: _InMemory | OnDisk, source: torch.Tensor) -> None:
+        """Saves uint8 `source` there. `source` may be written to once this returns."""
+        read = home.save(source, self._lanes.mark())
         if source.device.type == "cpu":
             read.synchronize()
         self._lanes.wait(read)
@@ -324,20 +328,26 @@ class TieredTensors:
         """Ends a visit whose copy is older than the value at rest."""
         visit = entry.visit
         if visit is not None and entry.owner is not None and visit.owner_version != entry.owner._version:
-            self._compute_after(visit.end)
-            if visit.written:
+            if entry.written is not None:
                 raise StateError("a tensor was written where it rests and on the device; put() the value that holds")
-            self._leave(entry)
+            self._end_visit(entry)
 
     def _visiting(self, name: str, entry: _Entry) -> torch.Tensor:
         self._refresh(entry)
         if entry.visit is None and not self._make_room(entry.like.nbytes):
-            raise self._no_room(name, entry)
+            held = [n for n, e in self._entries.items() if e.visit is not None]
+            raise BudgetError(
+                f"{name!r} needs {format_bytes(entry.like.nbytes)} on {self.device} beside"
+                f" {format_bytes(self.ledger.held_bytes(Tier.DEVICE))} that are held; the limit is"
+                f" {format_bytes(self.device_bytes or 0)}. In use: {', '.join(held[:4]) or 'none'}, and"
+                f" {len(self._leaving)} copies that were let go of but are still referred to (a graph of autograd does"
+                " that, too). Offload what is not needed and drop references to it, or raise the limit"
+            )
         visit = entry.visit = entry.visit or self._begin(entry)
         try:
-            self._lanes.wait(visit.arrival.result())
+            self._lanes.wait(visit.arrival.result().done)
         except BaseException:
-            self._leave(entry)
+            self._end_visit(entry)
             raise
         if not visit.used:
             visit.version = visit.buffer._version
@@ -350,19 +360,24 @@ class TieredTensors:
         with torch.inference_mode(False):  # tensors made in inference mode count no versions
             buffer = torch.empty(entry.like.nbytes, dtype=torch.uint8, device=self.device)
         self.ledger.add(Tier.DEVICE, _PURPOSE, buffer.nbytes)
-        return _Visit(buffer, self._bring(entry, buffer), version)
+        return _Visit(buffer, entry.home.bring(buffer, self._lanes.mark()), version)
 
-    def _send_back(self, entry: _Entry) -> None:
-        """Ends the visit, and saves the copy's value if it was written to."""
-        self._compute_after(entry.arrived())
-        if entry.visit is not None and entry.visit.written:
-            self._save(entry, entry.visit.buffer)
-        self._leave(entry)
-
-    def _leave(self, entry: _Entry) -> None:
+    def _end_visit(self, entry: _Entry, value: torch.Tensor | None = None) -> None:
+        """Ends the visit, if there is one, and saves uint8 `value` where the tensor rests."""
+        if entry.visit is not None:
+            self._lanes.wait(self._arrived(entry.visit))
+        if value is not None:
+            self._save(entry.home, value)
         if entry.visit is not None:
             self._leaving.append(entry.visit.buffer)
             entry.visit = None
+
+    def _arrived(self, visit: _Visit) -> Event:
+        """The end of the arrival, once its transfer is submitted; if that failed, the end of what was submitted."""
+        failed = visit.arrival.exception() is not None
+        transfer = self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()) if failed else visit.arrival.result()
+        event: Event = transfer.done
+        return event
 
     def _make_room(self, nbytes: int, used: range | None = None) -> bool:
         """Whether the device has room for `nbytes` more, after copies that nobody else refers to were sent back: those
@@ -372,33 +387,14 @@ class TieredTensors:
             visiting = [(e, e.visit) for e in self._entries.values() if e.visit is not None]
             visiting.sort(key=lambda one: one[1].used or math.inf)
             candidates = (one for one in visiting if used is None or one[1].used in used)
-            leaves = next((e for e, v in candidates if v.end is None or not references_beside(v.buffer)), None)
+            leaves = next((e for e, v in candidates if v.arrival.exception() or not references_beside(v.buffer)), None)
             if leaves is None:
                 return False
             del visiting, candidates
-            self._send_back(leaves)
+            self._end_visit(leaves, leaves.written)
         return True
-
-    def _no_room(self, name: str, entry: _Entry) -> BudgetError:
-        held = [n for n, e in self._entries.items() if e.visit is not None]
-        return BudgetError(
-            f"{name!r} needs {format_bytes(entry.like.nbytes)} on {self.device} beside"
-            f" {format_bytes(self.ledger.held_bytes(Tier.DEVICE))} that are held; the limit is"
-            f" {format_bytes(self.device_bytes or 0)}. In use: {', '.join(held[:4]) or 'none'}, and"
-            f" {len(self._leaving)} copies that were let go of but are still referred to (a graph of autograd does"
-            " that, too). Offload what is not needed and drop references to it, or raise the limit"
-        )
-
-    def _compute_after(self, event: Event | None) -> None:
-        if event is not None:
-            self._lanes.wait(event)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes, as uint8 of shape (nbytes,)."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _wait_for(event: Event | None) -> None:
-    if event is not None:
-        event.synchronize()

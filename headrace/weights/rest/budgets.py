@@ -12,7 +12,7 @@ from headrace.errors import BudgetError
 from headrace.memory.arena import aligned, whole_pages
 from headrace.memory.disk import LEAST_READING_BYTES
 from headrace.runtime.device import free_device_bytes, is_accelerator
-from headrace.runtime.host import available_host_bytes
+from headrace.runtime.host import available_host_bytes, spare_host_bytes
 from headrace.weights.model.experts import takes_single_experts
 from headrace.weights.model.inventory import Inventory
 from headrace.weights.model.layout import travel_dtype
@@ -22,7 +22,6 @@ from headrace.weights.rest.placement import Placement, place
 
 _DEVICE_RESERVE = 0.1  # of free device memory: for workspaces and fragmentation, when no device_memory is given
 _READING_BYTES = 32 * 2**20  # keeps a drive busy
-_HOST_RESERVE = 0.15  # of available host memory: for the rest of the process, when no host_memory is given
 _ACTIVATIONS_SHARE = 0.25  # of host memory, where blocks rest on disk and the user set no share
 
 
@@ -50,7 +49,7 @@ class Budgets:
             device_bytes = min(available_host_bytes() // 2, 2 * weights_bytes + buffer_bytes)
         if host_bytes is None:  # weights in host memory count as available: they are moved, not copied
             held_bytes = weights_bytes if config.checkpoint is None else 0
-            host_bytes = int(available_host_bytes() * (1 - _HOST_RESERVE)) + held_bytes
+            host_bytes = spare_host_bytes() + held_bytes
         return cls(device_bytes=device_bytes, buffer_bytes=buffer_bytes, host_bytes=host_bytes)
 
     @property

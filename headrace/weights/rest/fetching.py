@@ -22,6 +22,7 @@ from headrace.planning.cost.packing import TIMES_AS_FAST
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.lanes import Copy, Event, Lane, Tick, Transfer
 from headrace.runtime.pace import Pace
+from headrace.runtime.spans import covered
 from headrace.runtime.threads import Gate, Job, OneThread, wait_asleep
 from headrace.weights.meter import Meter
 from headrace.weights.rest.reads import DiskRead, ReadEvent
@@ -193,7 +194,7 @@ class Fetch:
         elif sent:
             self.arrived.set_result(Transfer(Lane.ONLOAD, (), self.nbytes, sent[0][0], sent[-1][1]))
         self._has_read.open()
-        return read_bytes, _covered(spans) if len(spans) == len(self.pieces) else 0.0
+        return read_bytes, covered(spans) if len(spans) == len(self.pieces) else 0.0
 
 
 def _send(piece: DiskRead, chunk: torch.Tensor, target: Target, pace: Pace, meter: Meter) -> tuple[Tick, Tick]:
@@ -241,15 +242,6 @@ class Turns:
 def _copy(copies: Sequence[Copy], target: Target, pace: Pace) -> tuple[Tick, Tick]:
     transfer = pace.copy(Lane.ONLOAD, copies, target.after)
     return transfer.begun, transfer.done
-
-
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the spans was under way."""
-    covered, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        covered += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return covered
 
 
 class Fetchable(Protocol):
