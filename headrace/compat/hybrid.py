@@ -162,7 +162,8 @@ class HybridDeviceOptimizer(HostOptimizer):
         if isinstance(offload_fraction, bool) or not 0 <= offload_fraction <= 1:
             raise ValueError(f"offload_fraction={offload_fraction!r} is outside [0, 1]")
         kind, settings = _choose(cpu_optimizer_cls, gpu_optimizer_cls, settings, by_torch=use_torch_optimizer)
-        self.__class__ = kind  # which has the rule, too
+        if type(self) is HybridDeviceOptimizer:
+            self.__class__ = kind  # which has the rule, too
         groups = _as_groups(params)
         tensors = [tensor_of(one) for group in groups for one in group["params"]]
         if isinstance(self, Adam | AdamW):
