@@ -184,7 +184,7 @@ class _Lanes:
         order: list[int] = []  # loads of all rounds so far, in the order of the lane
         begins = 0  # where in `order` the present chain begins
         spans: dict[int, tuple[int, int]] = {}
-        found: list[list[int]] = []
+        found: list[tuple[int, int]] = []  # of chains that begin alike, the longer one has all of the other
         for turn in range(1, rounds + 1):
             issued, due = deque(self.issued), deque(enumerate(self.due))
             for slot in range(tape.slots):
@@ -201,14 +201,18 @@ class _Lanes:
                     if arrival[place] > now:
                         now = arrival[place]
                         if turn == rounds:
-                            found.append(order[slice(*spans[place])])
+                            if found and found[-1][0] == spans[place][0] and found[-1][1] <= spans[place][1]:
+                                found.pop()
+                            found.append(spans[place])
                 lane = max(now, lane) + tape.other[slot] if tape.other[slot] else lane
                 now += tape.compute[slot]
-        return found
+        return [order[begin:end] for begin, end in found]
 
 
 def stalled_chains(tape: Tape, schedule: Schedule) -> list[list[int]]:
-    """For each stall, the loads that kept the lane busy up to it, in order, as places in `schedule.loads`."""
+    """The loads that kept the lane busy up to a stall, in order, as places in `schedule.loads`: of each chain of loads
+    those up to its last stall.
+    """
     return _Lanes(tape, schedule.loads, schedule.issues).chains(schedule.rounds)
 
 

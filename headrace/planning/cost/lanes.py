@@ -57,7 +57,7 @@ def run_lanes(
         if task.after and not 0 <= min(task.after) <= max(task.after) < index:
             raise ValueError(f"task {index} ({task.name}) waits for {task.after}; give indices below its own")
     both_ways = ((CostLane.ONLOAD, CostLane.OFFLOAD, duplex_share), (CostLane.FETCH, CostLane.SPILL, disk_duplex_share))
-    _Clock(tasks, dram_rate, both_ways).run()
+    _Clock(tasks, dram_rate, [pair for pair in both_ways if pair[2] < 1]).run()
 
 
 class _Clock:
@@ -67,7 +67,7 @@ class _Clock:
         self, tasks: Sequence[Task], dram_rate: float, both_ways: Sequence[tuple[CostLane, CostLane, float]]
     ) -> None:
         self.tasks = tasks
-        self.dram_rate = dram_rate
+        self.dram_rate = dram_rate or math.inf
         self.both_ways = both_ways
         self.now = 0.0
         self.queues: dict[CostLane, deque[Task]] = {}
@@ -75,54 +75,60 @@ class _Clock:
             if queue := deque(task for task in tasks if task.lane is lane):
                 self.queues[lane] = queue
         self.running: dict[CostLane, Task] = {}
+        self.asked: dict[CostLane, float] = {}  # of host memory, by each running task
         self.left: dict[CostLane, float] = {}
 
     def run(self) -> None:
+        running, asked, left = self.running, self.asked, self.left
         self._start()
-        while self.running:
+        while running:
             speeds = self._speeds()
-            left = self.left
-            pause = min([left[lane] / speed for lane, speed in speeds.items()])
+            if speeds:
+                pause = min([left[lane] / speed for lane, speed in speeds.items()])
+                done = {lane: pause * speed for lane, speed in speeds.items()}
+            else:
+                pause = min(left.values())
+                done = dict.fromkeys(left, pause)
             self.now += pause
-            for lane, speed in speeds.items():
-                left[lane] -= pause * speed
-                if left[lane] <= _TINY + 1e-12 * self.running[lane].seconds:
-                    self.running.pop(lane).end = self.now
+            for lane, seconds in done.items():
+                left[lane] -= seconds
+                if left[lane] <= _TINY + 1e-12 * running[lane].seconds:
+                    running.pop(lane).end = self.now
+                    del asked[lane], left[lane]
             self._start()
 
     def _start(self) -> None:
         """Starts all tasks that may start now. A task of no length ends at once, and may let others start."""
+        tasks, now, running = self.tasks, self.now, self.running
         moved = True
         while moved:
             moved = False
             for lane, queue in self.queues.items():
-                if lane in self.running or not queue or self._waits(queue[0]):
+                if lane in running or not queue:
                     continue
-                task = queue.popleft()
-                task.begin = self.now
-                if task.seconds <= _TINY:
-                    task.end = self.now
-                    moved = True
+                task = queue[0]
+                for other in reversed(task.after):
+                    if tasks[other].end > now:
+                        break
                 else:
-                    self.running[lane] = task
-                    self.left[lane] = task.seconds
-
-    def _waits(self, task: Task) -> bool:
-        for other in reversed(task.after):  # noqa: SIM110 - asked at every event, and a generator is three times as slow
-            if self.tasks[other].end > self.now:
-                return True
-        return False
+                    queue.popleft().begin = now
+                    if task.seconds <= _TINY:
+                        task.end = now
+                        moved = True
+                    else:
+                        running[lane] = task
+                        self.asked[lane] = task.dram_bytes / task.seconds
+                        self.left[lane] = task.seconds
 
     def _speeds(self) -> dict[CostLane, float]:
-        """For each running task, the seconds of its work that are done in one second."""
-        asked = {lane: task.dram_bytes / task.seconds for lane, task in self.running.items()}
+        """For each running task, the seconds of its work that are done in one second. Empty: one, of all tasks."""
+        asked, speeds = self.asked, {}
         total = sum(asked.values())
-        if 0 < self.dram_rate < total:
+        if total > self.dram_rate:
             slow = self.dram_rate / total
             speeds = {lane: slow if rate else 1.0 for lane, rate in asked.items()}
-        else:
-            speeds = dict.fromkeys(asked, 1.0)
         for there, back, share in self.both_ways:
-            if there in speeds and back in speeds:
+            if there in asked and back in asked:
+                speeds = speeds or dict.fromkeys(asked, 1.0)
                 speeds[there], speeds[back] = min(share, speeds[there]), min(share, speeds[back])
         return speeds
