@@ -143,6 +143,7 @@ def plan(
         ("adapter_rank", adapter_rank, adapts, "of training='adapter' alone; leave it out"),
         ("overlap", None if overlap == Overlap.NONE.value else overlap, updates, of_update),
         ("state_dtype", None if work.state_bytes == 8 else state_dtype, updates, of_update),
+        ("optimizer_fraction", optimizer_fraction, updates, of_update),
         ("expert_hit_rate", expert_hit_rate, decodes, "of inference with experts on one device; leave it out"),
         ("zero_stage", zero_stage or None, replicas, "for several replicas; give devices, too, or leave it out"),
     )

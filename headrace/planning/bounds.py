@@ -23,7 +23,6 @@ Note "four bounds". The steady state of any schedule takes, per cycle, at least
 
 import heapq
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from headrace.planning.problem import Problem
@@ -146,40 +145,37 @@ def _best_windows(tape: Tape, cut: int) -> float:
     loads: list[list[_Load]] = [[] for _ in range(2 * slots)]  # of the slots of two rounds
     for gap in tape.gaps:
         for boundary in (0, slots):  # behind which the block has expired, if it does
-            certain = -1 if gap.keepable else boundary
-            possible = (gap.begin + boundary if gap.keepable else -1) if gap.size else math.inf
-            loads[gap.end + boundary].append(_Load(gap.block, gap.size, gap.seconds, certain, possible))
+            until = -1 if gap.keepable else boundary
+            behind = (gap.begin + boundary if gap.keepable else -1) if gap.size else math.inf
+            loads[gap.end + boundary].append(_Load(gap.block, gap.size, gap.seconds, until, behind))
+    steps = [*zip(loads, tape.compute * 2, strict=True)]
     best = [0.0] * (slots + 1)  # best[k]: the first k slots behind the cut
-    for first in range(slots):
-        known = best[first]
-        for last, seconds in enumerate(_windows(tape, loads, cut + first, cut + slots), start=first + 1):
-            if known + seconds > best[last]:
-                best[last] = known + seconds
+    for begin in range(slots):  # of windows of one slot, two, ...; plans take long here
+        known, last, first = best[begin], begin, cut + begin
+        compute = certain = possible = densest = 0.0
+        shortest = math.inf
+        before = {load.block: load.size for load in loads[(first - 1) % slots] if load.size}
+        room = tape.budget - sum(before.values())  # less the bytes of the visit before that are not used again yet
+        for own, seconds in steps[first : cut + slots]:
+            compute += seconds
+            for block, size, load_seconds, certain_until, possible_from in own:
+                if block in before:
+                    room += before.pop(block)
+                if first <= certain_until:
+                    certain += load_seconds
+                elif first > possible_from:
+                    possible += load_seconds
+                    if load_seconds > densest * size:
+                        densest = load_seconds / size
+            if own and seconds < shortest:
+                shortest = seconds
+            spared = room * densest
+            moved = certain + possible - spared if spared < possible else certain
+            longest = moved + shortest if moved > 1e-9 * possible and moved + shortest > compute else compute
+            last += 1
+            if known + longest > best[last]:
+                best[last] = known + longest
     return best[slots]
-
-
-def _windows(tape: Tape, loads: list[list[_Load]], first: int, end: int) -> Iterator[float]:
-    """Bound 3 of the windows [first, first], [first, first + 1], ... before `end`. Plans take long here."""
-    compute = certain = possible = densest = 0.0
-    shortest = math.inf
-    before = {load.block: load.size for load in loads[(first - 1) % tape.slots] if load.size}
-    room = tape.budget - sum(before.values())  # less the bytes of the visit before that the window has not used yet
-    for own, seconds in zip(loads[first:end], (tape.compute * 2)[first:end], strict=True):
-        compute += seconds
-        for block, size, load_seconds, certain_until, possible_from in own:
-            if block in before:
-                room += before.pop(block)
-            if first <= certain_until:
-                certain += load_seconds
-            elif first > possible_from:
-                possible += load_seconds
-                if load_seconds > densest * size:
-                    densest = load_seconds / size
-        if own and seconds < shortest:
-            shortest = seconds
-        spared = room * densest
-        moved = certain + possible - spared if spared < possible else certain
-        yield moved + shortest if moved > 1e-9 * possible and moved + shortest > compute else compute
 
 
 def _belady_bytes(tape: Tape) -> float:

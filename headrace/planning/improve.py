@@ -39,7 +39,14 @@ class _Search:
         self.tried = 0
         self.known: set[tuple[int, ...]] = set()
         self.index = {(gap.block, gap.end): index for index, gap in enumerate(tape.gaps)}
-        self.covered = [{slot % tape.slots for slot in range(gap.begin + 1, gap.end)} for gap in tape.gaps]
+        # The slots of each gap in which keeping its block takes memory that it would not take otherwise.
+        self.covered = [0 if gap.free else self._bits(gap.begin + 1, gap.end) for gap in tape.gaps]
+
+    def _bits(self, first: int, end: int) -> int:
+        """The slots from `first` to before `end`, one bit each; those before 0 are of the round before."""
+        slots = self.tape.slots
+        bits = ((1 << max(0, end - first)) - 1) << first % slots
+        return (bits | bits >> slots) & ((1 << slots) - 1)
 
     def descend(self, schedule: Schedule, limit: int) -> Schedule:
         """The schedule after better and better changes, until none helps or `limit` of them were tried in all."""
@@ -95,29 +102,27 @@ class _Search:
             if one.keys() != two.keys():
                 yield {**one, **two}
 
-    def _stalls(self, schedule: Schedule) -> tuple[list[int], set[int]]:
+    def _stalls(self, schedule: Schedule) -> tuple[list[int], int]:
         """The loads in stalled chains, and the slots in which memory held back the first of a chain."""
         hot: dict[int, None] = {}
-        blocked: set[int] = set()
+        blocked = 0
         for chain in stalled_chains(self.tape, schedule):
             loads = [schedule.loads[place] for place in chain]
             hot.update(dict.fromkeys(self.index[gap.block, gap.end] for gap in loads))
             issue = schedule.issues[chain[0]]
-            blocked |= {slot % self.tape.slots for slot in range(max(issue - 2, loads[0].earliest), issue)}
+            blocked |= self._bits(max(issue - 2, loads[0].earliest), issue)
         return [index for index in hot if not self.tape.gaps[index].free], blocked
 
     def _make_room(self, choices: list[int], held: list[int], change: Change) -> bool:
         """Give up other kept blocks where memory is too full, first those that are used last; False if that fails."""
         while (most := max(held)) > self.tape.budget:
             slot = held.index(most)
-            kept = [
-                index
-                for index, gap in enumerate(self.tape.gaps)
-                if choices[index] == KEEP and index not in change and not gap.free and slot in self.covered[index]
-            ]
-            if not kept:
+            for index in reversed(range(len(choices))):
+                if choices[index] == KEEP and self.covered[index] >> slot & 1 and index not in change:
+                    break
+            else:
                 return False
-            self._set(choices, held, kept[-1], AHEAD)
+            self._set(choices, held, index, AHEAD)
         return True
 
     def _set(self, choices: list[int], held: list[int], index: int, choice: int) -> None:

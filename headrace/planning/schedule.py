@@ -9,6 +9,8 @@ ones plus a constant) and takes memory only from loads that come behind it in th
 over one choice per gap and nothing else.
 """
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -59,64 +61,68 @@ def evaluate(
 ) -> Schedule | None:
     """The schedule that follows from the choices (`held`: their profile, if it is known).
 
-    None when it does not fit or settle, or when its loads alone take longer than the limit.
+    None when it does not fit or settle, or when it takes longer than the limit, if that is seen early.
     """
     held = profile(tape, choices) if held is None else held
     if max(held) > tape.budget:
         return None
     chosen = [(gap, choice) for gap, choice in zip(tape.gaps, choices, strict=True) if choice != KEEP]
-    if sum([gap.seconds for gap, _ in chosen]) > limit_seconds:
+    loads = tuple([gap for gap, _ in chosen])
+    if sum([gap.seconds for gap in loads]) > limit_seconds:
         return None
-    ahead = [gap for gap, choice in chosen if choice == AHEAD]
-    slots = _issue_slots(tape, ahead, held)
+    slots = _issue_slots(tape, [gap for gap, choice in chosen if choice == AHEAD], held)
     if slots is None:
         return None
     queue = iter(slots)
-    loads = tuple(gap for gap, _ in chosen)
-    issues = tuple(next(queue) if choice == AHEAD else _late_slot(gap, choice) for gap, choice in chosen)
-    seconds, rounds = _Lanes(tape, loads, issues).settle()
+    issues = tuple([next(queue) if choice == AHEAD else _late_slot(gap, choice) for gap, choice in chosen])
+    settled = _Lanes(tape, loads, issues).settle(limit_seconds)
+    if settled is None:
+        return None
+    seconds, rounds = settled
+    sizes = tape.problem.block_bytes
     return Schedule(
         choices=tuple(choices),
         loads=loads,
         issues=issues,
         seconds=seconds,
         rounds=rounds,
-        load_bytes=sum(tape.problem.block_bytes[gap.block] for gap in loads),
+        load_bytes=sum([sizes[gap.block] for gap in loads]),
     )
 
 
-def _issue_slots(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] | None:
-    """The first slot from which each load fits until its use, in lane order. None when a ring does not settle."""
-    if not tape.carries:
-        return _issue_round(tape, loads, list(held), 0, 0)
+def _issue_slots(tape: Tape, loads: Sequence[Gap], held: Sequence[int]) -> list[int] | None:
+    """The first slot from which each load fits until its use, in lane order. None when a ring does not settle.
+
+    No load is issued before the one in front of it, so at a slot from there on lie all loads before that end behind it.
+    A load fits there if all bytes until it, itself included, are at most the slot's room: what the budget leaves beside
+    `held`, and all loads that have ended. What has too little room for one load has too little for all behind it.
+    """
+    spare = [tape.budget - nbytes for nbytes in held]
     before: list[int] = []
-    used = held * 8
-    last = 0
-    for turn in range(8):
-        issues = _issue_round(tape, loads, used, turn * tape.slots, last)
-        if issues == before:
+    rooms: deque[tuple[int, int]] = deque()  # room and slot, without those behind which there is less room
+    last = seen = placed = 0
+    for offset in range(0, 8 * tape.slots if tape.carries else 1, tape.slots):
+        issues = []
+        for gap in loads:
+            end, earliest = offset + gap.end, offset + gap.earliest
+            while seen < end:
+                room = spare[seen - offset] + placed
+                while rooms and rooms[-1][0] >= room:
+                    rooms.pop()
+                rooms.append((room, seen))
+                seen += 1
+            placed += gap.size
+            if earliest > last:
+                last = earliest
+            while rooms and rooms[0][0] < placed:
+                tight = rooms.popleft()[1]
+                if tight >= last:
+                    last = tight + 1
+            issues.append(last - offset)
+        if issues == before or not tape.carries:
             return issues
-        before, last = issues, issues[-1] + turn * tape.slots
+        before = issues
     return None
-
-
-def _issue_round(tape: Tape, loads: list[Gap], used: list[int], offset: int, last: int) -> list[int]:
-    """The slots (relative to the round at `offset`) that issue one round of loads, none before `last`."""
-    issues = []
-    budget = tape.budget
-    for gap in loads:
-        size = gap.size
-        room = budget - size
-        slot = offset + gap.end
-        floor = offset + gap.earliest
-        if floor < last:
-            floor = last
-        while slot > floor and used[slot - 1] <= room:
-            slot -= 1
-            used[slot] += size
-        last = slot
-        issues.append(slot - offset)
-    return issues
 
 
 class _Lanes:
@@ -125,37 +131,42 @@ class _Lanes:
     def __init__(self, tape: Tape, loads: Sequence[Gap], issues: Sequence[int]) -> None:
         self.tape = tape
         slots = tape.slots
-        issued: list[list[int]] = [[] for _ in range(slots)]
-        self.due: list[list[int]] = [[] for _ in range(slots)]  # loads that a slot waits for
-        for place, (gap, issue) in enumerate(zip(loads, issues, strict=True)):
-            issued[issue % slots].append(place)
-            self.due[gap.end].append(place)
-        for issue, places in enumerate(issued):
-            if len(places) > 1:  # a slot may issue for later rounds, too: nearest use first
-                places.sort(key=lambda place: (loads[place].end - issue) % slots)
-        self.issued = [[(place, loads[place].seconds) for place in places] for places in issued]
-        self.arrival = [0.0] * len(loads)
+        self.due = [gap.end for gap in loads]  # the slot that waits for each load; ascending
+        # The order in which loads are issued. A slot may issue for later rounds, too: nearest use first.
+        by_slot = [(issue % slots, (gap.end - issue) % slots) for gap, issue in zip(loads, issues, strict=True)]
+        order = sorted(range(len(loads)), key=by_slot.__getitem__)
+        self.issued = [(by_slot[place][0], place, loads[place].seconds) for place in order]
 
-    def settle(self) -> tuple[float, int]:
-        """Seconds of a settled round, and the number of rounds until it settles.
+    def settle(self, limit_seconds: float) -> tuple[float, int] | None:
+        """Seconds of a settled round, and the number of rounds until it settles; None if the only one is too long.
 
         If loads take little longer than compute, each round uses up a little of what was loaded ahead, and the lasting
         stall begins only when all of that is gone.
         """
-        tape, arrival, compute = self.tape, self.arrival, self.tape.compute
-        issued, due, other = self.issued, self.due, self.tape.other
+        tape, compute, other = self.tape, self.tape.compute, self.tape.other
+        due, issued = [*self.due, tape.slots], [*self.issued, (tape.slots, 0, 0.0)]
+        arrival = [0.0] * len(due)
+        spare = math.inf if tape.carries else limit_seconds - sum(compute)
         now = lane = started = 0.0
         previous = (-1.0, -1.0)
         rounds = 0
         while True:
             rounds += 1
+            first = waits = 0  # of the loads that are not issued yet, and of those that no slot has waited for
+            issue, place, seconds = issued[0]
             for slot in range(tape.slots):
-                for place, seconds in issued[slot]:
+                while issue == slot:
                     lane = (now if now > lane else lane) + seconds
                     arrival[place] = lane
-                for place in due[slot]:
-                    if arrival[place] > now:
-                        now = arrival[place]
+                    first += 1
+                    issue, place, seconds = issued[first]
+                while due[waits] == slot:
+                    if arrival[waits] > now:
+                        spare -= arrival[waits] - now
+                        if spare < 0:
+                            return None
+                        now = arrival[waits]
+                    waits += 1
                 if other[slot]:
                     lane = (now if now > lane else lane) + other[slot]
                 now += compute[slot]
@@ -167,33 +178,41 @@ class _Lanes:
 
     def chains(self, rounds: int) -> list[list[int]]:
         """The chains of loads that end in a stall in the last of `rounds`. A chain begins after a pause of the lane."""
-        tape, arrival = self.tape, self.arrival
+        tape = self.tape
+        arrival = [0.0] * len(self.due)
         now = lane = 0.0
         order: list[int] = []  # loads of all rounds so far, in the order of the lane
         begins = 0  # where in `order` the present chain begins
         spans: dict[int, tuple[int, int]] = {}
-        found: list[list[int]] = []
+        found: list[tuple[int, int]] = []  # of chains that begin alike, the longer one has all of the other
         for turn in range(1, rounds + 1):
+            issued, due = deque(self.issued), deque(enumerate(self.due))
             for slot in range(tape.slots):
-                for place, seconds in self.issued[slot]:
+                while issued and issued[0][0] == slot:
+                    _, place, seconds = issued.popleft()
                     if lane < now:
                         begins = len(order)
                     order.append(place)
                     lane = max(now, lane) + seconds
                     arrival[place] = lane
                     spans[place] = max(begins, len(order) - 1 - len(arrival)), len(order)
-                for place in self.due[slot]:
+                while due and due[0][1] == slot:
+                    place = due.popleft()[0]
                     if arrival[place] > now:
                         now = arrival[place]
                         if turn == rounds:
-                            found.append(order[slice(*spans[place])])
+                            if found and found[-1][0] == spans[place][0] and found[-1][1] <= spans[place][1]:
+                                found.pop()
+                            found.append(spans[place])
                 lane = max(now, lane) + tape.other[slot] if tape.other[slot] else lane
                 now += tape.compute[slot]
-        return found
+        return [order[begin:end] for begin, end in found]
 
 
 def stalled_chains(tape: Tape, schedule: Schedule) -> list[list[int]]:
-    """For each stall, the loads that kept the lane busy up to it, in order, as places in `schedule.loads`."""
+    """The loads that kept the lane busy up to a stall, in order, as places in `schedule.loads`: of each chain of loads
+    those up to its last stall.
+    """
     return _Lanes(tape, schedule.loads, schedule.issues).chains(schedule.rounds)
 
 

@@ -220,7 +220,7 @@ def test_what_headrace_cannot_run_is_marked() -> None:
         ({"method": "stream-weights-from-disk", "disk": False}, "no method has weights=disk"),
         ({"method": "stream-weights", "optimizer_fraction": 0.5}, "no method has weights=host, host_share=0.5"),
         ({"optimizer_fraction": 1.5}, "optimizer_fraction=1.5; give the host's share, from 0 to 1"),
-        ({"optimizer_fraction": 0.5, "training": "inference"}, "optimizer_fraction is of an update"),
+        ({"optimizer_fraction": 0.5, "training": "inference"}, "optimizer_fraction=0.5 is of an update"),
         ({"adapter_rank": 64}, "adapter_rank=64 is of training='adapter' alone; leave it out"),
         ({"overlap": "forward", "training": "inference"}, "overlap='forward' is of an update"),
         ({"state_dtype": "8bit", "training": "inference"}, "state_dtype='8bit' is of an update"),

@@ -29,6 +29,13 @@ class StepGraph:
         self.traffic = traffic
         self.hardware = hardware
         self.overlap = overlap
+        link, disk = hardware.link_latency_seconds, hardware.disk_latency_seconds
+        self.copies = {  # latency and rate
+            CostLane.ONLOAD: (link, hardware.onload_bytes_per_second),
+            CostLane.OFFLOAD: (link, hardware.offload_bytes_per_second),
+            CostLane.FETCH: (disk, hardware.disk_read_bytes_per_second),
+            CostLane.SPILL: (disk, hardware.disk_write_bytes_per_second),
+        }
         self.tasks: list[Task] = []
         # Block on the device -> its load (-1: it was there at the start).
         self.arrival: dict[int, int] = dict.fromkeys(plan.start | plan.problem.residents, -1)
@@ -192,7 +199,8 @@ class StepGraph:
     def _boundary(self, cycle: int) -> int:
         """Adds the update and the end of the step; returns its last task on the compute lane."""
         problem, gradients = self.plan.problem, self.gradients
-        everything = list(gradients.values())
+        # Lanes run in order, so that the last task of each is behind all of its tasks.
+        everything = list({self.tasks[task].lane: task for task in sorted(gradients.values())}.values())
         closing = sum(own.device_update_seconds for own in self.traffic)
         if closing:
             self.last_compute = self._add(CostLane.COMPUTE, "update on the device", closing, everything)
@@ -313,13 +321,7 @@ class StepGraph:
         return [self.last_compute] if self.last_compute >= 0 else []
 
     def _copy(self, lane: CostLane, what: str, block: int, nbytes: int, after: list[int]) -> int:
-        hardware = self.hardware
-        latency, rate = {
-            CostLane.ONLOAD: (hardware.link_latency_seconds, hardware.onload_bytes_per_second),
-            CostLane.OFFLOAD: (hardware.link_latency_seconds, hardware.offload_bytes_per_second),
-            CostLane.FETCH: (hardware.disk_latency_seconds, hardware.disk_read_bytes_per_second),
-            CostLane.SPILL: (hardware.disk_latency_seconds, hardware.disk_write_bytes_per_second),
-        }[lane]
+        latency, rate = self.copies[lane]
         seconds = latency + nbytes / rate
         return self._add(lane, f"{what} {block}", seconds, after, dram_bytes=nbytes, nbytes=nbytes)
 
@@ -333,9 +335,10 @@ class StepGraph:
         dram_bytes: float = 0.0,
         nbytes: int = 0,
     ) -> int:
-        task = Task(lane, name, seconds, tuple(sorted(set(after))), dram_bytes, nbytes)
+        waits = tuple(sorted(set(after)) if len(after) > 1 else after)
+        task = Task(lane, name, seconds, waits, dram_bytes, nbytes)
         if self.waited >= 0:  # what comes from disk is submitted when it has been read
-            read = [other for other in task.after if self.tasks[other].lane is CostLane.FETCH]
+            read = [other for other in waits if self.tasks[other].lane is CostLane.FETCH]
             task.submitted_after = (self.waited, *read)
         self.tasks.append(task)
         return len(self.tasks) - 1

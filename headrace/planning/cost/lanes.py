@@ -65,7 +65,7 @@ def run_lanes(
         if task.after and not 0 <= min(task.after) <= max(task.after) < index:
             raise ValueError(f"task {index} ({task.name}) waits for {task.after}; give indices below its own")
     both_ways = ((CostLane.ONLOAD, CostLane.OFFLOAD, duplex_share), (CostLane.FETCH, CostLane.SPILL, disk_duplex_share))
-    _Clock(tasks, dram_rate, both_ways).run()
+    _Clock(tasks, dram_rate, [pair for pair in both_ways if pair[2] < 1]).run()
 
 
 class _Clock:
@@ -75,55 +75,64 @@ class _Clock:
         self, tasks: Sequence[Task], dram_rate: float, both_ways: Sequence[tuple[CostLane, CostLane, float]]
     ) -> None:
         self.tasks = tasks
-        self.dram_rate = dram_rate
+        self.dram_rate = dram_rate or math.inf
         self.both_ways = both_ways
         self.now = 0.0
-        self.queues: dict[CostLane, list[deque[Task]]] = {}
-        for lane in CostLane:
-            by_thread: dict[int, deque[Task]] = {}
-            for task in tasks:
-                if task.lane is lane:
-                    by_thread.setdefault(task.thread, deque()).append(task)
-            if by_thread:
-                self.queues[lane] = list(by_thread.values())
+        by_thread: dict[CostLane, dict[int, deque[Task]]] = {lane: {} for lane in CostLane}
+        for task in tasks:
+            by_thread[task.lane].setdefault(task.thread, deque()).append(task)
+        self.queues = {lane: list(queues.values()) for lane, queues in by_thread.items() if queues}
         self.submitted: dict[tuple[CostLane, int], float] = {}  # when each thread gave each lane something last
         self.running: dict[CostLane, Task] = {}
+        self.asked: dict[CostLane, float] = {}  # of host memory, by each running task
         self.left: dict[CostLane, float] = {}
 
     def run(self) -> None:
+        running, asked, left = self.running, self.asked, self.left
         self._start()
-        while self.running:
+        while running:
             speeds = self._speeds()
-            left = self.left
-            pause = min([left[lane] / speed for lane, speed in speeds.items()])
+            if speeds:
+                pause = min([left[lane] / speed for lane, speed in speeds.items()])
+                done = {lane: pause * speed for lane, speed in speeds.items()}
+            else:
+                pause = min(left.values())
+                done = dict.fromkeys(left, pause)
             self.now += pause
-            for lane, speed in speeds.items():
-                left[lane] -= pause * speed
-                if left[lane] <= _TINY + 1e-12 * self.running[lane].seconds:
-                    self.running.pop(lane).end = self.now
+            for lane, seconds in done.items():
+                left[lane] -= seconds
+                if left[lane] <= _TINY + 1e-12 * running[lane].seconds:
+                    running.pop(lane).end = self.now
+                    del asked[lane], left[lane]
             self._start()
         if any(itertools.chain(*self.queues.values())):
             raise ValueError("tasks of two threads wait for each other; a thread submits what others wait for first")
 
     def _start(self) -> None:
         """Starts all tasks that may start now. A task of no length ends at once, and may let others start."""
+        tasks, now, running = self.tasks, self.now, self.running
         moved = True
         while moved:
             moved = False
             for lane, queues in self.queues.items():
-                if lane in self.running:
+                if lane in running:
                     continue
                 queue = queues[0] if len(queues) == 1 else self._first_submitted(lane, queues)
-                if not queue or self._waits(queue[0]):
+                if not queue:
                     continue
-                task = queue.popleft()
-                task.begin = self.now
-                if task.seconds <= _TINY:
-                    task.end = self.now
-                    moved = True
+                task = queue[0]
+                for other in reversed(task.after):
+                    if tasks[other].end > now:
+                        break
                 else:
-                    self.running[lane] = task
-                    self.left[lane] = task.seconds
+                    queue.popleft().begin = now
+                    if task.seconds <= _TINY:
+                        task.end = now
+                        moved = True
+                    else:
+                        running[lane] = task
+                        self.asked[lane] = task.dram_bytes / task.seconds
+                        self.left[lane] = task.seconds
 
     def _first_submitted(self, lane: CostLane, queues: Sequence[deque[Task]]) -> deque[Task]:
         """The queue whose first task was submitted before those of the others; an empty one if none was yet."""
@@ -140,22 +149,15 @@ class _Clock:
                     first, earliest = queue, submitted
         return first
 
-    def _waits(self, task: Task) -> bool:
-        for other in reversed(task.after):  # noqa: SIM110 - asked at every event, and a generator is three times as slow
-            if self.tasks[other].end > self.now:
-                return True
-        return False
-
     def _speeds(self) -> dict[CostLane, float]:
-        """For each running task, the seconds of its work that are done in one second."""
-        asked = {lane: task.dram_bytes / task.seconds for lane, task in self.running.items()}
+        """For each running task, the seconds of its work that are done in one second. Empty: one, of all tasks."""
+        asked, speeds = self.asked, {}
         total = sum(asked.values())
-        if 0 < self.dram_rate < total:
+        if total > self.dram_rate:
             slow = self.dram_rate / total
             speeds = {lane: slow if rate else 1.0 for lane, rate in asked.items()}
-        else:
-            speeds = dict.fromkeys(asked, 1.0)
         for there, back, share in self.both_ways:
-            if there in speeds and back in speeds:
+            if there in asked and back in asked:
+                speeds = speeds or dict.fromkeys(asked, 1.0)
                 speeds[there], speeds[back] = min(share, speeds[there]), min(share, speeds[back])
         return speeds

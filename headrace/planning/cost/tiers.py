@@ -53,10 +53,6 @@ class Tiers:
         """Bytes that the tier lacks."""
         return max(0, self.needed(place) - self.capacity[place])
 
-    @property
-    def fits(self) -> bool:
-        return all(self.short(place) == 0 for place in Place)
-
 
 def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
     """What one device holds in each tier, its range of a shared copy included.

@@ -44,8 +44,6 @@ def wanted(method: str | None, optimizer_fraction: float | None) -> Wanted:
             before = next(text for text, known in _PARTS[name].items() if known is asked[name])
             raise ValueError(f"method={method!r} has {name}={before} and {name}={value}; give one")
     if optimizer_fraction is not None:
-        if not 0 <= optimizer_fraction <= 1:
-            raise ValueError(f"optimizer_fraction={optimizer_fraction}; give the host's share, from 0 to 1")
         asked["host_share"] = optimizer_fraction
     return asked
 
@@ -53,8 +51,6 @@ def wanted(method: str | None, optimizer_fraction: float | None) -> Wanted:
 def admitted(methods: list[Method], asked: Wanted, training: Training) -> list[Method]:
     """The `methods` that have all that is asked for. Raises ValueError if none has."""
     parts, share = {name: value for name, value in asked.items() if name in _PARTS}, asked.get("host_share")
-    if share is not None and training is Training.NONE:
-        raise ValueError("optimizer_fraction is of an update, which training='inference' has none of; leave it out")
     found = [
         replace(method, host_share=share or method.host_share)
         for method in methods
