@@ -14,13 +14,13 @@ import pyarrow.compute
 import torch
 import xxhash
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from headrace.config import counted
 from headrace.errors import TrainInputError
 from headrace.train.chat import IGNORED, Conversations
 from headrace.train.config import Kind, TrainConfig
 from headrace.train.files import find_files, kind_of
-from headrace.train.model import Tokens
 
 Batch = dict[str, torch.Tensor]
 Examples = dict[str, list[Any]]  # lists of values, by column
@@ -129,7 +129,9 @@ class Batches:
         self._taken = state["taken"]
 
 
-def read_sequences(config: TrainConfig, tokens: Tokens, name: str, note: Callable[[str], None]) -> Sequences:
+def read_sequences(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, name: str, note: Callable[[str], None]
+) -> Sequences:
     """The sequences of all files of the setting `name`, tokenized. Raises TrainInputError for what cannot be used."""
     files = find_files(config, name)
     kinds = [kind_of(path, config.format) for path in files]
@@ -142,9 +144,9 @@ def read_sequences(config: TrainConfig, tokens: Tokens, name: str, note: Callabl
     for kind, group in groupby(zip(files, kinds, strict=True), key=lambda pair: pair[1]):
         same = [path for path, _ in group]
         # Errors name a file and its example; a text file is one example.
-        encode = partial(_encode_texts, tokens=tokens, longest=longest, labels=chat)
+        encode = partial(_encode_texts, tokenizer=tokenizer, longest=longest, labels=chat)
         if kind == "chat":
-            encode = partial(_encode_chat, conversations=Conversations(tokens.tokenizer), longest=longest)
+            encode = partial(_encode_chat, conversations=Conversations(tokenizer), longest=longest)
         for some in [same] if kind == "text" else [[path] for path in same]:
             examples = _load(kind, some)
             encoded = examples.map(
@@ -160,7 +162,6 @@ def read_sequences(config: TrainConfig, tokens: Tokens, name: str, note: Callabl
     if dropped:
         left_out = counted(dropped, "conversation")
         note(f"{left_out} without the assistant in the first {config.sequence_length} tokens: left out")
-    tokenizer = tokens.tokenizer
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     sequences = Sequences(datasets.concatenate_datasets(parts), files=len(files), pad=pad)
     if sequences.tokens == 0 and dropped:
@@ -193,15 +194,23 @@ def _load(kind: Kind, files: Sequence[Path]) -> datasets.Dataset:
 
 
 def _encode_texts(
-    examples: Examples, numbers: list[int], *, tokens: Tokens, longest: int | None, labels: bool, file: str
+    examples: Examples,
+    numbers: list[int],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int | None,
+    labels: bool,
+    file: str,
 ) -> Examples:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     encoded = []
     for number, text in zip(numbers, examples["text"], strict=True):
         if not isinstance(text, str | None):
             raise TrainInputError(f'{file}, example {number + 1}: "text" is a {type(text).__name__}; give text')
         if text is None or not text.strip():
             continue
-        ids = tokens.encode(text).numpy()[:longest]
+        # A whole file is longer than the model reads at once: it is cut into windows later, so no warning is due.
+        ids = [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end][:longest]
         if longest is None or len(ids) > 1:  # one token alone is not an example, because nothing follows it
             encoded.append(ids)
     return {"input_ids": encoded, **({"labels": encoded} if labels else {})}

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ from headrace.config import how_to_download
 from headrace.errors import TrainInputError
 from headrace.integrations.transformers import open_pretrained
 from headrace.memory.disk import Checkpoint
-from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
+from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
 from headrace.train.config import DTYPES, HEAD_SIZE, TrainConfig
 
 if TYPE_CHECKING:
@@ -35,28 +34,12 @@ if TYPE_CHECKING:
 _NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")  # entries that say how the config was saved
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """How text becomes token ids. `encode` gives int32 of shape (tokens,), with the end token last."""
-
-    encode: Callable[[str], torch.Tensor]
-    tokenizer: PreTrainedTokenizerBase  # saved beside the model
-
-
-def load_tokens(config: TrainConfig) -> Tokens:
-    """The tokenizer of the model's directory, or bytes for the built-in model. Raises TrainInputError."""
+def tokenizer_of(config: TrainConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model's directory, or of the built-in model. Raises TrainInputError."""
     if config.model is None:
-        return Tokens(encode=encode_bytes, tokenizer=byte_tokenizer(longest=config.sequence_length))
+        return byte_tokenizer(longest=config.sequence_length)
     _check_directory(config.model)
-    tokenizer = load_tokenizer(config.model)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def encode(text: str) -> torch.Tensor:
-        # A whole file is longer than the model reads at once: it is cut into windows later, so no warning is due.
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return torch.tensor(ids + end, dtype=torch.int32)
-
-    return Tokens(encode=encode, tokenizer=tokenizer)
+    return load_tokenizer(config.model)
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool | None = None) -> PreTrainedTokenizerBase:
