@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from headrace.config import counted
 from headrace.errors import TrainInputError
 from headrace.train.chat import IGNORED, Conversations
-from headrace.train.config import Kind, TrainConfig
-from headrace.train.files import find_files, kind_of
+from headrace.train.config import TrainConfig
+from headrace.train.files import Kind, find_files, kind_of
 
 Batch = dict[str, torch.Tensor]
 Examples = dict[str, list[Any]]  # lists of values, by column
@@ -134,7 +134,7 @@ def read_sequences(
 ) -> Sequences:
     """The sequences of all files of the setting `name`, tokenized. Raises TrainInputError for what cannot be used."""
     files = find_files(config, name)
-    kinds = [kind_of(path, config.format) for path in files]
+    kinds = [kind_of(path) for path in files]
     chat = "chat" in kinds
     packing = not chat if config.packing is None else config.packing
     longest = None if packing else config.sequence_length

@@ -18,15 +18,9 @@ from headrace.train.config import DTYPES, TrainConfig
 
 Rule = Callable[..., torch.optim.Optimizer]
 
-# By name: ours, and PyTorch's own if ours equals it bit for bit for float32 weights.
-_RULES: dict[str, tuple[Rule, Rule | None]] = {
-    "adamw": (headrace.optim.AdamW, torch.optim.AdamW),
-    "adam": (headrace.optim.Adam, torch.optim.Adam),
-    "sgd": (headrace.optim.SGD, torch.optim.SGD),
-    "lion": (headrace.optim.Lion, None),
-    "adafactor": (headrace.optim.Adafactor, None),
-    "muon": (headrace.optim.Muon, None),
-}
+_RULES: dict[str, Rule] = {name.lower(): getattr(headrace.optim, name) for name in headrace.optim.__all__}
+# PyTorch's own rules to which ours are equal, bit for bit, for float32 weights.
+_STOCK: dict[str, Rule] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
 class Optimizers:
@@ -64,16 +58,15 @@ class Optimizers:
 
 def _make(rule: str, parameters: Sequence[nn.Parameter], config: TrainConfig, *, plain: bool) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    ours, stock = _RULES[rule]
     exact = config.state_dtype == "float32" and all(parameter.dtype is torch.float32 for parameter in parameters)
-    if plain and exact and stock is not None:
-        return stock(parameters, **settings, fused=True)
+    if plain and exact and rule in _STOCK:
+        return _STOCK[rule](parameters, **settings, fused=True)
     if rule == "muon":
         settings["adjust_lr_fn"] = "match_rms_adamw"  # one learning rate then suits Muon and AdamW
     settings["state_dtype"] = DTYPES.get(config.state_dtype, config.state_dtype)
     if config.optimizer != "muon":
         settings["max_grad_norm"] = config.max_grad_norm or None
-    return ours(parameters, **settings, **({} if plain else _placement(rule, config)))
+    return _RULES[rule](parameters, **settings, **({} if plain else _placement(rule, config)))
 
 
 def _placement(rule: str, config: TrainConfig) -> dict[str, Any]:

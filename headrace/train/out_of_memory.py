@@ -52,8 +52,7 @@ def _report(tier: str, error: Exception, config: TrainConfig) -> str:
 
 def _device_numbers(config: TrainConfig) -> str:
     given = "" if config.device_memory is None else f"; --device-memory is {config.device_memory}"
-    named = config.device or torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(named)  # nothing is allocated on it, because memory may be full
+    device = config.compute_device()  # nothing is allocated on it, because memory may be full
     if device.type == "cpu":
         return f"The device is the CPU, with {format_bytes(available_host_bytes())} free{given}"
     try:
@@ -69,7 +68,7 @@ def _host_numbers(config: TrainConfig) -> str:
 
 
 def _disk_numbers(config: TrainConfig) -> str:
-    places = [path for path in (config.disk, config.output) if path is not None]
+    places = [config.output] if config.disk is None else [config.disk, config.output]
     found = {place: next(p for p in (place, *place.absolute().parents) if p.exists()) for place in places}
     return ", ".join(
         f"{format_bytes(shutil.disk_usage(existing).free)} are free in {place}" for place, existing in found.items()

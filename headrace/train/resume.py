@@ -22,6 +22,13 @@ from headrace.train.run import Run
 
 FINISHED = "training.json"  # in the output directory, once the model is saved
 _TERMS = "run.json"  # beside the checkpoints
+# Settings of which another value changes no bit of the result, or of which `Terms` has what the value comes to.
+_MAY_DIFFER = {
+    *("text", "include", "exclude", "model", "output", "device", "device_memory", "host_memory", "disk", "blocks"),
+    *("resident", "prefetch", "gradient_checkpointing", "micro_batches_together", "offload_activations"),
+    *("optimizer_tier", "overlap", "device_fraction", "steps", "epochs", "compare_plain", "eval_text", "eval_every"),
+    *("save_every", "keep", "resume", "tensorboard"),
+}
 _KEPT = {"checkpoints", "best", "best.new"}  # what an interrupted run leaves in its output directory
 
 
@@ -40,8 +47,7 @@ class Terms:
 
     @staticmethod
     def of(config: TrainConfig, device: torch.device, *, data: str, eval_data: str | None, steps: int) -> "Terms":
-        fields = dataclasses.fields(config)
-        deciding = {field.name: getattr(config, field.name) for field in fields if field.metadata["decides"]}
+        deciding = {name: value for name, value in vars(config).items() if name not in _MAY_DIFFER}
         deciding["device"] = device.type  # kernels of each type round in their own way
         deciding["device_fraction"] = 0.0 if device.type == "cpu" else config.device_fraction or 0.0
         plain = json.loads(json.dumps(deciding, default=str))  # as reading them from a file gives them
@@ -64,7 +70,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     Raises TrainInputError if `config.resume` asks for a checkpoint and there is none, and for an output directory that
     holds anything but an interrupted run.
     """
-    output = config.output_directory
+    output = config.output
     finished = (output / FINISHED).exists()
     if isinstance(config.resume, Path):
         directory = config.resume
@@ -95,12 +101,11 @@ def _newest(directory: Path) -> Path | None:
     return None
 
 
-def _write_terms(config: TrainConfig, terms: Terms) -> None:
-    config.checkpoints.mkdir(parents=True, exist_ok=True)
-    file = config.checkpoints / _TERMS
-    new = file.with_suffix(".new")
+def _write_terms(checkpoints: Path, terms: Terms) -> None:
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    new = checkpoints / "run.new"
     new.write_text(json.dumps(dataclasses.asdict(terms), indent=2) + "\n")
-    os.replace(new, file)
+    os.replace(new, checkpoints / _TERMS)
 
 
 def _read_terms(checkpoint: Path) -> Terms:
@@ -159,12 +164,11 @@ class Saver:
     On several ranks, the first writes the state of all while the others wait.
     """
 
-    def __init__(self, config: TrainConfig, terms: Terms, model: Any, run: Run, batches: Batches, world: World) -> None:
+    def __init__(self, config: TrainConfig, terms: Terms, run: Run, batches: Batches, world: World) -> None:
         self._config = config
         self._world = world
         self._last: Path | None = None
         self._terms = terms
-        self._model = model
         self._run = run
         self._batches = batches
         self._saving: headrace.Saving | None = None
@@ -178,20 +182,16 @@ class Saver:
         self.wait()
         self._run.optimizers.consolidate()
         if self._world.is_first:
-            self._write(path, past)
+            _write_terms(self._config.checkpoints, self._terms)
+            self._saving = headrace.save(
+                path,
+                self._run.model,
+                self._run.optimizers.all,
+                extra={"run": self._run, "data": self._batches, "past": dataclasses.asdict(past)},
+                keep=self._config.keep,
+                wait=self._world.count > 1,  # other ranks' updates do not wait until they have been read
+            )
         self._world.wait()
-
-    def _write(self, path: Path, past: Past) -> None:
-        _write_terms(self._config, self._terms)
-        extra = {"run": self._run, "data": self._batches, "past": dataclasses.asdict(past)}
-        self._saving = headrace.save(
-            path,
-            self._model,
-            self._run.optimizers.all,
-            extra=extra,
-            keep=self._config.keep,
-            wait=self._world.count > 1,  # other ranks' updates do not wait until they have been read
-        )
 
     def wait(self) -> None:
         """Waits for the checkpoint being written. Raises what failed in writing it."""
@@ -206,11 +206,11 @@ class Saver:
             self.wait()
 
 
-def load_checkpoint(checkpoint: Path, model: Any, run: Run, batches: Batches) -> Past:
+def load_checkpoint(checkpoint: Path, run: Run, batches: Batches) -> Past:
     """Restores everything that `Saver` saved. It sets random numbers, so it comes last before training goes on."""
-    extra = headrace.load(checkpoint, model, run.optimizers.all)
+    extra = headrace.load(checkpoint, run.model, run.optimizers.all)
     run.load_state_dict(extra["run"])
     batches.load_state_dict(extra["data"])
-    past = extra["past"]
-    evaluations = [Evaluation(**evaluation) for evaluation in past["evaluations"]]
-    return Past(losses=past["losses"], plain_losses=past["plain_losses"], evaluations=evaluations)
+    past = Past(**extra["past"])
+    past.evaluations = [Evaluation(**evaluation) for evaluation in extra["past"]["evaluations"]]
+    return past

@@ -145,11 +145,11 @@ def _train(job: Job, past: Past, progress: Progress, stop: threading.Event) -> T
         run = Run(job.loaded.model, config, world, steps=job.steps, together=_together(handle, config))
         batches = job.batches()
         if job.begins_at is not None:
-            past = resume.load_checkpoint(job.begins_at, job.loaded.model, run, batches)
+            past = resume.load_checkpoint(job.begins_at, run, batches)
             resume.tell_changes(job.begins_at, job.terms, past, progress.note)
         meter = _Meter(job, handle)
         steps = iter(batches)
-        with resume.Saver(config, job.terms, job.loaded.model, run, batches, world) as saver:
+        with resume.Saver(config, job.terms, run, batches, world) as saver:
             while len(past.losses) < job.steps and not world.any(stop.is_set()):
                 micro_batches, started = next(steps), time.monotonic()
                 past.losses.append(run.step(micro_batches))
@@ -246,9 +246,9 @@ def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
     measured = evaluate(run, job.eval_sequences, job.world, batch_size=config.batch_size, step=step)
     progress.evaluation(measured)
     if job.world.is_first and all(measured.loss < other.loss for other in past.evaluations):
-        new = config.output_directory / "best.new"
+        new = config.output / "best.new"
         job.save_model(new)
-        best = config.output_directory / "best"
+        best = config.output / "best"
         if best.exists():
             exchange(new, best)  # if the process is killed, one of them is whole
             shutil.rmtree(new, ignore_errors=True)
@@ -262,7 +262,7 @@ def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
 def _make_output(config: TrainConfig) -> None:
     """Makes the output directory, before hours are spent on a model that cannot be written."""
     try:
-        config.output_directory.mkdir(parents=True, exist_ok=True)
+        config.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TrainInputError(
             f"output directory {config.output} cannot be made: {error.strerror}; name another"
@@ -270,7 +270,7 @@ def _make_output(config: TrainConfig) -> None:
 
 
 def _save(job: Job, result: TrainResult) -> None:
-    output = job.config.output_directory
+    output = job.config.output
     job.save_model(output)
     if result.report is not None:
         result.report.save(output / "headrace-run.json")

@@ -89,28 +89,23 @@ def test_files_are_joined_by_the_end_token(settings: Settings, tmp_path: Path, n
 )
 def test_the_kind_of_a_file_is_found(tmp_path: Path, name: str, content: str, kind: str):
     (tmp_path / name).write_text(content)
-    assert kind_of(tmp_path / name, None) == kind
-    assert kind_of(tmp_path / name, kind) == kind
+    assert kind_of(tmp_path / name) == kind
 
 
 @pytest.mark.parametrize(
-    ("content", "forced", "says"),
+    ("content", "says"),
     [
-        ('{"text": "x"}', "text", "--format text: .*a.jsonl holds jsonl .JSON with 'text'.; leave --format out"),
-        ('{"text": "x"}', "chat", "--format chat: .*a.jsonl holds jsonl"),
-        ('{"prompt": "x"}', None, "holds JSON with 'prompt' in its first example; training needs"),
         (
             '{"prompt": "x"}',
-            "text",
             "holds JSON with 'prompt' in its first example; training needs .*leave it out with --exclude",
         ),
-        ("no json", None, "holds no JSON object in its first example"),
+        ("no json", "holds no JSON object in its first example"),
     ],
 )
-def test_json_is_never_taken_for_text(tmp_path: Path, content: str, forced: str | None, says: str):
+def test_json_is_never_taken_for_text(tmp_path: Path, content: str, says: str):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(TrainInputError, match=says):
-        kind_of(tmp_path / "a.jsonl", forced)
+        kind_of(tmp_path / "a.jsonl")
 
 
 def test_json_lines_are_texts_one_after_another(settings: Settings, tmp_path: Path):

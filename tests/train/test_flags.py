@@ -18,7 +18,7 @@ import headrace
 from headrace.cli.main import build_parser, main
 from headrace.cli.train import run
 from headrace.errors import TrainInputError
-from headrace.train import placement, trainer
+from headrace.train import placement, resume, trainer
 from headrace.train.config import OPTIMIZERS, TrainConfig
 from headrace.train.optimizer import Optimizers, make_schedule
 from headrace.train.progress import Progress
@@ -48,7 +48,6 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "text": ("--text one two", (Path("one"), Path("two"))),
     "include": ("--include *.py *.c", ("*.py", "*.c")),
     "exclude": ("--exclude tests/*", ("tests/*",)),
-    "format": ("--format chat", "chat"),
     "packing": ("--no-packing", False),
     "sequence_length": ("--sequence-length 8", 8),
     "output": ("--output other", Path("other")),
@@ -78,6 +77,11 @@ def test_every_setting_has_a_flag():
     options = {option for action in command._actions for option in action.option_strings}
     known = {"-h", "--help", "--config", *("--" + name.replace("_", "-") for name in names)}
     assert options == known | {"--no-packing"}
+
+
+def test_what_may_differ_when_a_run_goes_on_are_settings():
+    """A name that is none would leave the setting that it means among those that may not."""
+    assert {field.name for field in dataclasses.fields(TrainConfig)} > resume._MAY_DIFFER
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -204,8 +208,8 @@ def test_a_directory_among_the_activations_settings_is_told_of_once(settings: Se
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--model m --layers 2 --hidden-size 64", "so --layers, --hidden-size of the small Llama do not apply"),
-        ("--model m --layers 12", "--model names a model that has its own sizes, so --layers of the small Llama does"),
+        ("--model m --layers 2 --hidden-size 64", "so --layers, --hidden-size do not apply to it; leave"),
+        ("--model m --layers 12", "--model names a model that has its own sizes, so --layers does not apply"),
         ("--lora-alpha 16", "--lora-alpha does nothing without --lora-rank, which adds the adapters; give that too"),
         ("--lora-dropout 0.1 --lora-targets q_proj", "--lora-dropout, --lora-targets do nothing without --lora-rank"),
         (
