@@ -283,8 +283,6 @@ def _bad_pairs(config: TrainConfig) -> Iterator[str]:
         )
     if config.overlap == "backward" and config.accumulate > 1:
         yield "--overlap backward updates weights in each backward; leave --accumulate out, or give --overlap forward"
-    if config.overlap == "backward" and config.optimizer == "muon":
-        yield "--overlap backward is for one optimizer, and --optimizer muon is two; leave one out"
     if config.state_dtype != "float32" and config.optimizer in ("adafactor", "muon"):
         yield f"--state-dtype is float32 with --optimizer {config.optimizer}; leave it out"
     if config.compare_plain and config.device_fraction is not None:

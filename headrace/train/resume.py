@@ -1,6 +1,5 @@
 """How does an interrupted run go on as if nothing had happened? From a checkpoint, with the settings it began with."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +13,7 @@ import torch
 import headrace
 from headrace.checkpoint import newest
 from headrace.errors import TrainInputError
+from headrace.optim.optimizer import HostOptimizer
 from headrace.train.config import TrainConfig, flag
 from headrace.train.data import Batches
 from headrace.train.evaluation import Evaluation
@@ -101,13 +101,6 @@ def _newest(directory: Path) -> Path | None:
     return None
 
 
-def _write_terms(checkpoints: Path, terms: Terms) -> None:
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    new = checkpoints / "run.new"
-    new.write_text(json.dumps(dataclasses.asdict(terms), indent=2) + "\n")
-    os.replace(new, checkpoints / _TERMS)
-
-
 def _read_terms(checkpoint: Path) -> Terms:
     """The terms of the run that wrote the checkpoint."""
     file = checkpoint.parent / _TERMS
@@ -158,57 +151,36 @@ def name_of(past: Past) -> str:
     return f"step-{len(past.losses):08}"
 
 
-class Saver:
-    """Writes checkpoints beside training, one at a time. As a context, it waits for the last one.
+def save_checkpoint(
+    config: TrainConfig, terms: Terms, run: Run, batches: Batches, world: World, past: Past
+) -> headrace.Saving | None:
+    """Saves all that determines the rest of the run, in a directory that appears as a whole or not at all.
 
-    On several ranks, the first writes the state of all while the others wait.
+    One process goes on while it is written. Of several ranks, the first writes it all while the others wait.
     """
-
-    def __init__(self, config: TrainConfig, terms: Terms, run: Run, batches: Batches, world: World) -> None:
-        self._config = config
-        self._world = world
-        self._last: Path | None = None
-        self._terms = terms
-        self._run = run
-        self._batches = batches
-        self._saving: headrace.Saving | None = None
-
-    def save(self, past: Past) -> None:
-        """Saves all that determines the rest of the run, in a directory that appears as a whole or not at all."""
-        path = self._config.checkpoints / name_of(past)
-        if path == self._last:
-            return
-        self._last = path
-        self.wait()
-        self._run.optimizers.consolidate()
-        if self._world.is_first:
-            _write_terms(self._config.checkpoints, self._terms)
-            self._saving = headrace.save(
-                path,
-                self._run.model,
-                self._run.optimizers.all,
-                extra={"run": self._run, "data": self._batches, "past": dataclasses.asdict(past)},
-                keep=self._config.keep,
-                wait=self._world.count > 1,  # other ranks' updates do not wait until they have been read
-            )
-        self._world.wait()
-
-    def wait(self) -> None:
-        """Waits for the checkpoint being written. Raises what failed in writing it."""
-        if self._saving is not None:
-            self._saving.wait()
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.nullcontext() if kind is None else contextlib.suppress(headrace.HeadraceError):
-            self.wait()
+    if isinstance(run.optimizer, HostOptimizer):
+        run.optimizer.consolidate_state_dict(to=0)  # of the state that is dealt out to the ranks
+    saving = None
+    if world.is_first:
+        config.checkpoints.mkdir(parents=True, exist_ok=True)
+        new = config.checkpoints / "run.new"
+        new.write_text(json.dumps(dataclasses.asdict(terms), indent=2) + "\n")
+        os.replace(new, config.checkpoints / _TERMS)
+        saving = headrace.save(
+            config.checkpoints / name_of(past),
+            run.model,
+            run.optimizer,
+            extra={"run": run, "data": batches, "past": dataclasses.asdict(past)},
+            keep=config.keep,
+            wait=world.count > 1,  # other ranks' updates do not wait until they have been read
+        )
+    world.wait()
+    return saving
 
 
 def load_checkpoint(checkpoint: Path, run: Run, batches: Batches) -> Past:
-    """Restores everything that `Saver` saved. It sets random numbers, so it comes last before training goes on."""
-    extra = headrace.load(checkpoint, run.model, run.optimizers.all)
+    """Restores what `save_checkpoint` saved. It sets random numbers, so it comes last before training goes on."""
+    extra = headrace.load(checkpoint, run.model, run.optimizer)
     run.load_state_dict(extra["run"])
     batches.load_state_dict(extra["data"])
     past = Past(**extra["past"])

@@ -140,30 +140,32 @@ def _plain_losses(job: Job, progress: Progress, stop: threading.Event) -> list[f
 def _train(job: Job, past: Past, progress: Progress, stop: threading.Event) -> TrainResult:
     config, world = job.config, job.world
     handle = place(job.loaded, config, world)
+    saving: headrace.Saving | None = None
     try:
         set_seed(config.seed)
         run = Run(job.loaded.model, config, world, steps=job.steps, together=_together(handle, config))
         batches = job.batches()
+        save = partial(resume.save_checkpoint, config, job.terms, run, batches, world)
         if job.begins_at is not None:
             past = resume.load_checkpoint(job.begins_at, run, batches)
             resume.tell_changes(job.begins_at, job.terms, past, progress.note)
         meter = _Meter(job, handle)
         steps = iter(batches)
-        with resume.Saver(config, job.terms, run, batches, world) as saver:
-            while len(past.losses) < job.steps and not world.any(stop.is_set()):
-                micro_batches, started = next(steps), time.monotonic()
-                past.losses.append(run.step(micro_batches))
-                progress.step(meter.record(past, micro_batches, time.monotonic() - started))
-                _check_loss(past)
-                if _evaluate(job, run, past, progress):
-                    meter.leave_out()
-                if config.save_every and len(past.losses) % config.save_every == 0:
-                    saver.save(past)
-            stopped_at = None
-            if len(past.losses) < job.steps:
-                stopped_at = config.checkpoints / resume.name_of(past)
-                if stopped_at != job.begins_at:
-                    saver.save(past)
+        stopped = len(past.losses) < job.steps and world.any(stop.is_set())
+        if stopped and config.checkpoints / resume.name_of(past) != job.begins_at:
+            saving = save(past)
+        while not stopped and len(past.losses) < job.steps:
+            micro_batches, started = next(steps), time.monotonic()
+            past.losses.append(run.step(micro_batches))
+            progress.step(meter.record(past, micro_batches, time.monotonic() - started))
+            _check_loss(past)
+            if _evaluate(job, run, past, progress):
+                meter.leave_out()
+            stopped = len(past.losses) < job.steps and world.any(stop.is_set())
+            if stopped or (config.save_every and len(past.losses) % config.save_every == 0):
+                saving = save(past)
+        if saving is not None:
+            saving.wait()
         progress.close()
         result = TrainResult(
             **vars(past),
@@ -172,13 +174,16 @@ def _train(job: Job, past: Past, progress: Progress, stop: threading.Event) -> T
             weight_bytes=job.loaded.weight_bytes,
             stats=None if handle is None else handle.stats(),
             report=None if handle is None else handle.report(),
-            checkpoint=stopped_at,
+            checkpoint=config.checkpoints / resume.name_of(past) if stopped else None,
         )
         if handle is not None:
             handle.remove()
         world.wait()  # all ranks finish their updates before one saves the weights
         return result
     except BaseException:
+        with contextlib.suppress(HeadraceError):  # in case the drive failed
+            if saving is not None:
+                saving.wait()
         with contextlib.suppress(HeadraceError):  # in case a pass was broken off
             if handle is not None:
                 handle.remove()

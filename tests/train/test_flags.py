@@ -20,7 +20,7 @@ from headrace.cli.train import run
 from headrace.errors import TrainInputError
 from headrace.train import placement, resume, trainer
 from headrace.train.config import OPTIMIZERS, TrainConfig
-from headrace.train.optimizer import Optimizers, make_schedule
+from headrace.train.optimizer import make_optimizer, make_schedule
 from headrace.train.progress import Progress
 from headrace.train.trainer import train
 from tests.train.conftest import train_plainly
@@ -176,7 +176,6 @@ def test_a_share_of_the_state_on_a_device_that_is_the_cpu_is_told(settings: Sett
         ({"optimizer_tier": "disk"}, "--optimizer-tier disk needs a directory; name one with --disk"),
         ({"overlap": "backward"}, "give --max-grad-norm 0, or --overlap forward"),
         ({"overlap": "backward", "max_grad_norm": 0.0, "accumulate": 2}, "leave --accumulate out"),
-        ({"overlap": "backward", "max_grad_norm": 0.0, "optimizer": "muon"}, "--optimizer muon is two"),
         ({"state_dtype": "8bit", "optimizer": "muon"}, "--state-dtype is float32 with --optimizer muon"),
         ({"optimizer": "adam2"}, "--optimizer is 'adam2'; give one of adamw, adam"),
         ({"offload_activations": ("layers",)}, "--offload-activations layers: give NAME=VALUE"),
@@ -263,6 +262,7 @@ def test_each_optimizer_equals_the_plain_run(settings: Settings, progress: Progr
         {"overlap": "forward", "accumulate": 3, "micro_batches_together": "all"},
         {"disk": "disk", "accumulate": 3, "micro_batches_together": "all"},
         {"overlap": "backward", "max_grad_norm": 0.0},
+        {"overlap": "backward", "max_grad_norm": 0.0, "optimizer": "muon"},
         {"optimizer_tier": "disk", "disk": "disk"},
         {"optimizer_tier": "disk", "disk": "disk", "optimizer": "muon"},
         {"max_grad_norm": 0.0},
@@ -279,23 +279,26 @@ def test_where_and_how_state_is_kept_changes_nothing_to_a_plain_run(
     assert len(set(result.losses)) == 3
 
 
-def made(settings: Settings, *, plain: bool = False, **changes: Any) -> Optimizers:
+def made(settings: Settings, *, plain: bool = False, **changes: Any) -> torch.optim.Optimizer:
     torch.manual_seed(0)
     config = settings(**changes)
     from headrace.train.model import load_model
 
-    return Optimizers(load_model(config).model, config, plain=plain)
+    return make_optimizer(load_model(config).model, config, plain=plain)
 
 
 def test_settings_reach_the_optimizer(settings: Settings, tmp_path: Path):
-    (lion,) = made(settings, optimizer="lion", weight_decay=0.5).all
+    lion = made(settings, optimizer="lion", weight_decay=0.5)
     assert type(lion) is headrace.optim.Lion
     assert lion.defaults["weight_decay"] == 0.5
-    matrices, others = made(settings, optimizer="muon").all
-    assert {type(matrices), type(others)} == {headrace.optim.Muon, headrace.optim.AdamW}
-    assert len(matrices.param_groups[0]["params"]) == 4 * 7  # of four layers; not of embedding and head
-    assert type(made(settings, plain=True).all[0]) is torch.optim.AdamW
-    assert type(made(settings, plain=True, dtype="bfloat16").all[0]) is headrace.optim.AdamW
+    for plain in (False, True):
+        muon = made(settings, optimizer="muon", plain=plain)
+        assert type(muon) is headrace.optim.Muon
+        matrices, others = muon.param_groups
+        assert len(matrices["params"]) == 4 * 7  # of four layers; not of embedding and head
+        assert others["use_muon"] is False
+    assert type(made(settings, plain=True)) is torch.optim.AdamW
+    assert type(made(settings, plain=True, dtype="bfloat16")) is headrace.optim.AdamW
 
 
 @pytest.mark.parametrize(
