@@ -12,8 +12,8 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+from headrace.cli.doctor import SYMPTOMS
 from headrace.cli.main import build_parser
-from headrace.cli.symptoms import SYMPTOMS
 
 ROOT = Path(__file__).parent.parent
 BESIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
@@ -45,9 +45,10 @@ def symptoms() -> str:
     """A section for each."""
     sections = []
     for row in SYMPTOMS:
-        rows = (("Why", row.cause), ("Make sure", row.confirm), ("What helps", row.fix))
+        rows = (("Why", row["cause"]), ("Make sure", row["confirm"]), ("What helps", row["fix"]))
         text = "\n".join(f"**{name}.** {sentence(said)}  " for name, said in rows)
-        sections.append(f"### {capital(escaped(row.symptom))}\n\nLook for the words *{escaped(row.says)}*.\n\n{text}\n")
+        seen, says = escaped(row["symptom"]), escaped(row["says"])
+        sections.append(f"### {capital(seen)}\n\nLook for the words *{says}*.\n\n{text}\n")
     return "\n".join(sections)
 
 

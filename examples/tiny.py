@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
+from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
 
 LONGEST = 128  # tokens: a token is a byte
 
@@ -33,7 +33,7 @@ def docstrings(count: int = 16) -> dict[str, str]:
 
 def batches(count: int = 8, size: int = 2) -> list[dict[str, torch.Tensor]]:
     """Token ids and labels: (size, LONGEST) each."""
-    ids = encode_bytes("\n\n".join(docstrings(60).values())).long()
+    ids = torch.tensor(tokenizer()("\n\n".join(docstrings(60).values()), verbose=False)["input_ids"])
     rows = ids[: count * size * LONGEST].view(count, size, LONGEST)
     return [{"input_ids": row, "labels": row} for row in rows]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from headrace.memory.disk.directory import IN_RAM, filesystem_of
 from headrace.optim import kernel
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.host import available_host_bytes, container_limit_bytes, total_host_bytes
@@ -21,7 +22,6 @@ _GIB = 2**30
 _PAGE_BYTES = mmap.PAGESIZE
 _LOCK_TRIED_BYTES = 4 * _GIB  # locking takes about two seconds
 _NOTEBOOKS = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "JPY_PARENT_PID": "Jupyter"}
-_MEMORY_SYSTEMS = {"tmpfs", "ramfs"}
 _REMOTE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
 _DISPLAY_CLASSES = ("0x0300", "0x0302", "0x1200")  # VGA, 3D, accelerators
 
@@ -94,13 +94,13 @@ def _device(machine: Machine) -> Iterator[Finding]:
 
 
 def _page_locks(machine: Machine) -> Iterator[Finding]:
-    if is_wsl(machine.text("proc/sys/kernel/osrelease") or machine.text("proc/version")):
-        half = _total_bytes(machine) / 2e9
+    release = machine.text("proc/sys/kernel/osrelease") or machine.text("proc/version")
+    limit, fix = memlock_bytes(), limit_text(machine.device, release)
+    if is_wsl(release):
         yield Finding(
-            "this is WSL, or a container on it: Windows bounds the host memory that can be page-locked, at half of the"
-            f" RAM at most ({half:.1f} GB) and often far below (0.5 to 2 GB were reported); the rest stays pageable,"
-            " and compute waits for its copies",
-            "run on Linux itself; or more device_memory and less host_memory (with disk=...), so that less is streamed",
+            "this is WSL, or a container on it: host memory that Windows does not page-lock stays pageable, and compute"
+            " waits for its copies",
+            fix,
         )
     if is_accelerator(machine.device):  # its driver is asked to lock memory, to see what it refuses
         wanted = min(_LOCK_TRIED_BYTES, available_host_bytes() // 4)
@@ -109,19 +109,14 @@ def _page_locks(machine: Machine) -> Iterator[Finding]:
             yield Finding(
                 f"the driver page-locks {locked / 2**20:,.0f} MiB of host memory, of {wanted / 2**20:,.0f} MiB that"
                 " were tried: the rest stays pageable, and compute waits for its copies",
-                limit_text(machine.device, machine.text("proc/sys/kernel/osrelease")),
+                fix,
             )
-    limit = memlock_bytes()
     if limit is not None and limit < _GIB and memlock_matters(machine.device):
-        yield Finding(
-            f"at most {limit / 2**20:.0f} MiB may be page-locked (ulimit -l) by a driver that asks the system for it,"
-            " as that of this device may (CUDA's does not)",
-            "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1",
-        )
+        yield Finding(f"at most {limit / 2**20:.0f} MiB may be page-locked (ulimit -l)", fix)
 
 
 def _host_memory(machine: Machine) -> Iterator[Finding]:
-    limit, available, total = container_limit_bytes(machine.root), available_host_bytes(), _total_bytes(machine)
+    limit, available, total = container_limit_bytes(machine.root), available_host_bytes(), total_host_bytes()
     if limit is not None and limit < total:
         yield Finding(
             f"the container (cgroup) may take {limit / 1e9:.1f} of {total / 1e9:.1f} GB of host memory: what goes over"
@@ -156,20 +151,14 @@ def _notebook(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _total_bytes(machine: Machine) -> int:
-    """Bytes of RAM, from /proc/meminfo if it says so."""
-    found = re.search(r"MemTotal:\s*(\d+) kB", machine.text("proc/meminfo"))
-    return int(found[1]) * 1024 if found else total_host_bytes()
-
-
 def _disk(machine: Machine) -> Iterator[Finding]:
-    kind = _kind_of(machine, machine.disk)
+    kind = filesystem_of(machine.disk)
     if kind in _REMOTE_SYSTEMS:
         yield Finding(
             f"{machine.disk} is on the network ({kind}): weights and state would cross it at every step",
             "name a directory on a local NVMe drive: disk=... or --disk",
         )
-    if kind in _MEMORY_SYSTEMS:
+    if kind in IN_RAM:
         yield Finding(
             f"{machine.disk} is {kind}, which is host memory: what is spilled there frees nothing",
             "name a directory on a drive: disk=... or --disk",
@@ -254,16 +243,16 @@ def _huge_pages(machine: Machine) -> Iterator[Finding]:
 
 
 def _link(machine: Machine) -> Iterator[Finding]:
+    names = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
     for card in _cards(machine):
-        width, widest = (machine.text(f"{card}/{name}_link_width") for name in ("current", "max"))
-        if width.isdigit() and widest.isdigit() and int(width) < int(widest):
+        width, widest, speed, fastest = (_number(machine.text(f"{card}/{name}")) for name in names)
+        if 0 < width < widest:
             yield Finding(
-                f"accelerator {Path(card).name} uses {width} of {widest} PCIe lanes: every copy takes"
-                f" {int(widest) / max(1, int(width)):.0f} times as long",
+                f"accelerator {Path(card).name} uses {width:g} of {widest:g} PCIe lanes: every copy takes"
+                f" {widest / width:.0f} times as long",
                 "move it to a slot that the CPU drives with all lanes; mind riser cables and slots shared with drives",
             )
-        speed, fastest = (_gigatransfers(machine.text(f"{card}/{name}_link_speed")) for name in ("current", "max"))
-        if speed and fastest and speed < fastest:
+        if 0 < speed < fastest:
             yield Finding(
                 f"accelerator {Path(card).name}'s link runs at {speed:g} of {fastest:g} GT/s (idle cards save power:"
                 " look again under load)",
@@ -280,20 +269,7 @@ def _cards(machine: Machine) -> Iterator[str]:
             yield path
 
 
-def _kind_of(machine: Machine, directory: Path) -> str:
-    """The kind of file system that `directory` is on."""
-    best, kind = -1, ""
-    resolved = str(directory.resolve())
-    for line in machine.text("proc/mounts").splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        mount = fields[1].replace(r"\040", " ")
-        if (resolved == mount or resolved.startswith(mount.rstrip("/") + "/")) and len(mount) > best:
-            best, kind = len(mount), fields[2]
-    return kind
-
-
-def _gigatransfers(text: str) -> float:
+def _number(text: str) -> float:
+    """The number with which the text begins, and 0 if there is none."""
     found = re.match(r"[\d.]+", text)
     return float(found[0]) if found else 0.0

@@ -2,16 +2,20 @@
 
 import argparse
 import tempfile
+import tomllib
+from importlib.resources import files
 from pathlib import Path
 
 from headrace.checkpoint.directory import newest
 from headrace.checkpoint.manifest import MANIFEST, read_manifest
 from headrace.cli import InputError, about_input, path_argument
 from headrace.cli.checks import Machine, findings
-from headrace.cli.symptoms import SYMPTOMS, matching
 from headrace.config import format_bytes
 from headrace.memory.disk.saved_file import SavedFile, read_all, reading_memory
 from headrace.runtime.device import resolve_device
+
+Symptom = dict[str, str]  # what is seen, how headrace names it, why, and what to do: `symptoms.toml` has them
+SYMPTOMS: list[Symptom] = tomllib.loads(files("headrace.cli").joinpath("symptoms.toml").read_text())["symptom"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,13 +59,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _symptoms(words: list[str]) -> str:
-    found = matching(words)
+    """The symptoms in which every word occurs, in upper or lower case; all of them if there are no words."""
+    texts = [_text_of(row) for row in SYMPTOMS]
+    found = [text for text in texts if all(word.lower() in text.lower() for word in words)]
     if not found:
         raise InputError(
             f"no symptom has {' and '.join(map(repr, words))}; give fewer or other words, or none to see all"
             f" {len(SYMPTOMS)}"
         )
-    return "\n".join(row.to_text() for row in found).rstrip("\n")
+    return "\n\n".join(found)
+
+
+def _text_of(row: Symptom) -> str:
+    rows = (("named", f'"{row["says"]}"'), *((name, row[name]) for name in ("cause", "confirm", "fix")))
+    return "\n".join([row["symptom"], *(f"  {name:<8} {text}" for name, text in rows)])
 
 
 def _checked(directory: Path) -> str:

@@ -120,8 +120,8 @@ def _write(
         prompts, return_tensors="pt", padding=len(prompts) > 1, add_special_tokens=not arguments.chat
     ).to(model.device)
     _check(arguments, model, inputs["input_ids"])
-    text = None if arguments.json or len(prompts) > 1 else TextStreamer(tokenizer, skip_special_tokens=True)
-    clock = _Clock(text)
+    at_once = not arguments.json and len(prompts) == 1
+    clock = _Clock(TextStreamer(tokenizer, skip_special_tokens=True) if at_once else None)
     torch.manual_seed(arguments.seed)
     written = model.generate(
         **inputs,
@@ -133,29 +133,26 @@ def _write(
     )
     seconds = time.perf_counter() - clock.began
     # With an encoder, the output holds no prompt, but one token to begin with.
-    new = written[:, 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
-    lengths = [_length(row, model.generation_config.eos_token_id) for row in new.tolist()]
-    stats = handle.stats()
+    begin = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+    new = [_up_to_end(row, model.generation_config.eos_token_id) for row in written[:, begin:].tolist()]
+    count, first_seconds, stats = sum(map(len, new)), clock.first - clock.began, handle.stats()
     if arguments.json:
-        measured = {name: getattr(stats, name) for name in _MEASURED}
-        texts = [
-            tokenizer.decode(row[:length], skip_special_tokens=True)
-            for row, length in zip(new.tolist(), lengths, strict=True)
-        ]
-        speed = {
-            "tokens": lengths,
+        told = {
+            "texts": tokenizer.batch_decode(new, skip_special_tokens=True),
+            "tokens": [len(tokens) for tokens in new],
             "seconds": seconds,
-            "first_token_seconds": clock.first - clock.began,
-            "tokens_per_second": sum(lengths) / seconds,
+            "first_token_seconds": first_seconds,
+            "tokens_per_second": count / seconds,
+            **{name: getattr(stats, name) for name in _MEASURED},
         }
-        print(json.dumps({"texts": texts, **speed, **measured}, indent=2))
+        print(json.dumps(told, indent=2))
         return
-    if text is None:
+    if not at_once:
         print("\n\n".join(tokenizer.batch_decode(written, skip_special_tokens=True)))
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     from_disk = f"; {format_bytes(stats.fetch_bytes / seconds)}/s came from disk" if stats.fetch_bytes else ""
     print(
-        f"{counted(sum(lengths), 'token')} in {seconds:.1f} s, the first after {clock.first - clock.began:.1f} s; of"
+        f"{counted(count, 'token')} in {seconds:.1f} s, the first after {first_seconds:.1f} s; of"
         f" {format_bytes(weight_bytes)} of weights at most {format_bytes(stats.device_peak_bytes)} were on the device"
         f" and {format_bytes(stats.host_peak_bytes)} in host memory{from_disk}",
         file=sys.stderr,
@@ -220,10 +217,10 @@ class _Clock:
             self._text.end()
 
 
-def _length(tokens: list[int], ends: int | list[int] | None) -> int:
-    """The number of tokens up to and with the one that ends the text; all of them if none does."""
+def _up_to_end(tokens: list[int], ends: int | list[int] | None) -> list[int]:
+    """The tokens up to and with the one that ends the text; all of them if none does."""
     last = {ends} if isinstance(ends, int) else set(ends or ())
-    return next((number for number, token in enumerate(tokens, 1) if token in last), len(tokens))
+    return next((tokens[:number] for number, token in enumerate(tokens, 1) if token in last), tokens)
 
 
 def _in_template(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:

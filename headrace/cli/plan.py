@@ -35,31 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help='of the catalogue, such as 4090, or "measured"; several are compared (default: measured, else 4090)',
     )
-    parser.add_argument(
-        "--training", default="full", metavar="KIND", help="full, lora, qlora or inference (default: full)"
-    )
-    parser.add_argument(
-        "--overlap", default="none", metavar="KIND", help="of the update: none, forward, backward (default: none)"
-    )
-    parser.add_argument(
-        "--state-dtype",
-        default="float32",
-        metavar="KIND",
-        help="of the moments: float32, bfloat16, 8bit (default: float32)",
-    )
-    for option, kind, default, text in (
-        ("batch-size", int, 1, "sequences in a micro-batch (default: 1)"),
-        ("sequence-length", int, 2048, "tokens in a sequence (default: 2048)"),
-        ("micro-batches", int, 1, "micro-batches in a step (default: 1)"),
-        ("devices", int, None, "devices of each node (default: 1, all with several nodes)"),
-        ("nodes", int, 1, "nodes, each with its own copy of the model in host memory (default: 1)"),
-        ("zero-stage", int, 0, "ZeRO stage of the replicas, 0 to 2 (default: 0)"),
-        ("optimizer-fraction", float, None, "the host's share of the optimizer's state and update, 0 to 1"),
-        ("expert-hit-rate", float, None, "of the experts that decoding wants, the share on the device, 0 to 1"),
-        ("adapter-rank", int, None, "rank of LoRA adapters (default: 16)"),
-        ("weight-bits", float, None, "bits of a stored weight of the layers, such as 4.5"),
+    for option, metavar, kind, default, text in (
+        ("training", "KIND", str, "full", "full, lora, qlora or inference (default: full)"),
+        ("overlap", "KIND", str, "none", "of the update: none, forward, backward (default: none)"),
+        ("state-dtype", "KIND", str, "float32", "of the moments: float32, bfloat16, 8bit (default: float32)"),
+        ("batch-size", "N", int, 1, "sequences in a micro-batch (default: 1)"),
+        ("sequence-length", "N", int, 2048, "tokens in a sequence (default: 2048)"),
+        ("micro-batches", "N", int, 1, "micro-batches in a step (default: 1)"),
+        ("devices", "N", int, None, "devices of each node (default: 1, all with several nodes)"),
+        ("nodes", "N", int, 1, "nodes, each with its own copy of the model in host memory (default: 1)"),
+        ("zero-stage", "N", int, 0, "ZeRO stage of the replicas, 0 to 2 (default: 0)"),
+        ("optimizer-fraction", "N", float, None, "the host's share of the optimizer's state and update, 0 to 1"),
+        ("expert-hit-rate", "N", float, None, "of the experts that decoding wants, the share on the device, 0 to 1"),
+        ("adapter-rank", "N", int, None, "rank of LoRA adapters (default: 16)"),
+        ("weight-bits", "N", float, None, "bits of a stored weight of the layers, such as 4.5"),
+        ("device-memory", "SIZE", str, None, "of each device, instead of the machine's"),
+        ("host-memory", "SIZE", str, None, "of the node, instead of the machine's"),
+        ("disk", "SIZE", str, None, "of the node, instead of the machine's"),
     ):
-        parser.add_argument(f"--{option}", type=kind, default=default, metavar="N", help=text)
+        parser.add_argument(f"--{option}", metavar=metavar, type=kind, default=default, help=text)
     parser.add_argument(
         "--method",
         metavar="NAME",
@@ -76,12 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " flops=150TFLOPS (products of 16 bits), peers=20GB/s (of each device to others of its node), network=10GB/s"
         f" (of the node), peer={'|'.join(PEERS)}, drive={'|'.join(DRIVES)} or 2xhdd",
     )
-    for option, text in (
-        ("device-memory", "of each device, instead of the machine's"),
-        ("host-memory", "of the node, instead of the machine's"),
-        ("disk", "of the node, instead of the machine's"),
-    ):
-        parser.add_argument(f"--{option}", metavar="SIZE", help=text)
     parser.add_argument("--no-disk", action="store_true", help="nothing may rest on disk")
     parser.add_argument("--json", action="store_true", help="all numbers, as JSON (docs/json.md)")
 

@@ -2,13 +2,9 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headrace.cli import InputError, about_input, path_argument
 from headrace.report import Report, RunRecord
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 RECORD = "headrace-run.json"  # in the output directory of a run
 _WHAT_TO_GIVE = "give the --output of a headrace train that has ended, or what handle.report().save(path) has written"
@@ -46,30 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
             report.to_png(arguments.png)
         if arguments.trace:
             report.to_trace(arguments.trace, profiler_trace=arguments.with_profiler)
-    show(report)
+    print(report, end="")
     return 0
-
-
-def show(report: Report) -> None:
-    """Prints a report: in tables where rich is installed, else as plain text."""
-    try:
-        from rich.console import Console
-    except ModuleNotFoundError:
-        print(report, end="")
-        return
-    Console(markup=False, emoji=False).print(*tables(report))  # a name such as "[/a]" is not markup
-
-
-def tables(report: Report) -> "list[Table]":
-    """The counters, the lanes and the stalls of a report as tables of rich."""
-    from rich.table import Table
-
-    counters = Table(title=report.record.title if report.record.model else "run", show_header=False)
-    for row in report.run_rows():
-        counters.add_row(*row)
-    if not report.record.spans:
-        return [counters]
-    step = Table(title="last step", show_header=False)
-    for row in report.step_rows():
-        step.add_row(*row)
-    return [counters, step]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from headrace.cli import nearest, path_argument
 from headrace.config import counted, format_bytes
 from headrace.errors import TrainInputError
-from headrace.train.config import TrainConfig, flag, kinds_of, refuse_idle, words_of
-from headrace.train.progress import BarProgress, LineProgress, Progress, describe_evaluation
+from headrace.train.config import TrainConfig, flag, idle, kinds_of, words_of
+from headrace.train.progress import BarProgress, LineProgress, Progress, ScalarProgress
 
 if TYPE_CHECKING:
     from headrace.train.trainer import TrainResult
@@ -147,12 +147,10 @@ def run(arguments: argparse.Namespace) -> int:
     first = is_first_rank()
     progress = Progress() if not first else BarProgress() if sys.stderr.isatty() else LineProgress()
     if config.tensorboard is not None and first:
-        from headrace.train.scalars import ScalarProgress
-
         progress = ScalarProgress(progress, config.tensorboard)
     result = train(config, progress)
     if first:
-        print(summary(result, config.output_directory))
+        print(summary(result, config.output))
     return 0 if result.checkpoint is None else STOPPED
 
 
@@ -166,7 +164,8 @@ def _config(given: Mapping[str, Any]) -> TrainConfig:
         if field.name in given
     }
     config = TrainConfig(**settings)
-    refuse_idle(config, settings)  # flags that are given their default count, too
+    for problem in idle(config, settings):  # flags that are given their default count, too
+        raise TrainInputError(problem)
     return config
 
 
@@ -190,8 +189,8 @@ def summary(result: "TrainResult", output: Path) -> str:
     if result.evaluations:
         last, best = result.evaluations[-1], min(result.evaluations, key=lambda measured: measured.loss)
         lines += [
-            f"last {describe_evaluation(last)}",
-            f"best, in {output / 'best'}: {describe_evaluation(best)}",
+            f"last {last}",
+            f"best, in {output / 'best'}: {best}",
         ]
     if result.checkpoint is not None:
         lines += [f"checkpoint in {result.checkpoint}; the same command goes on from there"]

@@ -82,7 +82,7 @@ def from_pretrained(
     directory = path_of(path_or_config, "path_or_config").expanduser()
     if (directory / _ADAPTERS).is_file() and not (directory / "config.json").is_file():
         return _with_adapters(directory, trainable=trainable, **settings)
-    quantised = _saved_config(directory).get("quantization_config")
+    quantised = saved_config(directory).get("quantization_config")
     if isinstance(quantised, dict) and quantised.get("quant_method") == "torchao":
         config, model_class = _config_and_class(directory)  # only transformers reads how its tensors are built
         model = model_class.from_pretrained(directory, config=config, dtype="auto", local_files_only=True)
@@ -135,7 +135,7 @@ def open_pretrained(
     Weights that transformers puts together from several in the files (experts) are written to `disk`.
     """
     directory, disk = path_of(path, "path").expanduser(), directory_of(disk)
-    saved = _saved_config(directory)
+    saved = saved_config(directory)
     if {"_diffusers_version", "_class_name"} <= saved.keys():
         return open_component(directory, saved)
     from transformers import GenerationConfig
@@ -166,7 +166,7 @@ def _trained(model: "PreTrainedModel", trainable: bool) -> "PreTrainedModel":
     return model
 
 
-def _saved_config(directory: Path) -> dict[str, Any]:
+def saved_config(directory: Path) -> dict[str, Any]:
     """The content of config.json. Raises CheckpointError if it is missing, or an entry that headrace reads is wrong."""
     if not directory.exists():
         raise CheckpointError(f"there is no directory {str(directory)!r}; {how_to_download(directory)}")

@@ -13,5 +13,5 @@
 | how good the model is | `evaluation.py` |
 | how a run ends early, and goes on | `stop.py`; `resume.py` |
 | what is said when memory runs out | `out_of_memory.py` |
-| what is told on the way | `progress.py`, `scalars.py` |
+| what is told on the way | `progress.py` |
 """

@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,11 +14,11 @@ import torch
 
 from headrace.config import activation_config, parse_budget
 from headrace.errors import TrainInputError
+from headrace.runtime.device import resolve_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_SIZE = 64  # in the built-in model, whose hidden size is a multiple of this
 
-Kind = Literal["text", "jsonl", "chat"]  # what a file holds
 _Dtype = Literal["float32", "bfloat16", "float16"]
 _WeightDtype = Literal["float32", "bfloat16"]
 _Optimizer = Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"]
@@ -33,17 +33,16 @@ def setting(
     metavar: str | None = None,
     least: int | None = None,
     above: int | None = None,
-    decides: bool = True,
 ) -> Any:
     """A field of `TrainConfig`; its type says how the command line reads it.
 
-    `group`: the group of the help for this setting and those after it. `decides`: whether another value may change the
-    result. For model, device and device fraction, `headrace.train.resume.Terms` has what their values come to.
+    `group`: the group of the help for this setting and those after it. Another value changes the result, unless
+    `headrace.train.resume` lists the setting.
     """
     shown = " ".join(default) if isinstance(default, tuple) else default
     named = default is not None and default != () and not isinstance(default, bool)
     about = {"help": f"{text} (default: {shown})" if named else text, "group": group, "metavar": metavar}
-    return dataclasses.field(default=default, metadata={**about, "least": least, "above": above, "decides": decides})
+    return dataclasses.field(default=default, metadata={**about, "least": least, "above": above})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +55,17 @@ class TrainConfig:
     `steps` are optimizer steps of `batch_size * accumulate` sequences; None means `epochs` times through the data.
     """
 
-    text: tuple[Path, ...] = setting((), "files and directories", group="data", metavar="PATH", decides=False)
+    text: tuple[Path, ...] = setting(
+        (),
+        'files and directories: plain text, JSON lines ({"text": ...}) or conversations ({"messages": [...]} or'
+        ' ShareGPT\'s {"conversations": [...]}, loss on assistant turns only), which the content of each file says',
+        group="data",
+        metavar="PATH",
+    )
     include: tuple[str, ...] = setting(
-        ("*.txt", "*.md", "*.jsonl"), "files to take from directories", metavar="PATTERN", decides=False
+        ("*.txt", "*.md", "*.jsonl"), "files to take from directories", metavar="PATTERN"
     )
-    exclude: tuple[str, ...] = setting((), "files to leave out, such as 'tests/*'", metavar="PATTERN", decides=False)
-    format: Kind | None = setting(
-        None,
-        'text, jsonl ({"text": ...} in each line) or chat ({"messages": [...]} or ShareGPT\'s {"conversations": [...]},'
-        " loss on assistant turns only) (default: from each file's name and content)",
-    )
+    exclude: tuple[str, ...] = setting((), "files to leave out, such as 'tests/*'", metavar="PATTERN")
     packing: bool | None = setting(
         None,
         "fill windows of --sequence-length with one example after another; without, each example is a sequence of its"
@@ -73,11 +73,11 @@ class TrainConfig:
     )
     sequence_length: int = setting(256, "tokens in a sequence", least=2)
 
-    model: Path | None = setting(None, "a transformers model (default: a small Llama)", group="model", decides=False)
+    model: Path | None = setting(None, "a transformers model (default: a small Llama)", group="model")
     layers: int = setting(12, "layers of the small Llama", least=1)
     hidden_size: int = setting(192, "hidden size of the small Llama", least=1)
     dtype: _WeightDtype | None = setting(None, "of the weights (default: as saved)")
-    output: Path | None = setting(None, "where the trained model is saved", decides=False)
+    output: Path = setting(None, "where the trained model is saved")
 
     lora_rank: int | None = setting(
         None, "train adapters of this rank (PEFT) and not the weights", group="LoRA", least=1
@@ -89,62 +89,46 @@ class TrainConfig:
     )
 
     device: str | None = setting(
-        None, "compute device (default: the accelerator, else cpu)", group="memory", metavar="DEVICE", decides=False
+        None, "compute device (default: the accelerator, else cpu)", group="memory", metavar="DEVICE"
     )
-    device_memory: int | str | None = setting(
-        None, "for weights on the device (default: what is free)", metavar="SIZE", decides=False
-    )
-    host_memory: int | str | None = setting(
-        None, "for weights in host RAM (default: what is free)", metavar="SIZE", decides=False
-    )
-    disk: Path | None = setting(
-        None, "for weights that fit in neither, and all optimizer state (default: none)", decides=False
-    )
+    device_memory: int | str | None = setting(None, "for weights on the device (default: what is free)", metavar="SIZE")
+    host_memory: int | str | None = setting(None, "for weights in host RAM (default: what is free)", metavar="SIZE")
+    disk: Path | None = setting(None, "for weights that fit in neither, and all optimizer state (default: none)")
     blocks: tuple[str, ...] = setting(
-        ("auto",),
-        "what travels together: auto, a size, or name patterns such as 'model.layers.*'",
-        metavar="WHAT",
-        decides=False,
+        ("auto",), "what travels together: auto, a size, or name patterns such as 'model.layers.*'", metavar="WHAT"
     )
-    resident: tuple[str, ...] = setting(
-        (), "name patterns of modules that stay on the device", metavar="PATTERN", decides=False
-    )
-    prefetch: int | Literal["auto"] = setting("auto", "blocks loaded ahead at most", decides=False)
+    resident: tuple[str, ...] = setting((), "name patterns of modules that stay on the device", metavar="PATTERN")
+    prefetch: int | Literal["auto"] = setting("auto", "blocks loaded ahead at most")
     param_dtype: _Dtype | None = setting(None, "in which weights travel and compute (default: their own)")
     grad_dtype: _Dtype | None = setting(None, "in which gradients are summed up (default: the weights' own)")
-    gradient_checkpointing: bool = setting(False, "recompute activations in backward", decides=False)
+    gradient_checkpointing: bool = setting(False, "recompute activations in backward")
     micro_batches_together: int | Literal["all"] | None = setting(
         None,
         "so many micro-batches of a step (--accumulate), or 'all', go through each block before the next one comes, so"
         " that weights come once for all of them; what backward needs is then there for all of them, too",
         least=1,
-        decides=False,
     )
     offload_activations: tuple[str, ...] | None = setting(
         None,
         "what backward needs waits in host memory; settings of headrace.offload_activations may follow, such as"
         " device_memory=2GiB layers=4 tier=disk",
         metavar="NAME=VALUE",
-        decides=False,
     )
 
     optimizer: _Optimizer = setting("adamw", "the update rule", group="optimizer")
     optimizer_tier: Literal["host", "disk"] | None = setting(
-        None, "where its state rests (default: disk with --disk, else host)", decides=False
+        None, "where its state rests (default: disk with --disk, else host)"
     )
     state_dtype: Literal["float32", "bfloat16", "8bit"] = setting("float32", "of its moments")
-    overlap: Literal["none", "forward", "backward"] = setting("none", "what updates run beside", decides=False)
+    overlap: Literal["none", "forward", "backward"] = setting("none", "what updates run beside")
     device_fraction: float | Literal["auto"] | None = setting(
         None,
         "all weights stay on the device, and this share of the state, 0 to 1 or auto (default: weights come to the"
         " device block by block)",
-        decides=False,
     )
 
-    steps: int | None = setting(
-        None, "optimizer steps (default: from --epochs)", group="training", least=1, decides=False
-    )
-    epochs: float = setting(1.0, "times through the data", above=0, decides=False)
+    steps: int | None = setting(None, "optimizer steps (default: from --epochs)", group="training", least=1)
+    epochs: float = setting(1.0, "times through the data", above=0)
     batch_size: int = setting(4, "sequences in a micro-batch", least=1)
     accumulate: int = setting(1, "micro-batches in a step", least=1)
     learning_rate: float = setting(1e-4, "the highest", above=0)
@@ -154,7 +138,7 @@ class TrainConfig:
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0: they are not", least=0)
     seed: int = setting(0, "of the weights, the order of the data and dropout")
     compare_plain: int = setting(
-        0, "first run N steps without headrace, and fail when a loss differs in a single bit", least=0, decides=False
+        0, "first run N steps without headrace, and fail when a loss differs in a single bit", least=0
     )
 
     eval_text: tuple[Path, ...] = setting(
@@ -162,42 +146,31 @@ class TrainConfig:
         "files and directories to measure loss and perplexity on; the best model is kept in OUTPUT/best",
         group="evaluation",
         metavar="PATH",
-        decides=False,
     )
-    eval_every: int | None = setting(
-        None, "steps between measurements (default: at the end only)", least=1, decides=False
-    )
+    eval_every: int | None = setting(None, "steps between measurements (default: at the end only)", least=1)
 
     save_every: int | None = setting(
         None,
         "steps between checkpoints, in OUTPUT/checkpoints (default: when asked to stop)",
         group="checkpoints",
         least=1,
-        decides=False,
     )
-    keep: int = setting(2, "checkpoints to keep", least=1, decides=False)
+    keep: int = setting(2, "checkpoints to keep", least=1)
     resume: Path | Literal[True] | None = setting(
         None,
         "go on from the newest checkpoint in DIR (default: in OUTPUT, where a run of the same settings was"
         " interrupted)",
-        decides=False,
     )
-    tensorboard: Path | None = setting(None, "write loss, speed and bytes of each step there", decides=False)
+    tensorboard: Path | None = setting(None, "write loss, speed and bytes of each step there")
 
     def __post_init__(self) -> None:
         changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
-        for problem in itertools.chain(_bad_values(self), _idle(self, changed), _bad_pairs(self)):
+        for problem in itertools.chain(_bad_values(self), idle(self, changed), _bad_pairs(self)):
             raise TrainInputError(problem)
 
     @property
-    def output_directory(self) -> Path:
-        if self.output is None:
-            raise TrainInputError("no output is given; name a directory with --output")
-        return self.output
-
-    @property
     def checkpoints(self) -> Path:
-        return self.output_directory / "checkpoints"
+        return self.output / "checkpoints"
 
     @property
     def state_tier(self) -> str:
@@ -230,15 +203,10 @@ class TrainConfig:
 
     def compute_device(self) -> torch.device:
         """The device to compute on: the one named, else the machine's accelerator, else the CPU."""
-        if self.device is None:
-            return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         try:
-            device = torch.device(self.device)
-            torch.empty(1, device=device)
-        except Exception as error:  # backends raise errors of different types
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise TrainInputError(f"--device {self.device!r} cannot be used: {reason}; try --device cpu") from error
-        return device
+            return resolve_device(self.device)
+        except ValueError as error:
+            raise TrainInputError(f"--{error}") from error
 
 
 def flag(name: str) -> str:
@@ -261,7 +229,8 @@ def _bad_values(config: TrainConfig) -> Iterator[str]:
     """What is wrong with single settings."""
     if not config.text:
         yield "no text is given; name at least one file or directory with --text"
-    _ = config.output_directory
+    if config.output is None:
+        yield "no output is given; name a directory with --output"
     hints = get_type_hints(TrainConfig)
     for field in dataclasses.fields(config):
         value, name, hint = getattr(config, field.name), flag(field.name), hints[field.name]
@@ -314,8 +283,6 @@ def _bad_pairs(config: TrainConfig) -> Iterator[str]:
         )
     if config.overlap == "backward" and config.accumulate > 1:
         yield "--overlap backward updates weights in each backward; leave --accumulate out, or give --overlap forward"
-    if config.overlap == "backward" and config.optimizer == "muon":
-        yield "--overlap backward is for one optimizer, and --optimizer muon is two; leave one out"
     if config.state_dtype != "float32" and config.optimizer in ("adafactor", "muon"):
         yield f"--state-dtype is float32 with --optimizer {config.optimizer}; leave it out"
     if config.compare_plain and config.device_fraction is not None:
@@ -327,62 +294,31 @@ def _bad_pairs(config: TrainConfig) -> Iterator[str]:
             f"--disk reads the weights in {config.model} in place, in the dtype that they have; leave --dtype out, or"
             " save the model in that dtype first"
         )
-    output, scalars = config.output_directory, config.tensorboard
+    output, scalars = config.output, config.tensorboard
     if scalars is not None and output.resolve() == scalars.resolve():
         yield f"--tensorboard and --output are both {output}; give --tensorboard {output / 'scalars'}"
     if config.lora_rank is not None and config.model is None:
         yield "--lora-rank adapts a model that is trained already; name one with --model"
 
 
-# Settings, the condition in which they do nothing, and the error then; it fills in {flags} and {do}.
-_IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], bool], str], ...] = (
-    (
-        (
-            *("device_memory", "host_memory", "blocks", "resident", "prefetch", "param_dtype", "grad_dtype"),
-            *("micro_batches_together", "overlap"),
-        ),
-        lambda config: config.device_fraction is not None,
-        "--device-fraction is for weights that stay on the device, so {flags} {do} not apply; leave either side out",
-    ),
-    (
-        ("micro_batches_together",),
-        lambda config: config.accumulate == 1,
-        "{flags} {do} nothing for one micro-batch in a step; give --accumulate, too, or leave it out",
-    ),
-    (
-        ("layers", "hidden_size"),
-        lambda config: config.model is not None,
-        "--model names a model that has its own sizes, so {flags} of the small Llama {do} not apply; leave either side"
-        " out",
-    ),
-    (
-        ("lora_alpha", "lora_dropout", "lora_targets"),
-        lambda config: config.lora_rank is None,
-        "{flags} {do} nothing without --lora-rank, which adds the adapters; give that too, such as --lora-rank 16",
-    ),
-    (
-        ("epochs",),
-        lambda config: config.steps is not None,
-        "--steps and {flags} both say how long the run is; leave one of them out",
-    ),
-    (
-        ("eval_every",),
-        lambda config: not config.eval_text,
-        "{flags} needs something to measure on; name it with --eval-text",
-    ),
-)
+def idle(config: TrainConfig, given: Collection[str]) -> Iterator[str]:
+    """An error for each of the settings `given` that does nothing beside the others, be it its default."""
 
+    def named(*names: str) -> str:
+        """The given ones of these settings, and a verb; empty if none of them is given."""
+        flags = [flag(name) for name in names if name in given]
+        return f"{', '.join(flags)} {'do' if len(flags) > 1 else 'does'}" if flags else ""
 
-def _idle(config: TrainConfig, given: Iterable[str]) -> Iterator[str]:
-    """An error for each of the settings `given` that do nothing beside the others."""
-    given = list(given)
-    for names, does_nothing, says in _IDLE:
-        idle = [flag(name) for name in names if name in given]
-        if idle and does_nothing(config):
-            yield says.format(flags=", ".join(idle), do="do" if len(idle) > 1 else "does")
-
-
-def refuse_idle(config: TrainConfig, given: Iterable[str]) -> None:
-    """Raises TrainInputError if one of the settings `given` does nothing, even if it is given its default."""
-    for problem in _idle(config, given):
-        raise TrainInputError(problem)
+    of_visits = ("device_memory", "host_memory", "blocks", "resident", "prefetch", "param_dtype", "grad_dtype")
+    if config.device_fraction is not None and (flags := named(*of_visits, "micro_batches_together", "overlap")):
+        yield f"--device-fraction is for weights that stay on the device, so {flags} not apply; leave either side out"
+    if config.accumulate == 1 and (flags := named("micro_batches_together")):
+        yield f"{flags} nothing for one micro-batch in a step; give --accumulate, too, or leave it out"
+    if config.model is not None and (flags := named("layers", "hidden_size")):
+        yield f"--model names a model that has its own sizes, so {flags} not apply to it; leave either side out"
+    if config.lora_rank is None and (flags := named("lora_alpha", "lora_dropout", "lora_targets")):
+        yield f"{flags} nothing without --lora-rank, which adds the adapters; give that too, such as --lora-rank 16"
+    if config.steps is not None and "epochs" in given:
+        yield "--steps and --epochs both say how long the run is; leave one of them out"
+    if not config.eval_text and "eval_every" in given:
+        yield "--eval-every needs something to measure on; name it with --eval-text"

@@ -14,13 +14,13 @@ import pyarrow.compute
 import torch
 import xxhash
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from headrace.config import counted
 from headrace.errors import TrainInputError
 from headrace.train.chat import IGNORED, Conversations
-from headrace.train.config import Kind, TrainConfig
-from headrace.train.files import find_files, kind_of
-from headrace.train.model import Tokens
+from headrace.train.config import TrainConfig
+from headrace.train.files import Kind, find_files, kind_of
 
 Batch = dict[str, torch.Tensor]
 Examples = dict[str, list[Any]]  # lists of values, by column
@@ -129,10 +129,12 @@ class Batches:
         self._taken = state["taken"]
 
 
-def read_sequences(config: TrainConfig, tokens: Tokens, name: str, note: Callable[[str], None]) -> Sequences:
+def read_sequences(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, name: str, note: Callable[[str], None]
+) -> Sequences:
     """The sequences of all files of the setting `name`, tokenized. Raises TrainInputError for what cannot be used."""
     files = find_files(config, name)
-    kinds = [kind_of(path, config.format) for path in files]
+    kinds = [kind_of(path) for path in files]
     chat = "chat" in kinds
     packing = not chat if config.packing is None else config.packing
     longest = None if packing else config.sequence_length
@@ -142,13 +144,11 @@ def read_sequences(config: TrainConfig, tokens: Tokens, name: str, note: Callabl
     for kind, group in groupby(zip(files, kinds, strict=True), key=lambda pair: pair[1]):
         same = [path for path, _ in group]
         # Errors name a file and its example; a text file is one example.
-        encode = partial(_encode_texts, tokens=tokens, longest=longest, labels=chat)
-        if kind == "chat":
-            encode = partial(_encode_chat, conversations=Conversations(tokens.tokenizer), longest=longest)
+        encode = Conversations(tokenizer).encode if kind == "chat" else partial(_encode_text, tokenizer=tokenizer)
         for some in [same] if kind == "text" else [[path] for path in same]:
             examples = _load(kind, some)
             encoded = examples.map(
-                partial(encode, file=str(some[0])),
+                partial(_encoded, encode=encode, columns=columns, longest=longest, file=str(some[0])),
                 batched=True,
                 batch_size=_EXAMPLES_AT_ONCE,
                 with_indices=True,
@@ -160,7 +160,6 @@ def read_sequences(config: TrainConfig, tokens: Tokens, name: str, note: Callabl
     if dropped:
         left_out = counted(dropped, "conversation")
         note(f"{left_out} without the assistant in the first {config.sequence_length} tokens: left out")
-    tokenizer = tokens.tokenizer
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     sequences = Sequences(datasets.concatenate_datasets(parts), files=len(files), pad=pad)
     if sequences.tokens == 0 and dropped:
@@ -192,29 +191,35 @@ def _load(kind: Kind, files: Sequence[Path]) -> datasets.Dataset:
         raise TrainInputError(f"{files[0]} cannot be read as {kind}: {reason}") from error
 
 
-def _encode_texts(
-    examples: Examples, numbers: list[int], *, tokens: Tokens, longest: int | None, labels: bool, file: str
-) -> Examples:
-    encoded = []
-    for number, text in zip(numbers, examples["text"], strict=True):
-        if not isinstance(text, str | None):
-            raise TrainInputError(f'{file}, example {number + 1}: "text" is a {type(text).__name__}; give text')
-        if text is None or not text.strip():
-            continue
-        ids = tokens.encode(text).numpy()[:longest]
-        if longest is None or len(ids) > 1:  # one token alone is not an example, because nothing follows it
-            encoded.append(ids)
-    return {"input_ids": encoded, **({"labels": encoded} if labels else {})}
+def _encode_text(example: Mapping[str, Any], where: str, *, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """Token ids of one text, which are its labels, too; none of white space. `where` says in errors which it is."""
+    text = example["text"]
+    if not isinstance(text, str | None):
+        raise TrainInputError(f'{where}: "text" is a {type(text).__name__}; give text')
+    ids: list[int] = []
+    if text is not None and text.strip():
+        # A whole file is longer than the model reads at once: it is cut into windows later, so no warning is due.
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return {"input_ids": ids, "labels": ids}
 
 
-def _encode_chat(
-    examples: Examples, numbers: list[int], *, conversations: Conversations, longest: int | None, file: str
+def _encoded(
+    examples: Examples,
+    numbers: list[int],
+    *,
+    encode: Callable[..., dict[str, list[int]]],
+    columns: Sequence[str],
+    longest: int | None,
+    file: str,
 ) -> Examples:
-    encoded: Examples = {"input_ids": [], "labels": []}
+    """The columns of the encoded examples, cut to `longest` tokens. Examples without a token to learn are left out."""
+    encoded: Examples = {name: [] for name in columns}
+    first = 0 if longest is None else 1  # nothing comes before the first token of an example that is not packed
     for row, number in enumerate(numbers):
         example = {name: values[row] for name, values in examples.items()}
-        both = conversations.encode(example, where=f"{file}, example {number + 1}")
-        if any(label != IGNORED for label in both["labels"][1:longest]):
-            for name, values in both.items():
-                encoded[name].append(values[:longest])
+        both = encode(example, where=f"{file}, example {number + 1}")
+        if any(label != IGNORED for label in both["labels"][first:longest]):
+            for name in columns:
+                encoded[name].append(both[name][:longest])
     return encoded

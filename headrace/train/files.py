@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headrace.errors import TrainInputError
-from headrace.train.config import Kind, TrainConfig, flag
+from headrace.train.config import TrainConfig, flag
+
+Kind = Literal["text", "jsonl", "chat"]  # what a file holds
 
 CHAT_KEYS = ("messages", "conversations")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -46,45 +48,40 @@ def _matching(directory: Path, include: Sequence[str], exclude: Sequence[str]) -
             yield directory / relative
 
 
-def kind_of(path: Path, forced: Kind | None) -> Kind:
+def kind_of(path: Path) -> Kind:
     """The kind of content in `path`, by its name and its first example. JSON is never taken for text.
 
-    Raises TrainInputError for a file that cannot be read, for JSON without texts or conversations, and for a file that
-    is not of the `forced` kind.
+    Raises TrainInputError for a file that cannot be read, and for JSON without texts or conversations.
     """
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             start = file.read(_START_CHARACTERS)
     except OSError as error:
         raise TrainInputError(f"text file {path} cannot be read: {error.strerror}; leave it out") from error
-    example = _first_example(start)
-    keys = [] if example is None else list(example)
-    found: Kind | None = "jsonl" if "text" in keys else None
+    keys = list(_first_example(start))
     if any(key in keys for key in CHAT_KEYS):
-        found = "chat"
-    named = ", ".join(map(repr, keys))
-    named_json = path.suffix.lower() in _JSON_SUFFIXES
-    if found is None and not named_json and forced in (None, "text"):
+        return "chat"
+    if "text" in keys:
+        return "jsonl"
+    if path.suffix.lower() not in _JSON_SUFFIXES:
         return "text"
-    if found is None and start.strip():
-        held = f"JSON with {named}" if keys else "no JSON object"
+    if start.strip():
+        held = f"JSON with {', '.join(map(repr, keys))}" if keys else "no JSON object"
         raise TrainInputError(
             f'{path} holds {held} in its first example; training needs "text", "messages" or "conversations" there:'
             " rename its keys, or leave it out with --exclude"
         )
-    if forced is not None and found is not None and forced != found:
-        raise TrainInputError(f"--format {forced}: {path} holds {found} (JSON with {named}); leave --format out")
-    return found or forced or "jsonl"  # the file is empty
+    return "jsonl"  # the file is empty
 
 
-def _first_example(start: str) -> dict[str, Any] | None:
-    """The first object of JSON lines, or of a JSON list of objects, as far as it was read; None if there is none."""
+def _first_example(start: str) -> dict[str, Any]:
+    """The first object of JSON lines, or of a JSON list of objects, as far as it was read; empty if there is none."""
     text = start.lstrip("\ufeff \t\r\n[")
     if not text.startswith("{"):
-        return None
+        return {}
     try:
         example, _ = json.JSONDecoder().raw_decode(text)
     except json.JSONDecodeError:
         # Longer than what was read, or not JSON: if there are few keys, those that matter come first.
-        return {key: None for key in (*CHAT_KEYS, "text") if text[1:].lstrip().startswith(f'"{key}"')} or None
-    return example if isinstance(example, dict) else None
+        return {key: None for key in (*CHAT_KEYS, "text") if text[1:].lstrip().startswith(f'"{key}"')}
+    return example if isinstance(example, dict) else {}

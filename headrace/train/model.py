@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +21,10 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from headrace.config import how_to_download
-from headrace.errors import TrainInputError
-from headrace.integrations.transformers import open_pretrained
+from headrace.errors import CheckpointError, TrainInputError
+from headrace.integrations.transformers import open_pretrained, saved_config
 from headrace.memory.disk import Checkpoint
-from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
+from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
 from headrace.train.config import DTYPES, HEAD_SIZE, TrainConfig
 
 if TYPE_CHECKING:
@@ -35,28 +33,15 @@ if TYPE_CHECKING:
 _NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")  # entries that say how the config was saved
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """How text becomes token ids. `encode` gives int32 of shape (tokens,), with the end token last."""
-
-    encode: Callable[[str], torch.Tensor]
-    tokenizer: PreTrainedTokenizerBase  # saved beside the model
-
-
-def load_tokens(config: TrainConfig) -> Tokens:
-    """The tokenizer of the model's directory, or bytes for the built-in model. Raises TrainInputError."""
+def tokenizer_of(config: TrainConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model's directory, or of the built-in model. Raises TrainInputError if there is no model."""
     if config.model is None:
-        return Tokens(encode=encode_bytes, tokenizer=byte_tokenizer(longest=config.sequence_length))
-    _check_directory(config.model)
-    tokenizer = load_tokenizer(config.model)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def encode(text: str) -> torch.Tensor:
-        # A whole file is longer than the model reads at once: it is cut into windows later, so no warning is due.
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return torch.tensor(ids + end, dtype=torch.int32)
-
-    return Tokens(encode=encode, tokenizer=tokenizer)
+        return byte_tokenizer(longest=config.sequence_length)
+    try:
+        saved_config(config.model)
+    except CheckpointError as error:
+        raise TrainInputError(f"--model: {error}. Without --model, a small built-in Llama is trained") from error
+    return load_tokenizer(config.model)
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool | None = None) -> PreTrainedTokenizerBase:
@@ -124,8 +109,7 @@ def _digest(model: PreTrainedModel, directory: Path | None) -> str:
     """The digest of a saved model. Reading all weights takes less than a step. The settings tell a built-in model."""
     if directory is None:
         return "built in"
-    written = json.loads((directory / "config.json").read_text())
-    config = {name: value for name, value in written.items() if name not in _NOT_OF_A_MODEL}
+    config = {name: value for name, value in saved_config(directory).items() if name not in _NOT_OF_A_MODEL}
     digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -188,7 +172,6 @@ def _built_in_model(config: TrainConfig) -> PreTrainedModel:
 
 
 def _saved_model(directory: Path, config: TrainConfig) -> PreTrainedModel:
-    _check_directory(directory)
     try:
         return AutoModelForCausalLM.from_pretrained(
             directory, dtype=DTYPES[config.dtype] if config.dtype else "auto", local_files_only=True
@@ -201,7 +184,6 @@ def _saved_model(directory: Path, config: TrainConfig) -> PreTrainedModel:
 
 
 def _mapped_model(directory: Path) -> tuple[PreTrainedModel, Checkpoint]:
-    _check_directory(directory)
     model, weight_files = open_pretrained(directory)
     if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING.values():
         weight_files.close()
@@ -210,22 +192,6 @@ def _mapped_model(directory: Path) -> tuple[PreTrainedModel, Checkpoint]:
         )
     model.name_or_path = str(directory)  # PEFT writes this name beside adapters
     return model, weight_files
-
-
-def _check_directory(directory: Path) -> None:
-    if not directory.is_dir():
-        raise TrainInputError(
-            f"model directory {directory} does not exist; {how_to_download(directory)}. Without --model, a small"
-            " built-in Llama is trained"
-        )
-    if not (directory / "config.json").is_file():
-        raise TrainInputError(
-            f"model directory {directory} has no config.json; save a model there with save_pretrained"
-        )
-    try:
-        json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise TrainInputError(f"{directory / 'config.json'} cannot be read as JSON: {error}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,6 @@
 """What is said when memory runs out? Which tier, the numbers, and the flags that would help."""
 
 import errno
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +9,8 @@ import torch
 from headrace.config import format_bytes
 from headrace.errors import BudgetError, OutOfMemoryError
 from headrace.runtime.host import available_host_bytes
-from headrace.train.config import TrainConfig
+from headrace.runtime.system import free_bytes
+from headrace.train.config import TrainConfig, flag
 
 _DEVICE, _HOST, _DISK = "device memory", "host memory", "disk"
 
@@ -46,34 +46,29 @@ def _tier(error: Exception) -> str | None:
 def _report(tier: str, error: Exception, config: TrainConfig) -> str:
     lines = (str(error).strip() or type(error).__name__).splitlines()
     said = next((line for line in lines if "alloc" in line or "memory" in line), lines[0]).rstrip(".")
-    numbers = {_DEVICE: _device_numbers, _HOST: _host_numbers, _DISK: _disk_numbers}[tier](config)
-    return f"out of {tier}: {said}. {numbers}. What helps: {'; '.join(_remedies(tier, error, config))}"
+    return f"out of {tier}: {said}. {_numbers(tier, config)}. What helps: {'; '.join(_remedies(tier, error, config))}"
 
 
-def _device_numbers(config: TrainConfig) -> str:
-    given = "" if config.device_memory is None else f"; --device-memory is {config.device_memory}"
-    named = config.device or torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(named)  # nothing is allocated on it, because memory may be full
+def _numbers(tier: str, config: TrainConfig) -> str:
+    """What is free in the tier, and the budget that was given for it."""
+    if tier == _DISK:
+        places = [config.output] if config.disk is None else [config.disk, config.output]
+        found = {place: next(p for p in (place, *place.absolute().parents) if p.exists()) for place in places}
+        return ", ".join(f"{format_bytes(free_bytes(at))} are free in {place}" for place, at in found.items())
+    name = "device_memory" if tier == _DEVICE else "host_memory"
+    budget = getattr(config, name)
+    given = "" if budget is None else f"; {flag(name)} is {budget}"
+    free = format_bytes(available_host_bytes())
+    if tier == _HOST:
+        return f"{free} are free for this process{given}"
+    device = config.compute_device()  # nothing is allocated on it, because memory may be full
     if device.type == "cpu":
-        return f"The device is the CPU, with {format_bytes(available_host_bytes())} free{given}"
+        return f"The device is the CPU, with {free} free{given}"
     try:
-        free, total = torch.accelerator.get_memory_info(device)
+        free, total = map(format_bytes, torch.accelerator.get_memory_info(device))
     except (RuntimeError, AttributeError, NotImplementedError):  # not every backend reports its memory
         return f"The device is {device}{given}"
-    return f"{format_bytes(free)} of {format_bytes(total)} on {device} are free{given}"
-
-
-def _host_numbers(config: TrainConfig) -> str:
-    given = "" if config.host_memory is None else f"; --host-memory is {config.host_memory}"
-    return f"{format_bytes(available_host_bytes())} are free for this process{given}"
-
-
-def _disk_numbers(config: TrainConfig) -> str:
-    places = [path for path in (config.disk, config.output) if path is not None]
-    found = {place: next(p for p in (place, *place.absolute().parents) if p.exists()) for place in places}
-    return ", ".join(
-        f"{format_bytes(shutil.disk_usage(existing).free)} are free in {place}" for place, existing in found.items()
-    )
+    return f"{free} of {total} on {device} are free{given}"
 
 
 def _remedies(tier: str, error: Exception, config: TrainConfig) -> list[str]:

@@ -1,7 +1,5 @@
 """Where do the weights of a run live? They visit the device, or stay there with only optimizer state on the host."""
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -24,7 +22,7 @@ def place(loaded: LoadedModel, config: TrainConfig, world: World) -> headrace.Of
             device=world.device,
             device_memory=config.budget_bytes("device_memory", weight_bytes=loaded.weight_bytes),
             host_memory=config.budget_bytes("host_memory", weight_bytes=loaded.weight_bytes),
-            disk=_inside(config.disk, "weights"),
+            disk=config.disk and config.disk / "weights",
             checkpoint=loaded.weight_files,
             blocks=_blocks(config.blocks),
             resident=config.resident,
@@ -44,12 +42,8 @@ def _stay(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
     model.to(device)
     settings = config.activation_settings()
     if settings is not None:
-        on_disk = settings.get("tier") == "disk"
-        headrace.offload_activations(model, **settings, disk=_inside(config.disk, "activations") if on_disk else None)
-
-
-def _inside(directory: Path | None, name: str) -> Path | None:
-    return None if directory is None else directory / name
+        disk = config.disk / "activations" if config.disk and settings.get("tier") == "disk" else None
+        headrace.offload_activations(model, **settings, disk=disk)
 
 
 def _blocks(given: tuple[str, ...]) -> BlocksSpec:

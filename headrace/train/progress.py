@@ -1,13 +1,15 @@
-"""What does a training run tell, and how is it shown? By a bar in a terminal, and by a line now and then elsewhere."""
+"""What does a training run tell, and how is it shown? By a bar or by lines, and in TensorBoard."""
 
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
 from headrace.config import format_bytes
+from headrace.errors import TrainInputError
 
 if TYPE_CHECKING:
     from headrace.train.evaluation import Evaluation
@@ -40,7 +42,7 @@ class Progress:
         pass
 
     def evaluation(self, measured: "Evaluation") -> None:
-        self.note(describe_evaluation(measured))
+        self.note(str(measured))
 
     def close(self) -> None:
         pass
@@ -54,10 +56,6 @@ def describe(record: StepRecord) -> str:
     if record.stall_seconds is not None:
         parts.append(f"stall {record.stall_seconds / record.seconds:.0%}")
     return ", ".join(parts)
-
-
-def describe_evaluation(measured: "Evaluation") -> str:
-    return f"evaluation after step {measured.step}: loss {measured.loss:.4f}, perplexity {measured.perplexity:,.2f}"
 
 
 class LineProgress(Progress):
@@ -103,3 +101,42 @@ class BarProgress(Progress):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class ScalarProgress(Progress):
+    """Passes everything on to `progress`, and writes each step's numbers for TensorBoard to `directory`."""
+
+    def __init__(self, progress: Progress, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise TrainInputError(f"{error.name} is not installed; run: pip install tensorboard") from error
+        self._progress = progress
+        self._writer = SummaryWriter(str(directory))
+
+    def note(self, text: str) -> None:
+        self._progress.note(text)
+
+    def step(self, record: StepRecord) -> None:
+        self._progress.step(record)
+        scalars = {
+            "loss": record.loss,
+            "tokens per second": record.tokens / record.seconds if record.seconds else 0.0,
+            "seconds": record.seconds,
+            "stall seconds": record.stall_seconds,
+            "device bytes, peak": record.device_bytes,
+            "host bytes": record.host_bytes,
+            "disk bytes": record.disk_bytes,
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(f"headrace/{name}", value, record.step)
+
+    def evaluation(self, measured: "Evaluation") -> None:
+        self._progress.evaluation(measured)
+        self._writer.add_scalar("headrace/evaluation loss", measured.loss, measured.step)
+        self._writer.add_scalar("headrace/perplexity", measured.perplexity, measured.step)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._writer.close()

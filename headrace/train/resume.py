@@ -1,6 +1,5 @@
 """How does an interrupted run go on as if nothing had happened? From a checkpoint, with the settings it began with."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +13,7 @@ import torch
 import headrace
 from headrace.checkpoint import newest
 from headrace.errors import TrainInputError
+from headrace.optim.optimizer import HostOptimizer
 from headrace.train.config import TrainConfig, flag
 from headrace.train.data import Batches
 from headrace.train.evaluation import Evaluation
@@ -22,6 +22,13 @@ from headrace.train.run import Run
 
 FINISHED = "training.json"  # in the output directory, once the model is saved
 _TERMS = "run.json"  # beside the checkpoints
+# Settings of which another value changes no bit of the result, or of which `Terms` has what the value comes to.
+_MAY_DIFFER = {
+    *("text", "include", "exclude", "model", "output", "device", "device_memory", "host_memory", "disk", "blocks"),
+    *("resident", "prefetch", "gradient_checkpointing", "micro_batches_together", "offload_activations"),
+    *("optimizer_tier", "overlap", "device_fraction", "steps", "epochs", "compare_plain", "eval_text", "eval_every"),
+    *("save_every", "keep", "resume", "tensorboard"),
+}
 _KEPT = {"checkpoints", "best", "best.new"}  # what an interrupted run leaves in its output directory
 
 
@@ -40,8 +47,7 @@ class Terms:
 
     @staticmethod
     def of(config: TrainConfig, device: torch.device, *, data: str, eval_data: str | None, steps: int) -> "Terms":
-        fields = dataclasses.fields(config)
-        deciding = {field.name: getattr(config, field.name) for field in fields if field.metadata["decides"]}
+        deciding = {name: value for name, value in vars(config).items() if name not in _MAY_DIFFER}
         deciding["device"] = device.type  # kernels of each type round in their own way
         deciding["device_fraction"] = 0.0 if device.type == "cpu" else config.device_fraction or 0.0
         plain = json.loads(json.dumps(deciding, default=str))  # as reading them from a file gives them
@@ -64,7 +70,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     Raises TrainInputError if `config.resume` asks for a checkpoint and there is none, and for an output directory that
     holds anything but an interrupted run.
     """
-    output = config.output_directory
+    output = config.output
     finished = (output / FINISHED).exists()
     if isinstance(config.resume, Path):
         directory = config.resume
@@ -93,14 +99,6 @@ def _newest(directory: Path) -> Path | None:
         if (place / _TERMS).is_file():
             return newest(place)
     return None
-
-
-def _write_terms(config: TrainConfig, terms: Terms) -> None:
-    config.checkpoints.mkdir(parents=True, exist_ok=True)
-    file = config.checkpoints / _TERMS
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps(dataclasses.asdict(terms), indent=2) + "\n")
-    os.replace(new, file)
 
 
 def _read_terms(checkpoint: Path) -> Terms:
@@ -153,64 +151,38 @@ def name_of(past: Past) -> str:
     return f"step-{len(past.losses):08}"
 
 
-class Saver:
-    """Writes checkpoints beside training, one at a time. As a context, it waits for the last one.
+def save_checkpoint(
+    config: TrainConfig, terms: Terms, run: Run, batches: Batches, world: World, past: Past
+) -> headrace.Saving | None:
+    """Saves all that determines the rest of the run, in a directory that appears as a whole or not at all.
 
-    On several ranks, the first writes the state of all while the others wait.
+    One process goes on while it is written. Of several ranks, the first writes it all while the others wait.
     """
-
-    def __init__(self, config: TrainConfig, terms: Terms, model: Any, run: Run, batches: Batches, world: World) -> None:
-        self._config = config
-        self._world = world
-        self._last: Path | None = None
-        self._terms = terms
-        self._model = model
-        self._run = run
-        self._batches = batches
-        self._saving: headrace.Saving | None = None
-
-    def save(self, past: Past) -> None:
-        """Saves all that determines the rest of the run, in a directory that appears as a whole or not at all."""
-        path = self._config.checkpoints / name_of(past)
-        if path == self._last:
-            return
-        self._last = path
-        self.wait()
-        self._run.optimizers.consolidate()
-        if self._world.is_first:
-            self._write(path, past)
-        self._world.wait()
-
-    def _write(self, path: Path, past: Past) -> None:
-        _write_terms(self._config, self._terms)
-        extra = {"run": self._run, "data": self._batches, "past": dataclasses.asdict(past)}
-        self._saving = headrace.save(
-            path,
-            self._model,
-            self._run.optimizers.all,
-            extra=extra,
-            keep=self._config.keep,
-            wait=self._world.count > 1,  # other ranks' updates do not wait until they have been read
+    if isinstance(run.optimizer, HostOptimizer):
+        run.optimizer.consolidate_state_dict(to=0)  # of the state that is dealt out to the ranks
+    saving = None
+    if world.is_first:
+        config.checkpoints.mkdir(parents=True, exist_ok=True)
+        new = config.checkpoints / "run.new"
+        new.write_text(json.dumps(dataclasses.asdict(terms), indent=2) + "\n")
+        os.replace(new, config.checkpoints / _TERMS)
+        saving = headrace.save(
+            config.checkpoints / name_of(past),
+            run.model,
+            run.optimizer,
+            extra={"run": run, "data": batches, "past": dataclasses.asdict(past)},
+            keep=config.keep,
+            wait=world.count > 1,  # other ranks' updates do not wait until they have been read
         )
-
-    def wait(self) -> None:
-        """Waits for the checkpoint being written. Raises what failed in writing it."""
-        if self._saving is not None:
-            self._saving.wait()
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.nullcontext() if kind is None else contextlib.suppress(headrace.HeadraceError):
-            self.wait()
+    world.wait()
+    return saving
 
 
-def load_checkpoint(checkpoint: Path, model: Any, run: Run, batches: Batches) -> Past:
-    """Restores everything that `Saver` saved. It sets random numbers, so it comes last before training goes on."""
-    extra = headrace.load(checkpoint, model, run.optimizers.all)
+def load_checkpoint(checkpoint: Path, run: Run, batches: Batches) -> Past:
+    """Restores what `save_checkpoint` saved. It sets random numbers, so it comes last before training goes on."""
+    extra = headrace.load(checkpoint, run.model, run.optimizer)
     run.load_state_dict(extra["run"])
     batches.load_state_dict(extra["data"])
-    past = extra["past"]
-    evaluations = [Evaluation(**evaluation) for evaluation in past["evaluations"]]
-    return Past(losses=past["losses"], plain_losses=past["plain_losses"], evaluations=evaluations)
+    past = Past(**extra["past"])
+    past.evaluations = [Evaluation(**evaluation) for evaluation in extra["past"]["evaluations"]]
+    return past

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from headrace.optim.optimizer import HostOptimizer
 from headrace.train.chat import IGNORED
 from headrace.train.config import TrainConfig
 from headrace.train.data import Batch
-from headrace.train.optimizer import Optimizers, make_schedule
+from headrace.train.optimizer import make_optimizer, make_schedule
 from headrace.train.ranks import World
 
 Together = Callable[[Iterable[int], Callable[[int], torch.Tensor]], list[torch.Tensor]]
@@ -46,8 +47,12 @@ class Run:
         self._together = together
         self._world = world
         self._seed = config.seed
-        self.optimizers = Optimizers(model, config, plain=self.plain)
-        self._schedules = [make_schedule(optimizer, config, steps=steps) for optimizer in self.optimizers.all]
+        self.optimizer = make_optimizer(model, config, plain=self.plain)
+        self._max_grad_norm = config.max_grad_norm
+        # Muon sums up norms in an order of its own, so its gradients are clipped here, to the bits of PyTorch's loop.
+        clips = isinstance(self.optimizer, HostOptimizer) and config.optimizer != "muon"
+        self._clipped = [] if clips else [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._schedule = make_schedule(self.optimizer, config, steps=steps)
 
     def step(self, batches: Sequence[Batch]) -> float:
         """Updates once from these micro-batches; returns the mean loss of all tokens that are learned."""
@@ -67,13 +72,12 @@ class Run:
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the run, without the model and its optimizers."""
-        return {"schedules": [schedule.state_dict() for schedule in self._schedules]}
+        """The state of the run, without the model and its optimizer."""
+        return {"schedules": [self._schedule.state_dict()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned. The model and its optimizers must be loaded before."""
-        for schedule, own in zip(self._schedules, state["schedules"], strict=True):
-            schedule.load_state_dict(own)
+        """Loads what `state_dict` returned. The model and its optimizer must be loaded before."""
+        self._schedule.load_state_dict(*state["schedules"])
 
     def _in_turn(self, batches: Sequence[Batch], shares: Sequence[float]) -> list[torch.Tensor]:
         """Runs forward and backward of this rank's micro-batches; returns their losses.
@@ -97,15 +101,16 @@ class Run:
 
     def _share_of_loss(self, batch: Batch, number: int, share: float) -> torch.Tensor:
         """The loss of micro-batch `number`, times `share`. Its random numbers are the same on whatever rank it runs."""
-        steps = self._schedules[0].last_epoch
+        steps = self._schedule.last_epoch
         set_seed(int(np.random.SeedSequence([self._seed, steps, number]).generate_state(1)[0]))
         return self.loss(batch) * share
 
     def _update(self) -> None:
-        self.optimizers.step()
-        for schedule in self._schedules:
-            schedule.step()
-        self.optimizers.zero_grad()
+        if self._max_grad_norm and self._clipped:
+            nn.utils.clip_grad_norm_(self._clipped, self._max_grad_norm)
+        self.optimizer.step()
+        self._schedule.step()
+        self.optimizer.zero_grad()
 
 
 class PlainRun(Run):

@@ -22,47 +22,29 @@ from headrace.errors import HeadraceError, TrainingFailedError, TrainInputError
 from headrace.report import Report
 from headrace.train import resume
 from headrace.train.config import TrainConfig
-from headrace.train.data import Batch, Batches, Sequences, read_sequences
-from headrace.train.evaluation import Evaluation, evaluate
-from headrace.train.model import LoadedModel, Tokens, check_vocabulary, load_model, load_tokens
+from headrace.train.data import Batch, Batches, read_sequences
+from headrace.train.evaluation import evaluate
+from headrace.train.model import check_vocabulary, load_model, tokenizer_of
 from headrace.train.out_of_memory import explained
 from headrace.train.placement import place
 from headrace.train.progress import Progress, StepRecord
 from headrace.train.ranks import World, joined
 from headrace.train.resume import Past
-from headrace.train.run import PlainRun, Run, set_seed
+from headrace.train.run import PlainRun, Run, Together, set_seed
 from headrace.train.stop import stop_on_signals
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
+@dataclass(kw_only=True)
+class TrainResult(Past):
     """What a run did, the time before an interruption included; `tokens` and `seconds` count from the last start.
     `stats` and `report` are None if headrace moved no weights. `checkpoint`: where a stopped run can go on from."""
 
-    losses: tuple[float, ...]
-    plain_losses: tuple[float, ...]
-    evaluations: tuple[Evaluation, ...]
     tokens: int
     seconds: float
     weight_bytes: int
     stats: headrace.Stats | None
     report: Report | None
-    checkpoint: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything that a run needs, after it was read and checked."""
-
-    config: TrainConfig
-    world: World
-    tokens: Tokens
-    sequences: Sequences
-    eval_sequences: Sequences | None
-    loaded: LoadedModel
-    steps: int
-    terms: resume.Terms
-    begins_at: Path | None  # the checkpoint from which it goes on; None: it begins anew
+    checkpoint: Path | None
 
 
 def train(config: TrainConfig, progress: Progress) -> TrainResult:
@@ -75,7 +57,7 @@ def train(config: TrainConfig, progress: Progress) -> TrainResult:
     TrainingFailedError when the loss is not finite or differs from the plain run's.
     """
     with explained(config), joined(config) as world:
-        job = _read(config, world, progress)
+        job = Job(config, world, progress)
         with stop_on_signals(progress.note) as stop:
             past = Past()
             if job.begins_at is None:
@@ -88,49 +70,56 @@ def train(config: TrainConfig, progress: Progress) -> TrainResult:
     return result
 
 
-def _read(config: TrainConfig, world: World, progress: Progress) -> Job:
-    begins_at, device = resume.find_checkpoint(config), world.device
-    if (first := world.told(begins_at)) != begins_at:
-        raise TrainInputError(
-            f"rank {world.own} sees {begins_at or 'no checkpoint'} where rank 0 sees {first or 'none'}; put --output"
-            " where all nodes see the same files"
+class Job:
+    """Everything that a run needs, read and checked. Raises TrainInputError for what cannot be used."""
+
+    def __init__(self, config: TrainConfig, world: World, progress: Progress) -> None:
+        self.config, self.world = config, world
+        self.begins_at = resume.find_checkpoint(config)  # the checkpoint from which it goes on; None: it begins anew
+        if (first := world.told(self.begins_at)) != self.begins_at:
+            raise TrainInputError(
+                f"rank {world.own} sees {self.begins_at or 'no checkpoint'} where rank 0 sees {first or 'none'}; put"
+                " --output where all nodes see the same files"
+            )
+        if world.device.type == "cpu" and config.device_fraction:
+            progress.note("--device-fraction: the device is the CPU, so all state is in host memory")
+        with world.first_alone():  # the others then find what it has cached
+            self.tokenizer = tokenizer_of(config)
+            self.sequences = read_sequences(config, self.tokenizer, "text", progress.note)
+            self.eval_sequences = (
+                read_sequences(config, self.tokenizer, "eval_text", progress.note) if config.eval_text else None
+            )
+        self.steps = config.steps or self.batches().steps(config.epochs)
+        eval_data = None if self.eval_sequences is None else self.eval_sequences.digest()
+        terms = resume.Terms.of(
+            config, world.device, data=self.sequences.digest(), eval_data=eval_data, steps=self.steps
         )
-    if device.type == "cpu" and config.device_fraction:
-        progress.note("--device-fraction: the device is the CPU, so all state is in host memory")
-    with world.first_alone():  # the others then find what it has cached
-        tokens = load_tokens(config)
-        sequences = read_sequences(config, tokens, "text", progress.note)
-        eval_sequences = read_sequences(config, tokens, "eval_text", progress.note) if config.eval_text else None
-    steps = config.steps or _batches(sequences, config).steps(config.epochs)
-    eval_data = None if eval_sequences is None else eval_sequences.digest()
-    terms = resume.Terms.of(config, device, data=sequences.digest(), eval_data=eval_data, steps=steps)
-    if begins_at is not None:
-        resume.check_terms(begins_at, terms)
-    loaded = load_model(config)
-    terms = dataclasses.replace(terms, model=loaded.digest)
-    if begins_at is not None:
-        resume.check_terms(begins_at, terms)
-    for each in (sequences, eval_sequences):
-        if each is not None:
-            check_vocabulary(loaded.model, each.largest_token)
-    _make_output(config)
-    progress.note(
-        f"{type(loaded.model).__name__}, {format_bytes(loaded.weight_bytes)} of weights, on {device}:"
-        f" {counted(sequences.files, 'file')}, {counted(sequences.tokens, 'token')}, {counted(steps, 'step')}"
-    )
-    if begins_at is not None:
-        progress.note(f"going on from {begins_at}")
-    return Job(
-        config=config,
-        world=world,
-        tokens=tokens,
-        sequences=sequences,
-        eval_sequences=eval_sequences,
-        loaded=loaded,
-        steps=steps,
-        terms=terms,
-        begins_at=begins_at,
-    )
+        if self.begins_at is not None:
+            resume.check_terms(self.begins_at, terms)  # before a model is loaded
+        self.loaded = load_model(config)
+        self.terms = dataclasses.replace(terms, model=self.loaded.digest)
+        if self.begins_at is not None:
+            resume.check_terms(self.begins_at, self.terms)
+        for each in (self.sequences, self.eval_sequences):
+            if each is not None:
+                check_vocabulary(self.loaded.model, each.largest_token)
+        _make_output(config)
+        progress.note(
+            f"{type(self.loaded.model).__name__}, {format_bytes(self.loaded.weight_bytes)} of weights, on"
+            f" {world.device}: {counted(self.sequences.files, 'file')}, {counted(self.sequences.tokens, 'token')},"
+            f" {counted(self.steps, 'step')}"
+        )
+        if self.begins_at is not None:
+            progress.note(f"going on from {self.begins_at}")
+
+    def batches(self) -> Batches:
+        """The micro-batches of all steps, from the first one on."""
+        config = self.config
+        return Batches(self.sequences, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed)
+
+    def save_model(self, directory: Path) -> None:
+        self.loaded.model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
 
 
 def _plain_losses(job: Job, progress: Progress, stop: threading.Event) -> list[float]:
@@ -141,7 +130,7 @@ def _plain_losses(job: Job, progress: Progress, stop: threading.Event) -> list[f
     set_seed(job.config.seed)
     run = PlainRun(copy.deepcopy(job.loaded.model), job.config, World(job.world.device), steps=job.steps)
     losses: list[float] = []
-    for batches in itertools.islice(_batches(job.sequences, job.config), job.config.compare_plain):
+    for batches in itertools.islice(job.batches(), job.config.compare_plain):
         if stop.is_set():
             break
         losses.append(run.step(batches))
@@ -149,63 +138,64 @@ def _plain_losses(job: Job, progress: Progress, stop: threading.Event) -> list[f
 
 
 def _train(job: Job, past: Past, progress: Progress, stop: threading.Event) -> TrainResult:
-    handle = place(job.loaded, job.config, job.world)
-    try:
-        return _train_placed(job, handle, past, progress, stop)
-    except BaseException:
-        with contextlib.suppress(HeadraceError):  # in case a pass was broken off
-            if handle is not None:
-                handle.remove()
-        raise
-
-
-def _train_placed(
-    job: Job, handle: headrace.Offloaded | None, past: Past, progress: Progress, stop: threading.Event
-) -> TrainResult:
     config, world = job.config, job.world
-    set_seed(config.seed)
-    together = None
-    if handle is not None and config.micro_batches_together is not None:
-        count = None if config.micro_batches_together == "all" else config.micro_batches_together
-        together = partial(handle.forward_backward, together=count)
-    run = Run(job.loaded.model, config, world, steps=job.steps, together=together)
-    batches = _batches(job.sequences, config)
-    if job.begins_at is not None:
-        past = resume.load_checkpoint(job.begins_at, job.loaded.model, run, batches)
-        resume.tell_changes(job.begins_at, job.terms, past, progress.note)
-    meter = _Meter(job, handle)
-    steps = iter(batches)
-    with resume.Saver(config, job.terms, job.loaded.model, run, batches, world) as saver:
-        while len(past.losses) < job.steps and not world.any(stop.is_set()):
+    handle = place(job.loaded, config, world)
+    saving: headrace.Saving | None = None
+    try:
+        set_seed(config.seed)
+        run = Run(job.loaded.model, config, world, steps=job.steps, together=_together(handle, config))
+        batches = job.batches()
+        save = partial(resume.save_checkpoint, config, job.terms, run, batches, world)
+        if job.begins_at is not None:
+            past = resume.load_checkpoint(job.begins_at, run, batches)
+            resume.tell_changes(job.begins_at, job.terms, past, progress.note)
+        meter = _Meter(job, handle)
+        steps = iter(batches)
+        stopped = len(past.losses) < job.steps and world.any(stop.is_set())
+        if stopped and config.checkpoints / resume.name_of(past) != job.begins_at:
+            saving = save(past)
+        while not stopped and len(past.losses) < job.steps:
             micro_batches, started = next(steps), time.monotonic()
             past.losses.append(run.step(micro_batches))
             progress.step(meter.record(past, micro_batches, time.monotonic() - started))
             _check_loss(past)
             if _evaluate(job, run, past, progress):
                 meter.leave_out()
-            if config.save_every and len(past.losses) % config.save_every == 0:
-                saver.save(past)
-        stopped_at = None
-        if len(past.losses) < job.steps:
-            stopped_at = config.checkpoints / resume.name_of(past)
-            if stopped_at != job.begins_at:
-                saver.save(past)
-    progress.close()
-    result = TrainResult(
-        losses=tuple(past.losses),
-        plain_losses=tuple(past.plain_losses),
-        evaluations=tuple(past.evaluations),
-        tokens=meter.tokens,
-        seconds=meter.seconds,
-        weight_bytes=job.loaded.weight_bytes,
-        stats=None if handle is None else handle.stats(),
-        report=None if handle is None else handle.report(),
-        checkpoint=stopped_at,
-    )
-    if handle is not None:
-        handle.remove()
-    world.wait()  # all ranks finish their updates before one saves the weights
-    return result
+            stopped = len(past.losses) < job.steps and world.any(stop.is_set())
+            if stopped or (config.save_every and len(past.losses) % config.save_every == 0):
+                saving = save(past)
+        if saving is not None:
+            saving.wait()
+        progress.close()
+        result = TrainResult(
+            **vars(past),
+            tokens=meter.tokens,
+            seconds=meter.seconds,
+            weight_bytes=job.loaded.weight_bytes,
+            stats=None if handle is None else handle.stats(),
+            report=None if handle is None else handle.report(),
+            checkpoint=config.checkpoints / resume.name_of(past) if stopped else None,
+        )
+        if handle is not None:
+            handle.remove()
+        world.wait()  # all ranks finish their updates before one saves the weights
+        return result
+    except BaseException:
+        with contextlib.suppress(HeadraceError):  # in case the drive failed
+            if saving is not None:
+                saving.wait()
+        with contextlib.suppress(HeadraceError):  # in case a pass was broken off
+            if handle is not None:
+                handle.remove()
+        raise
+
+
+def _together(handle: headrace.Offloaded | None, config: TrainConfig) -> Together | None:
+    """What takes the micro-batches of a step through each block together; None if they go one after another."""
+    if handle is None or config.micro_batches_together is None:
+        return None
+    count = None if config.micro_batches_together == "all" else config.micro_batches_together
+    return partial(handle.forward_backward, together=count)
 
 
 class _Meter:
@@ -228,22 +218,15 @@ class _Meter:
         step, tokens = len(past.losses), sum(batch["input_ids"].numel() for batch in batches)
         self.tokens += tokens
         self.seconds += seconds
-        record = StepRecord(step=step, steps=self._job.steps, loss=past.losses[-1], tokens=tokens, seconds=seconds)
-        if self._handle is None:
-            return record
-        stats = self._handle.stats(wait_for_updates=False)
-        before, self._stalled_seconds = self._stalled_seconds, stats.stall_seconds
-        return dataclasses.replace(
-            record,
-            device_bytes=stats.device_peak_bytes,
-            host_bytes=stats.host_bytes,
-            disk_bytes=stats.disk_bytes,
-            stall_seconds=self._stalled_seconds - before,
+        moved: dict[str, Any] = {}
+        if self._handle is not None:
+            stats, before = self._handle.stats(wait_for_updates=False), self._stalled_seconds
+            self._stalled_seconds = stats.stall_seconds
+            moved = {"device_bytes": stats.device_peak_bytes, "host_bytes": stats.host_bytes}
+            moved |= {"disk_bytes": stats.disk_bytes, "stall_seconds": stats.stall_seconds - before}
+        return StepRecord(
+            step=step, steps=self._job.steps, loss=past.losses[-1], tokens=tokens, seconds=seconds, **moved
         )
-
-
-def _batches(sequences: Sequences, config: TrainConfig) -> Batches:
-    return Batches(sequences, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed)
 
 
 def _check_loss(past: Past) -> None:
@@ -268,9 +251,9 @@ def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
     measured = evaluate(run, job.eval_sequences, job.world, batch_size=config.batch_size, step=step)
     progress.evaluation(measured)
     if job.world.is_first and all(measured.loss < other.loss for other in past.evaluations):
-        new = config.output_directory / "best.new"
-        _save_model(job, new)
-        best = config.output_directory / "best"
+        new = config.output / "best.new"
+        job.save_model(new)
+        best = config.output / "best"
         if best.exists():
             exchange(new, best)  # if the process is killed, one of them is whole
             shutil.rmtree(new, ignore_errors=True)
@@ -284,21 +267,16 @@ def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
 def _make_output(config: TrainConfig) -> None:
     """Makes the output directory, before hours are spent on a model that cannot be written."""
     try:
-        config.output_directory.mkdir(parents=True, exist_ok=True)
+        config.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TrainInputError(
             f"output directory {config.output} cannot be made: {error.strerror}; name another"
         ) from error
 
 
-def _save_model(job: Job, directory: Path) -> None:
-    job.loaded.model.save_pretrained(directory)
-    job.tokens.tokenizer.save_pretrained(directory)
-
-
 def _save(job: Job, result: TrainResult) -> None:
-    output = job.config.output_directory
-    _save_model(job, output)
+    output = job.config.output
+    job.save_model(output)
     if result.report is not None:
         result.report.save(output / "headrace-run.json")
     summary: dict[str, Any] = {

@@ -8,7 +8,6 @@ import torch
 
 import headrace
 from headrace.cli.main import main
-from headrace.cli.report import tables
 from headrace.report import Report, RunRecord, Span
 from headrace.runtime.lanes import Lanes
 from tests.report.conftest import stack
@@ -214,8 +213,6 @@ def test_activations_alone_are_shown_by_name() -> None:
     alone = RunRecord(device="cpu", stats=None, spans=(), samples=(), planned=None, rates={}, activations=rows)
     assert RunRecord.from_json(alone.to_json()) == alone
     assert str(Report(alone)) == "activations offloaded  3 GiB in  4 copies\nadvice                 recompute them\n"
-    (table,) = tables(Report(alone))
-    assert [list(column.cells) for column in table.columns] == [list(column) for column in zip(*rows, strict=True)]
     for wrong in ("in words", [["advice"]], [["advice", 3]]):
         with pytest.raises(ValueError, match="no run record of version 3"):
             RunRecord.from_json(json.dumps(json.loads(alone.to_json()) | {"activations": wrong}))

@@ -14,7 +14,7 @@ from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_
 from headrace.train.config import TrainConfig
 from headrace.train.data import Batches, read_sequences
 from headrace.train.evaluation import Evaluation
-from headrace.train.model import load_model, load_tokens
+from headrace.train.model import load_model, tokenizer_of
 from headrace.train.progress import Progress, StepRecord
 from headrace.train.ranks import World
 from headrace.train.run import PlainRun, set_seed
@@ -38,14 +38,14 @@ class Recorder(Progress):
         self.evaluations.append(measured)
 
 
-def train_plainly(config: TrainConfig) -> tuple[tuple[float, ...], dict[str, torch.Tensor]]:
+def train_plainly(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of all steps of a run without headrace, and the weights that it comes to."""
-    sequences = read_sequences(config, load_tokens(config), "text", print)
+    sequences = read_sequences(config, tokenizer_of(config), "text", print)
     batches = Batches(sequences, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed)
     model = load_model(config).model
     set_seed(config.seed)
     run = PlainRun(model, config, World(config.compute_device()), steps=config.steps)
-    losses = tuple(run.step(micro_batches) for micro_batches in itertools.islice(batches, config.steps))
+    losses = [run.step(micro_batches) for micro_batches in itertools.islice(batches, config.steps)]
     return losses, model.state_dict()
 
 

@@ -1,6 +1,5 @@
 """Which files, tokens and sequences does a run read, and in which order?"""
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -10,17 +9,17 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import Trainer, TrainingArguments
+from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from headrace.errors import TrainInputError
-from headrace.train.byte_tokenizer import END_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
+from headrace.train.byte_tokenizer import END_ID, VOCABULARY_SIZE, byte_tokenizer
 from headrace.train.chat import IGNORED
 from headrace.train.config import TrainConfig
 from headrace.train.data import Batches, Sequences, read_sequences
 from headrace.train.files import find_files, kind_of
-from headrace.train.model import load_tokens
+from headrace.train.model import tokenizer_of
 
 Settings = Callable[..., TrainConfig]
 
@@ -29,7 +28,7 @@ TOKENIZER = byte_tokenizer(longest=64)
 
 def read(config: TrainConfig, notes: list[str] | None = None) -> Sequences:
     say = [].append if notes is None else notes.append
-    return read_sequences(config, load_tokens(config), "text", say)
+    return read_sequences(config, tokenizer_of(config), "text", say)
 
 
 def lines(path: Path, *examples: Any) -> Path:
@@ -38,12 +37,16 @@ def lines(path: Path, *examples: Any) -> Path:
 
 
 @given(st.text())
-def test_the_saved_tokenizer_reads_text_as_training_did(text: str):
-    ids = encode_bytes(text)
-    assert ids.tolist() == [*text.encode(), END_ID]
-    if "<|" not in text:  # a tokenizer reads the special tokens' names as special tokens
-        assert TOKENIZER(text)["input_ids"] == ids.tolist()[:-1]
-        assert TOKENIZER.decode(ids[:-1]) == text
+@example("the names of special tokens: <|end|><|pad|>")
+def test_a_token_is_a_byte_of_the_text_whatever_it_says(text: str):
+    ids = TOKENIZER(text)["input_ids"]
+    assert ids == [*text.encode()]
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_the_tokenizer_that_is_saved_with_the_model_reads_the_same(tmp_path: Path):
+    TOKENIZER.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)("a<|end|>\u00e9")["input_ids"] == [*"a<|end|>\u00e9".encode()]
 
 
 def test_the_vocabulary_has_the_bytes_and_two_special_tokens():
@@ -86,28 +89,23 @@ def test_files_are_joined_by_the_end_token(settings: Settings, tmp_path: Path, n
 )
 def test_the_kind_of_a_file_is_found(tmp_path: Path, name: str, content: str, kind: str):
     (tmp_path / name).write_text(content)
-    assert kind_of(tmp_path / name, None) == kind
-    assert kind_of(tmp_path / name, kind) == kind
+    assert kind_of(tmp_path / name) == kind
 
 
 @pytest.mark.parametrize(
-    ("content", "forced", "says"),
+    ("content", "says"),
     [
-        ('{"text": "x"}', "text", "--format text: .*a.jsonl holds jsonl .JSON with 'text'.; leave --format out"),
-        ('{"text": "x"}', "chat", "--format chat: .*a.jsonl holds jsonl"),
-        ('{"prompt": "x"}', None, "holds JSON with 'prompt' in its first example; training needs"),
         (
             '{"prompt": "x"}',
-            "text",
             "holds JSON with 'prompt' in its first example; training needs .*leave it out with --exclude",
         ),
-        ("no json", None, "holds no JSON object in its first example"),
+        ("no json", "holds no JSON object in its first example"),
     ],
 )
-def test_json_is_never_taken_for_text(tmp_path: Path, content: str, forced: str | None, says: str):
+def test_json_is_never_taken_for_text(tmp_path: Path, content: str, says: str):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(TrainInputError, match=says):
-        kind_of(tmp_path / "a.jsonl", forced)
+        kind_of(tmp_path / "a.jsonl")
 
 
 def test_json_lines_are_texts_one_after_another(settings: Settings, tmp_path: Path):
@@ -235,8 +233,9 @@ def test_reading_batches_draws_no_random_number_of_training():
 def test_examples_of_one_token_are_left_out_where_each_is_a_sequence(settings: Settings, tmp_path: Path):
     path = lines(tmp_path / "a.jsonl", {"text": "ab"}, {"text": "c"})
     config = settings(text=(path,), sequence_length=4, packing=False)
-    tokens = dataclasses.replace(load_tokens(config), encode=lambda text: encode_bytes(text)[:-1])  # no end token
-    sequences = read_sequences(config, tokens, "text", print)
+    tokenizer = tokenizer_of(config)
+    tokenizer.eos_token = None
+    sequences = read_sequences(config, tokenizer, "text", print)
     assert [sequences[at]["input_ids"].tolist() for at in range(len(sequences))] == [[97, 98]]
 
 
@@ -271,9 +270,9 @@ def test_windows_without_anything_to_learn_are_left_out(settings: Settings, tmp_
     asked = {"role": "user", "content": "x" * 41}
     path = lines(tmp_path / "a.jsonl", {"messages": [asked, {"role": "assistant", "content": "yes"}]})
     config = settings(text=(path,), packing=True, sequence_length=16)
-    tokens = load_tokens(config)
-    tokens.tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + ':' + m.content }}{% endfor %}"
-    sequences = read_sequences(config, tokens, "text", print)
+    tokenizer = tokenizer_of(config)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + ':' + m.content }}{% endfor %}"
+    sequences = read_sequences(config, tokenizer, "text", print)
     assert sequences.tokens == 41 + 2 + 2 + 3
     learned: Sequence[int] = [token for window in sequences for token in window["labels"].tolist() if token != IGNORED]
     assert bytes(learned).decode() in "a:yes"

@@ -64,7 +64,7 @@ def test_training_is_the_same_with_evaluation_and_the_best_model_is_kept(
     assert weights[0] == weights[1]
 
     assert [evaluation.step for evaluation in result.evaluations] == [2, 4, 5]
-    assert list(result.evaluations) == progress.evaluations
+    assert result.evaluations == progress.evaluations
     best = min(result.evaluations, key=lambda evaluation: evaluation.loss)
     kept = measured(tmp_path / "out" / "best", eval_file.read_bytes(), config.sequence_length)
     assert kept == pytest.approx(best.loss, rel=1e-5)

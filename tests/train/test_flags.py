@@ -18,9 +18,9 @@ import headrace
 from headrace.cli.main import build_parser, main
 from headrace.cli.train import run
 from headrace.errors import TrainInputError
-from headrace.train import placement, trainer
+from headrace.train import placement, resume, trainer
 from headrace.train.config import OPTIMIZERS, TrainConfig
-from headrace.train.optimizer import Optimizers, make_schedule
+from headrace.train.optimizer import make_optimizer, make_schedule
 from headrace.train.progress import Progress
 from headrace.train.trainer import train
 from tests.train.conftest import train_plainly
@@ -48,7 +48,6 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "text": ("--text one two", (Path("one"), Path("two"))),
     "include": ("--include *.py *.c", ("*.py", "*.c")),
     "exclude": ("--exclude tests/*", ("tests/*",)),
-    "format": ("--format chat", "chat"),
     "packing": ("--no-packing", False),
     "sequence_length": ("--sequence-length 8", 8),
     "output": ("--output other", Path("other")),
@@ -78,6 +77,11 @@ def test_every_setting_has_a_flag():
     options = {option for action in command._actions for option in action.option_strings}
     known = {"-h", "--help", "--config", *("--" + name.replace("_", "-") for name in names)}
     assert options == known | {"--no-packing"}
+
+
+def test_what_may_differ_when_a_run_goes_on_are_settings():
+    """A name that is none would leave the setting that it means among those that may not."""
+    assert {field.name for field in dataclasses.fields(TrainConfig)} > resume._MAY_DIFFER
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -172,7 +176,6 @@ def test_a_share_of_the_state_on_a_device_that_is_the_cpu_is_told(settings: Sett
         ({"optimizer_tier": "disk"}, "--optimizer-tier disk needs a directory; name one with --disk"),
         ({"overlap": "backward"}, "give --max-grad-norm 0, or --overlap forward"),
         ({"overlap": "backward", "max_grad_norm": 0.0, "accumulate": 2}, "leave --accumulate out"),
-        ({"overlap": "backward", "max_grad_norm": 0.0, "optimizer": "muon"}, "--optimizer muon is two"),
         ({"state_dtype": "8bit", "optimizer": "muon"}, "--state-dtype is float32 with --optimizer muon"),
         ({"optimizer": "adam2"}, "--optimizer is 'adam2'; give one of adamw, adam"),
         ({"offload_activations": ("layers",)}, "--offload-activations layers: give NAME=VALUE"),
@@ -204,8 +207,8 @@ def test_a_directory_among_the_activations_settings_is_told_of_once(settings: Se
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--model m --layers 2 --hidden-size 64", "so --layers, --hidden-size of the small Llama do not apply"),
-        ("--model m --layers 12", "--model names a model that has its own sizes, so --layers of the small Llama does"),
+        ("--model m --layers 2 --hidden-size 64", "so --layers, --hidden-size do not apply to it; leave"),
+        ("--model m --layers 12", "--model names a model that has its own sizes, so --layers does not apply"),
         ("--lora-alpha 16", "--lora-alpha does nothing without --lora-rank, which adds the adapters; give that too"),
         ("--lora-dropout 0.1 --lora-targets q_proj", "--lora-dropout, --lora-targets do nothing without --lora-rank"),
         (
@@ -259,6 +262,7 @@ def test_each_optimizer_equals_the_plain_run(settings: Settings, progress: Progr
         {"overlap": "forward", "accumulate": 3, "micro_batches_together": "all"},
         {"disk": "disk", "accumulate": 3, "micro_batches_together": "all"},
         {"overlap": "backward", "max_grad_norm": 0.0},
+        {"overlap": "backward", "max_grad_norm": 0.0, "optimizer": "muon"},
         {"optimizer_tier": "disk", "disk": "disk"},
         {"optimizer_tier": "disk", "disk": "disk", "optimizer": "muon"},
         {"max_grad_norm": 0.0},
@@ -275,23 +279,26 @@ def test_where_and_how_state_is_kept_changes_nothing_to_a_plain_run(
     assert len(set(result.losses)) == 3
 
 
-def made(settings: Settings, *, plain: bool = False, **changes: Any) -> Optimizers:
+def made(settings: Settings, *, plain: bool = False, **changes: Any) -> torch.optim.Optimizer:
     torch.manual_seed(0)
     config = settings(**changes)
     from headrace.train.model import load_model
 
-    return Optimizers(load_model(config).model, config, plain=plain)
+    return make_optimizer(load_model(config).model, config, plain=plain)
 
 
 def test_settings_reach_the_optimizer(settings: Settings, tmp_path: Path):
-    (lion,) = made(settings, optimizer="lion", weight_decay=0.5).all
+    lion = made(settings, optimizer="lion", weight_decay=0.5)
     assert type(lion) is headrace.optim.Lion
     assert lion.defaults["weight_decay"] == 0.5
-    matrices, others = made(settings, optimizer="muon").all
-    assert {type(matrices), type(others)} == {headrace.optim.Muon, headrace.optim.AdamW}
-    assert len(matrices.param_groups[0]["params"]) == 4 * 7  # of four layers; not of embedding and head
-    assert type(made(settings, plain=True).all[0]) is torch.optim.AdamW
-    assert type(made(settings, plain=True, dtype="bfloat16").all[0]) is headrace.optim.AdamW
+    for plain in (False, True):
+        muon = made(settings, optimizer="muon", plain=plain)
+        assert type(muon) is headrace.optim.Muon
+        matrices, others = muon.param_groups
+        assert len(matrices["params"]) == 4 * 7  # of four layers; not of embedding and head
+        assert others["use_muon"] is False
+    assert type(made(settings, plain=True)) is torch.optim.AdamW
+    assert type(made(settings, plain=True, dtype="bfloat16")) is headrace.optim.AdamW
 
 
 @pytest.mark.parametrize(

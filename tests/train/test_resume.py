@@ -152,7 +152,7 @@ def test_more_steps_may_follow_where_the_schedule_does_not_end(
     whole = train(settings(output=tmp_path / "whole", **{**crashed, "steps": 6}), progress)
     first = train(settings(**crashed), progress)
     second = train(settings(**{**crashed, "steps": 6}, resume=True), progress)
-    assert (*first.losses, *second.losses[4:]) == whole.losses
+    assert [*first.losses, *second.losses[4:]] == whole.losses
     assert_same(final(tmp_path / "out"), final(tmp_path / "whole"))
 
 

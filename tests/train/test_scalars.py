@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.train.evaluation import Evaluation
-from headrace.train.progress import StepRecord
-from headrace.train.scalars import ScalarProgress
+from headrace.train.progress import ScalarProgress, StepRecord
 
 
 class Listener:

@@ -104,7 +104,7 @@ def test_the_summary_beside_the_model_holds_settings_losses_and_measured_bytes(
 ):
     result = train(settings(device_memory="80%"), progress)
     summary = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert summary["losses"] == list(result.losses) == [record.loss for record in progress.records]
+    assert summary["losses"] == result.losses == [record.loss for record in progress.records]
     assert summary["settings"]["device_memory"] == "80%"
     assert summary["stats"]["onload_bytes"] == result.stats.onload_bytes
     assert [record.step for record in progress.records] == [1, 2, 3]

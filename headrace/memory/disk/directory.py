@@ -32,9 +32,16 @@ from headrace.runtime.system import (
 
 _LOCK_NAME = ".headrace-lock"
 _FILE_PREFIX = ".headrace-file-"  # of files that have a name only for a moment
-_IN_RAM = ("tmpfs", "ramfs")
+IN_RAM = ("tmpfs", "ramfs")  # kinds of filesystems whose files are host memory
 _lock = threading.RLock()  # a finalizer may run while this thread holds it
 _held: set[tuple[int, int]] = set()  # device and inode of the directories in use: file locks are per process
+
+
+def filesystem_of(directory: Path) -> str:
+    """The kind of filesystem that `directory` is on, such as "ext4"; "" if the system does not tell."""
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    place = directory.resolve()
+    return next((mounts[p] for p in (place, *place.parents) if p in mounts), "")
 
 
 class StoreDirectory:
@@ -81,8 +88,7 @@ class StoreDirectory:
     @property
     def in_ram(self) -> bool:
         """Whether the filesystem keeps its files in RAM."""
-        mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-        return next((mounts[p] for p in (self.path, *self.path.parents) if p in mounts), "") in _IN_RAM
+        return filesystem_of(self.path) in IN_RAM
 
     def free_bytes(self) -> int:
         """Bytes that this user can still write in this directory."""
