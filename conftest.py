@@ -22,7 +22,10 @@ from typing import Any
 import pytest
 
 with contextlib.suppress(ImportError):  # tests/gpu does without
-    import hypothesis  # noqa: F401  # before anything is frozen: it looks for who holds the random numbers it is given
+    import hypothesis  # before anything is frozen: it looks for who holds the random numbers it is given
+
+    hypothesis.settings.register_profile("headrace", deadline=None)  # the machine may be busy
+    hypothesis.settings.load_profile("headrace")
 
 pytest.register_assert_rewrite("tests.support")
 pytest_plugins = ["emulator.fixtures", "tests.support.kernel_accesses", "tests.support.nursery"]

@@ -292,7 +292,7 @@ def test_decisions(lanes: Lanes, host_memory_bytes: int | None, monkeypatch: pyt
     config = ActivationConfig(host_memory_bytes=host_memory_bytes, stays_without_room=host_memory_bytes is not None)
 
     @given(st.integers(0, 2**32))
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     def play(seed: int) -> None:
         rng = random.Random(seed)
         stash = Stash(lanes, Ledger(), ActivationMeter(lanes, LaneUse()), config)

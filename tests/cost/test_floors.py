@@ -39,7 +39,7 @@ def shapes(draw: st.DrawFn, training: Training) -> ModelShape:
     return ModelShape(name="decoder", blocks=tuple(blocks))
 
 
-@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(st.data())
 def test_no_lane_works_less_than_its_floor(data: st.DataObject) -> None:
     training = data.draw(st.sampled_from(Training))

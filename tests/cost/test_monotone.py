@@ -31,7 +31,7 @@ def seconds(hardware: Hardware, **work: Any) -> float:
 @pytest.mark.extended
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("what", MORE)
-@settings(max_examples=8, derandomize=True, deadline=None, database=None)
+@settings(max_examples=8, derandomize=True, database=None)
 @given(st.data())
 def test_more_is_never_slower(what: str, data: st.DataObject) -> None:
     hardware = MACHINES["4090"].changed(

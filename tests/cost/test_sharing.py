@@ -263,7 +263,7 @@ SMALL = LLAMA_8B | {"num_hidden_layers": 6, "vocab_size": 32_000}
 @pytest.mark.extended
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("what", ["devices", "nodes", "peers", "network", "host memory", "link"])
-@settings(max_examples=10, derandomize=True, deadline=None, database=None)
+@settings(max_examples=10, derandomize=True, database=None)
 @given(st.data())
 def test_more_is_never_less_throughput(what: str, data: st.DataObject) -> None:
     """Of a node that stays as it is, more of its devices; of several nodes, more; and faster ones of each kind."""

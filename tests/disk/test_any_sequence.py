@@ -142,4 +142,4 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
 
 TestStoreAgainstDict = StoreAgainstDict.TestCase
-TestStoreAgainstDict.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestStoreAgainstDict.settings = settings(max_examples=25, stateful_step_count=25)

@@ -54,7 +54,7 @@ def check_equal(path: Path, expected: dict[str, torch.Tensor]) -> None:
             assert same(checkpoint.tensor(name), tensor), name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tensors=st.dictionaries(
         NAMES,
@@ -303,7 +303,7 @@ def test_a_header_may_say_more_of_a_tensor(tmp_path: Path) -> None:
         assert checkpoint.tensor("a") == 2
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(position=st.integers(0, 200), byte=st.integers(0, 255), cut=st.none() | st.integers(0, 250))
 def test_a_changed_byte_is_refused_or_read_as_the_library_does(
     position: int, byte: int, cut: int | None, tmp_path_factory: pytest.TempPathFactory

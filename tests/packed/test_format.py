@@ -132,7 +132,7 @@ def test_in_place(count: int) -> None:
         assert np.array_equal(bits(slot[: 2 * count]), bits(words)), begin
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 @given(st.integers(1, 5_000), st.integers(1, 20), st.integers(0, 2**32 - 1), st.data())
 def test_any_words(count: int, exponents: int, seed: int, data: st.DataObject) -> None:
     generator = np.random.default_rng(seed)

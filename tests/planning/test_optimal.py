@@ -65,7 +65,7 @@ def check_steady(problem: Problem, cycles: int, window: int) -> None:
 
 
 # No shrinking: a smaller case would be found by minutes of brute force.
-SETTINGS = {"derandomize": True, "deadline": None, "database": None, "phases": [Phases.generate]}
+SETTINGS = {"derandomize": True, "database": None, "phases": [Phases.generate]}
 
 
 @settings(max_examples=40, **SETTINGS)

@@ -14,7 +14,7 @@ from headrace.planning import Phase, Plan, Problem, Visit, make_plan
 from tests.planning.models import decoder, random_model
 from tests.planning.simulator import simulate
 
-SETTINGS = {"derandomize": True, "deadline": None, "database": None}
+SETTINGS = {"derandomize": True, "database": None}
 
 
 @st.composite

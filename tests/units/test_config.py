@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.config import OffloadConfig, format_bytes, parse_bytes
 
-SETTINGS = settings(derandomize=True, max_examples=60, deadline=None)
+SETTINGS = settings(derandomize=True, max_examples=60)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from headrace.memory.ledger import Ledger, Tier
 from headrace.weights.movement.staging import Additions, Staging
@@ -88,7 +88,6 @@ def test_a_ring_that_could_not_be_made_is_made_the_next_time(staging: Staging, m
     assert not sent(staging, BLOCK_BYTES).is_over
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

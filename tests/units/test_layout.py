@@ -16,7 +16,7 @@ from headrace.weights.model.layout import lay_out, travel_dtype
 from headrace.weights.model.managed_param import Layout
 from tests.support.compare import same
 
-SETTINGS = settings(derandomize=True, max_examples=40, deadline=None)
+SETTINGS = settings(derandomize=True, max_examples=40)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.complex64)
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -11,7 +11,7 @@ NUMBERS = st.integers(-3, 9) | st.just(math.inf)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), NUMBERS)), st.integers(0, 80), st.integers(-4, 10))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_first(puts: list[tuple[int, float]], begin: int, most: int) -> None:
     tree = LeastTree()
     numbers = [math.inf] * 41

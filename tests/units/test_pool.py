@@ -17,7 +17,7 @@ def make(budget_bytes: int | None = None) -> tuple[HostPool, Ledger]:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20_000)), max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_byte_is_handed_out_twice(script: list[tuple[bool, int]]) -> None:
     pool, ledger = make()
     held: list[tuple[Slab, int]] = []
