@@ -337,9 +337,10 @@ class StepGraph:
     ) -> int:
         waits = tuple(sorted(set(after)) if len(after) > 1 else after)
         task = Task(lane, name, seconds, waits, dram_bytes, nbytes)
-        if self.waited >= 0:  # what comes from disk is submitted when it has been read
-            read = [other for other in waits if self.tasks[other].lane is CostLane.FETCH]
-            task.submitted_after = (self.waited, *read)
+        if self.waited >= 0:
+            task.submitted_after = (self.waited,)
+            if lane is CostLane.ONLOAD:  # what comes from disk is submitted when it has been read
+                task.submitted_after += tuple([other for other in waits if self.tasks[other].lane is CostLane.FETCH])
         self.tasks.append(task)
         return len(self.tasks) - 1
 
