@@ -1,7 +1,9 @@
 """Does the model of the lanes keep its rules, and agree with the planner's own simulation where both can speak?"""
 
+import dataclasses
 import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -185,6 +187,43 @@ def test_threads_cannot_wait_for_each_other() -> None:
     ]
     with pytest.raises(ValueError, match="two threads wait for each other"):
         run_lanes(tasks)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_forecast_ends_with_threads_that_wait_for_each_other(seed: int) -> None:
+    """Whatever comes and goes beside the update by the device, each task of the step ends."""
+    rng = random.Random(seed)
+    blocks, ranks_share = rng.randint(2, 5), rng.random() < 0.5
+    gathers = ranks_share and rng.random() < 0.5
+    alike = BlockTraffic(
+        activation_bytes=rng.choice([0, 10**9]),
+        activations_spill=rng.random() < 0.5,
+        state_bytes=rng.choice([0, 10**9]),
+        fetch_bytes=rng.choice([0, 10**9]),
+        norm_bytes=rng.choice([0.0, 1e8]),
+        reduce_seconds=rng.choice([0.0, 0.5]),
+        pass_on_seconds=0.0 if ranks_share else rng.choice([0.0, 0.5]),
+        gather_seconds=0.5 if gathers else 0.0,
+        load_bytes=5 * 10**8 if gathers else None,
+        sum_bytes=rng.choice([0, 10**8]) if ranks_share else 0,
+        over_link=ranks_share and rng.random() < 0.5,
+    )
+    trained = dataclasses.replace(alike, gradient_bytes=10**9, update_in_bytes=2 * 10**9, update_out_bytes=10**9)
+    traffic = [rng.choice([alike, trained]) for _ in range(blocks)]
+    load = rng.choice([0.1, 1.0, 4.0])
+    plan = make_plan(training(blocks, budget=rng.randint(1, blocks), load=load, changing=True))
+    for overlap in Overlap:
+        assert math.isfinite(forecast_step(plan, traffic, FAST, overlap).seconds)
+
+
+def test_the_way_back_of_an_update_is_that_of_its_last_piece() -> None:
+    """Beside passes, a block's update begins when the one before it is back; 16 MiB of 2 GB leave behind all others."""
+    plan = make_plan(training(2, budget=2, load=0.1, changing=True))
+    traffic = [BlockTraffic(gradient_bytes=1, update_in_bytes=2 * 10**9, update_out_bytes=10**9)] * 2
+    tasks = [task for task in forecast_step(plan, traffic, FAST, Overlap.FORWARD).tasks if "update" in task.name]
+    arrived = max(task.end for task in tasks if task.name == "update 1" and task.lane is CostLane.ONLOAD)
+    back = max(task.end for task in tasks if task.name == "update 1" and task.lane is CostLane.OFFLOAD)
+    assert back - arrived == pytest.approx((16 << 20) / 2 / 1e9, rel=0.01)
 
 
 def test_a_task_cannot_wait_for_itself() -> None:

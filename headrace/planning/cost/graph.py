@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 
 from headrace.planning.cost.hardware import Hardware
-from headrace.planning.cost.lanes import UPDATE_THREAD, CostLane, Task
+from headrace.planning.cost.lanes import PASS_THREAD, UPDATE_THREAD, CostLane, Task
 from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, BlockTraffic
 from headrace.planning.cost.work import Overlap
 from headrace.planning.plan import Plan
@@ -36,6 +36,7 @@ class StepGraph:
             CostLane.FETCH: (disk, hardware.disk_read_bytes_per_second),
             CostLane.SPILL: (disk, hardware.disk_write_bytes_per_second),
         }
+        self.updates = any(own.update_in_bytes for own in traffic)  # by the device, on a thread of their own
         self.tasks: list[Task] = []
         # Block on the device -> its load (-1: it was there at the start).
         self.arrival: dict[int, int] = dict.fromkeys(plan.start | plan.problem.residents, -1)
@@ -48,7 +49,8 @@ class StepGraph:
         self.sums: list[int] = []  # for each block of backward, the sum of its gradients on the host
         self.last_gradient = -1
         self.updated = -1  # the last copy of updates by the device
-        self.waited = -1  # the one that the thread of the pass waited for, before it submits anything else
+        self.behind: list[int] = []  # for each task, the last of these copies that ends before it can begin; -1: none
+        self.submitted: dict[tuple[CostLane, int], int] = {}  # the last task that each thread gave each lane
         # In this step: block -> the task after which all of its gradients are where they are used.
         self.gradients: dict[int, int] = {}
         self.begun: set[int] = set()  # blocks whose homes have gradients of this step
@@ -217,7 +219,6 @@ class StepGraph:
         if waits:
             # The host finishes the update before it goes on, and gives no lane anything of the next step until then.
             self.last_compute = self._add(CostLane.COMPUTE, "wait for the update", 0.0, [last])
-            self.waited = self.updated
             self.ready.update(dict.fromkeys(order, self.last_compute))
         for block in problem.changing:
             self.arrival.pop(block, None)
@@ -258,7 +259,7 @@ class StepGraph:
         return self.spilled[-1] if own.spill_bytes else passed
 
     def _update_on_device(self, block: int, waits: Sequence[int]) -> int:
-        """Adds the copies of an update by the device, in parts: some leave while others arrive.
+        """Adds the copies of an update by the device, in parts: some leave while others arrive, a piece behind them.
 
         Their thread submits few ahead, so that loads come in between. Beside passes, it ends each block's before it
         begins the next one's, which costs the way back of the last piece.
@@ -266,15 +267,15 @@ class StepGraph:
         into, out = self.traffic[block].update_in_bytes, self.traffic[block].update_out_bytes
         ends_each = self.overlap is not Overlap.NONE and self.updated >= 0
         begins = [*waits, self.updated] if ends_each else list(waits)
-        last = min(1 / _UPDATE_PARTS, _UPDATE_PIECE_BYTES / into)
-        cuts = [(1 - last) * part / (_UPDATE_PARTS - 1) for part in range(_UPDATE_PARTS)] + [1.0]
-        for start, stop in itertools.pairwise(cuts):
-            nbytes = round(into * stop) - round(into * start)
-            arrived = self._copy(CostLane.ONLOAD, "update", block, nbytes, begins)
+        piece = min(1 / _UPDATE_PARTS, _UPDATE_PIECE_BYTES / into)
+        middle = [piece + (1 - 2 * piece) * part / (_UPDATE_PARTS - 2) for part in range(_UPDATE_PARTS - 1)]
+        arrived = -1
+        for start, stop in itertools.pairwise([0.0, *middle, 1.0]):
+            before, nbytes = arrived, round(into * stop) - round(into * start)
+            arrived = self._copy(CostLane.ONLOAD, "update", block, nbytes, begins, UPDATE_THREAD)
             nbytes = round(out * stop) - round(out * start)
-            self.updated = self._copy(CostLane.OFFLOAD, "update", block, nbytes, [arrived])
-            for copy in (arrived, self.updated):
-                self.tasks[copy].thread, self.tasks[copy].submitted_after = UPDATE_THREAD, self.tasks[copy].after
+            first_leaves = arrived if before < 0 or stop == 1.0 else before
+            self.updated = self._copy(CostLane.OFFLOAD, "update", block, nbytes, [first_leaves], UPDATE_THREAD)
             begins = [arrived]
         return self.updated
 
@@ -291,8 +292,6 @@ class StepGraph:
         seconds = problem.load_seconds[block]
         if own.fetch_bytes or own.load_bytes is not None:
             seconds = min(seconds, own_link)
-        if own.update_in_bytes:
-            self.waited = max([self.waited, *home])
         loaded = self._add(CostLane.ONLOAD, f"weights {block}", seconds, waits, dram_bytes=nbytes, nbytes=nbytes)
         if own.gather_seconds:  # the ranges of the other devices
             loaded = self._among_devices("gather", block, own.gather_seconds, [loaded])
@@ -320,10 +319,12 @@ class StepGraph:
         """The last compute task so far, if any: loads that are issued now start after it."""
         return [self.last_compute] if self.last_compute >= 0 else []
 
-    def _copy(self, lane: CostLane, what: str, block: int, nbytes: int, after: list[int]) -> int:
+    def _copy(
+        self, lane: CostLane, what: str, block: int, nbytes: int, after: Sequence[int], thread: int = PASS_THREAD
+    ) -> int:
         latency, rate = self.copies[lane]
         seconds = latency + nbytes / rate
-        return self._add(lane, f"{what} {block}", seconds, after, dram_bytes=nbytes, nbytes=nbytes)
+        return self._add(lane, f"{what} {block}", seconds, after, dram_bytes=nbytes, nbytes=nbytes, thread=thread)
 
     def _add(
         self,
@@ -334,15 +335,30 @@ class StepGraph:
         *,
         dram_bytes: float = 0.0,
         nbytes: int = 0,
+        thread: int = PASS_THREAD,
     ) -> int:
         waits = tuple(sorted(set(after)) if len(after) > 1 else after)
-        task = Task(lane, name, seconds, waits, dram_bytes, nbytes)
-        if self.waited >= 0:
-            task.submitted_after = (self.waited,)
-            if lane is CostLane.ONLOAD:  # what comes from disk is submitted when it has been read
-                task.submitted_after += tuple([other for other in waits if self.tasks[other].lane is CostLane.FETCH])
-        self.tasks.append(task)
+        self.tasks.append(Task(lane, name, seconds, waits, dram_bytes, nbytes, thread))
+        if self.updates:
+            self._submit(len(self.tasks) - 1)
         return len(self.tasks) - 1
+
+    def _submit(self, number: int) -> None:
+        """Notes when a task is submitted: by the thread of updates, when it can begin; by that of the pass, when the
+        host has waited for all updates that it comes after. What comes from disk is submitted when it has been read.
+        """
+        task, key = self.tasks[number], (self.tasks[number].lane, self.tasks[number].thread)
+        if task.thread == UPDATE_THREAD:
+            task.submitted_after = task.after
+            self.behind.append(number)
+            return
+        before = [self.submitted[key]] if key in self.submitted else []
+        last = max([self.behind[other] for other in (*task.after, *before)], default=-1)
+        self.behind.append(last)
+        self.submitted[key] = number
+        task.submitted_after = (last,) if last >= 0 else ()
+        if task.lane is CostLane.ONLOAD:
+            task.submitted_after += tuple([o for o in task.after if self.tasks[o].lane is CostLane.FETCH])
 
 
 def _back(tasks: Sequence[int], count: int) -> list[int]:

@@ -36,8 +36,8 @@ class Task:
 
     `after`: indices of the tasks that must have ended; all are smaller than its own. `run_lanes` says when it runs.
 
-    A lane runs its tasks in the order in which they are submitted. Each thread submits its own in their order, and each
-    of them when the tasks of `submitted_after` have ended.
+    A lane runs its tasks in the order in which they are submitted. Each thread submits its own in their order. Between
+    threads, each is submitted when the tasks of `submitted_after` have ended.
     """
 
     lane: CostLane
