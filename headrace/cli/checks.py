@@ -112,7 +112,11 @@ def _page_locks(machine: Machine) -> Iterator[Finding]:
                 fix,
             )
     if limit is not None and limit < _GIB and memlock_matters(machine.device):
-        yield Finding(f"at most {limit / 2**20:.0f} MiB may be page-locked (ulimit -l)", fix)
+        yield Finding(
+            f"at most {limit / 2**20:.0f} MiB may be page-locked (ulimit -l) by a driver that asks the system for it,"
+            " as that of this device may (CUDA's does not)",
+            "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1",
+        )
 
 
 def _host_memory(machine: Machine) -> Iterator[Finding]:

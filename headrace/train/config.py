@@ -302,7 +302,7 @@ def _bad_pairs(config: TrainConfig) -> Iterator[str]:
 
 
 def idle(config: TrainConfig, given: Collection[str]) -> Iterator[str]:
-    """An error for each of the settings `given` that does nothing beside the others, be it its default."""
+    """An error for each of the settings `given` that does nothing beside the others, even if it has its default."""
 
     def named(*names: str) -> str:
         """The given ones of these settings, and a verb; empty if none of them is given."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headrace.config import counted
 from headrace.errors import TrainInputError
+from headrace.train.byte_tokenizer import encode_bytes
 from headrace.train.chat import IGNORED, Conversations
 from headrace.train.config import TrainConfig
 from headrace.train.files import Kind, find_files, kind_of
@@ -144,7 +145,11 @@ def read_sequences(
     for kind, group in groupby(zip(files, kinds, strict=True), key=lambda pair: pair[1]):
         same = [path for path, _ in group]
         # Errors name a file and its example; a text file is one example.
-        encode = Conversations(tokenizer).encode if kind == "chat" else partial(_encode_text, tokenizer=tokenizer)
+        encode: Callable[..., dict[str, Any]] = partial(
+            _encode_text, tokenizer=tokenizer, by_bytes=config.model is None
+        )
+        if kind == "chat":
+            encode = Conversations(tokenizer).encode
         for some in [same] if kind == "text" else [[path] for path in same]:
             examples = _load(kind, some)
             encoded = examples.map(
@@ -191,16 +196,23 @@ def _load(kind: Kind, files: Sequence[Path]) -> datasets.Dataset:
         raise TrainInputError(f"{files[0]} cannot be read as {kind}: {reason}") from error
 
 
-def _encode_text(example: Mapping[str, Any], where: str, *, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Token ids of one text, which are its labels, too; none of white space. `where` says in errors which it is."""
+def _encode_text(
+    example: Mapping[str, Any], where: str, *, tokenizer: PreTrainedTokenizerBase, by_bytes: bool
+) -> dict[str, Any]:
+    """Token ids of one text, which are its labels, too; none of white space. `where` says in errors which it is.
+
+    `by_bytes`: the tokenizer is the built-in one.
+    """
     text = example["text"]
     if not isinstance(text, str | None):
         raise TrainInputError(f'{where}: "text" is a {type(text).__name__}; give text')
-    ids: list[int] = []
+    ids: Any = []
     if text is not None and text.strip():
-        # A whole file is longer than the model reads at once: it is cut into windows later, so no warning is due.
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if by_bytes:
+            ids = np.append(encode_bytes(text), np.array(end, dtype=np.int32))
+        else:  # a whole file is longer than the model reads at once, but is cut into windows: no warning is due
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end
     return {"input_ids": ids, "labels": ids}
 
 

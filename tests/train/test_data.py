@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from headrace.errors import TrainInputError
-from headrace.train.byte_tokenizer import END_ID, VOCABULARY_SIZE, byte_tokenizer
+from headrace.train.byte_tokenizer import END_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
 from headrace.train.chat import IGNORED
 from headrace.train.config import TrainConfig
 from headrace.train.data import Batches, Sequences, read_sequences
@@ -40,7 +40,7 @@ def lines(path: Path, *examples: Any) -> Path:
 @example("the names of special tokens: <|end|><|pad|>")
 def test_a_token_is_a_byte_of_the_text_whatever_it_says(text: str):
     ids = TOKENIZER(text)["input_ids"]
-    assert ids == [*text.encode()]
+    assert ids == [*text.encode()] == encode_bytes(text).tolist()
     assert TOKENIZER.decode(ids) == text
 
 

@@ -40,6 +40,12 @@ class _Visit:
     used: int = 0  # the clock when `get` asked for it last; 0: not yet
     version: int = 0  # of the buffer at the first `get`
 
+    @property
+    def is_arriving(self) -> bool:
+        if not self.arrival.done():
+            return True
+        return self.arrival.exception() is None and not self.arrival.result().done.query()
+
 
 class _InMemory:
     """The place of one tensor in `memory`, uint8 on the device or host. As an Event, it is the end of the last save."""
@@ -48,21 +54,22 @@ class _InMemory:
 
     def __init__(self, memory: torch.Tensor, lanes: Lanes) -> None:
         self.memory, self._lanes = memory, lanes
-        self._saved = self._brought = lanes.mark()
+        self._saved: Event | None = None
+        self._brought: Event | None = None
 
     def synchronize(self) -> None:
-        self._saved.synchronize()
+        if self._saved is not None:
+            self._saved.synchronize()
 
     def query(self) -> bool:
-        return self._saved.query()
+        return self._saved is None or self._saved.query()
 
     def save(self, source: torch.Tensor, after: Event) -> Event:
         """Copies uint8 `source`, which is not read any more after the event that this returns."""
-        if source.data_ptr() == self.memory.data_ptr():
-            return after
         if source.device.type == "cpu":  # lanes order no copies within host memory
-            self._saved.synchronize()
-            self._brought.synchronize()
+            self.synchronize()
+            if self._brought is not None:
+                self._brought.synchronize()
         self._saved = self._lanes.copy(Lane.OFFLOAD, [(self.memory, source)], after).done
         return self._saved
 
@@ -132,7 +139,7 @@ class TieredTensors:
             TIERS[entry.tier],
             offset=entry.home.offset,
             size=entry.like.nbytes,
-            is_loading=visit is not None and not (visit.arrival.done() and self._arrived(visit).query()),
+            is_loading=visit is not None and visit.is_arriving,
             is_saving=not entry.home.query(),
         )
 
@@ -318,7 +325,9 @@ class TieredTensors:
         return tiers
 
     def _save(self, home: _InMemory | OnDisk, source: torch.Tensor) -> None:
-        """Saves uint8 `source` there. `source` may be written to once this returns."""
+        """Saves uint8 `source` there, unless it is there. `source` may be written to once this returns."""
+        if home.memory is not None and home.memory.data_ptr() == source.data_ptr():
+            return
         read = home.save(source, self._lanes.mark())
         if source.device.type == "cpu":
             read.synchronize()
