@@ -57,17 +57,25 @@ def best_run(considered: list[Option]) -> Run | None:
     def weighed(option: Option, seconds: float) -> float:
         return seconds * (_WEAR if option.wears else 1.0)
 
-    best: tuple[int, Run] | None = None
+    runs: dict[int, Run] = {}
+    best = -1
     for place, option in sorted(fitting, key=lambda pair: (weighed(pair[1], pair[1].floor_seconds), pair[0])):
         # An option below this limit is enough faster than the best, or simpler and nearly as fast.
         limit = math.inf
-        if best is not None:
-            limit = weighed(best[1], best[1].seconds) * (_SIMPLER if place < best[0] else 1 / _SIMPLER)
+        if runs:
+            limit = weighed(runs[best], runs[best].seconds) * (_SIMPLER if place < best else 1 / _SIMPLER)
         if weighed(option, option.floor_seconds) < limit:
-            run = forecast_of(option)
-            if weighed(option, run.seconds) < limit:
-                best = (place, run)
-    return None if best is None else best[1]
+            runs[place] = forecast_of(option)
+            if weighed(option, runs[place].seconds) < limit:
+                best = place
+    # One that was not enough faster than a simpler one may be simpler than what was.
+    nearly = _SIMPLER * min((weighed(run, run.seconds) for run in runs.values()), default=0.0)
+    for place, option in fitting:
+        if place < best and weighed(option, option.floor_seconds) <= nearly:
+            runs[place] = runs.get(place) or forecast_of(option)
+            if weighed(option, runs[place].seconds) <= nearly:
+                return runs[place]
+    return runs.get(best)
 
 
 def _methods(work: Work, overlap: Overlap, *, disk: bool, alone: bool) -> Iterator[Method]:
