@@ -164,7 +164,9 @@ class DiskState:
                     arrived.synchronize()
                     update(parts)
                     ahead.popleft()
-                    self._ring.release(slot, _All(self._write(slot, parts)) if writes else None)
+                    written = self._write(slot, parts) if writes else []
+                    # A load of parameters that have no tensors has not waited for what is written from its slot.
+                    self._ring.release(slot, _All(written) if written else slot.free)
                 for one in wanted if writes else ():
                     self._written.setdefault(one.key, {}).update(one.dtypes)
             except BaseException:
@@ -174,7 +176,7 @@ class DiskState:
                 for slot, _, arrived in ahead:  # after a failure
                     for request in arrived._requests:
                         request.settle()
-                    self._ring.release(slot, None)
+                    self._ring.release(slot, slot.free)
 
     def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Writes the flat `tensors` to disk as the state of a parameter of so many elements."""

@@ -4,6 +4,7 @@ import copy
 import errno
 import io
 import os
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -389,3 +390,26 @@ def test_state_of_changing_dtypes_takes_disk_once_for_each(tmp_path: Path, monke
             state.keep("weight", 20_000, {"exp_avg": value})
             assert torch.equal(state.fetch("weight", 20_000)["exp_avg"], value)
     assert taken == [80_000, 160_000]
+
+
+def test_a_slot_is_not_used_again_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters without state pass through slots, too: these may still be on their way to disk."""
+    state, drive = disk_state.DiskState(tmp_path), threading.Event()
+    write = DirectFile.write
+
+    def late(*given: Any) -> None:
+        drive.wait()
+        write(*given)
+
+    monkeypatch.setattr(DirectFile, "write", late)
+    first, second = torch.full((4096,), 1.0), torch.full((4096,), 2.0)
+    state.keep("first", 4096, {"moment": first})
+    for _ in range(2 * disk_state.SLOTS - 1):  # the next slot is the first one, which was in use once more
+        assert state.fetch("nothing", 4096) == {}
+    keeping = threading.Thread(target=state.keep, args=("second", 4096, {"moment": second}))
+    keeping.start()
+    keeping.join(timeout=0.5)  # with a slot that is taken for free, it has ended
+    drive.set()
+    keeping.join()
+    assert torch.equal(state.fetch("first", 4096)["moment"], first)
+    assert torch.equal(state.fetch("second", 4096)["moment"], second)
