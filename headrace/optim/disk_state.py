@@ -165,8 +165,7 @@ class DiskState:
                     update(parts)
                     ahead.popleft()
                     written = self._write(slot, parts) if writes else []
-                    # A load of parameters that have no tensors has not waited for what is written from its slot.
-                    self._ring.release(slot, _All(written) if written else slot.free)
+                    self._ring.release(slot, _All(written) if written else None)
                 for one in wanted if writes else ():
                     self._written.setdefault(one.key, {}).update(one.dtypes)
             except BaseException:
@@ -176,7 +175,7 @@ class DiskState:
                 for slot, _, arrived in ahead:  # after a failure
                     for request in arrived._requests:
                         request.settle()
-                    self._ring.release(slot, slot.free)
+                    self._ring.release(slot, None)
 
     def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Writes the flat `tensors` to disk as the state of a parameter of so many elements."""

@@ -59,12 +59,14 @@ class StagingRing:
             return Slot(index, self._memory[index], free)
 
     def release(self, slot: Slot, after: Event | None) -> None:
-        """Gives a slot back. Its bytes are needed until `after` (None: no more), which its next user waits for."""
+        """Gives a slot back. Its bytes are needed until `after`, which its next user waits for. None: only as long as
+        when it was acquired, for whoever has not waited for that.
+        """
         with self._changed:
             if slot.index not in self._taken:
                 raise StateError(f"staging slot {slot.index} was released already")
             self._taken.remove(slot.index)
-            self._free.append((slot.index, after))
+            self._free.append((slot.index, slot.free if after is None else after))
             self._changed.notify()
 
     def close(self) -> None:
