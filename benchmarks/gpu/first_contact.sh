@@ -47,7 +47,7 @@ measure() { # NAME SECONDS CASE FLAGS...: one case of `python -m benchmarks.gpu`
 step machine 60 "$python" -m torch.utils.collect_env
 [ -e headrace/optim/_kernel.abi3.so ] || step kernel 180 "$python" setup.py build_ext --inplace
 # Without plugins of pytest's, with any release of it and of all others: no warning is an error.
-step tests 240 "$python" -m pytest -q --maxfail=5 -W default -o minversion=0 -o addopts=--import-mode=importlib \
+step tests 240 "$python" -m pytest -q --maxfail=20 -W default -o minversion=0 -o addopts=--import-mode=importlib \
     -p no:cacheprovider tests/gpu
 step host 60 "$python" benchmarks/overhead.py --device "${DEVICE:-cuda}" ${SIZE:+--rounds 3}
 step fork 120 "$python" -m benchmarks.gpu.fork "${DEVICE:-}" ${SIZE:+0.1}

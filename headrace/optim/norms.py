@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from headrace.optim import threads
 from headrace.optim.ownership import Ownership
 from headrace.runtime.grad_scaler import grad_scaler_leaves_traces
 from headrace.runtime.pending import Unit
 from headrace.runtime.sharded import is_sharded, largest_of_ranks, local_shard, whole_of
 from headrace.runtime.torch_rules import foreach_norm, group_tensors
+
+_BYTES_OF_A_THREAD = 1 << 20  # fewer are read sooner than another thread is woken
 
 
 class SeenGradient:
@@ -49,7 +52,7 @@ class GradientNorms:
 
         def job() -> None:
             arrived()
-            self._norms |= zip(held, foreach_norm(list(held.values())), strict=True)
+            self._norms |= zip(held, _norms_of(list(held.values())), strict=True)
             held.clear()  # the next backward wants their memory back
 
         for parameter in held:
@@ -67,6 +70,16 @@ class GradientNorms:
     def abandoned(self) -> None:
         """Does nothing: norms count only for gradients that are delivered."""
 
+    def wait(self) -> None:
+        """Blocks until no norm is being taken. Meanwhile, a gradient has one more user, and its norm is not known."""
+        if self._process != os.getpid():  # a fork: the parent's jobs never end here
+            self._process = os.getpid()
+            self._jobs.clear()
+            self._norms.clear()
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+
     def clipping(
         self, limit: float, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], owners: Ownership
     ) -> tuple[float | None, float]:
@@ -82,13 +95,6 @@ class GradientNorms:
 
         `shared`: parameters whose gradients somebody else holds, too, and may have written without a trace.
         """
-        if self._process != os.getpid():  # a fork: the parent's jobs never end here
-            self._process = os.getpid()
-            self._jobs.clear()
-            self._norms.clear()
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.result()
         tensors = list(gradients.values())
         if not owners.shares and any(tensor.device.type != "cpu" for tensor in tensors):
             return torch.nn.utils.get_total_norm(tensors)
@@ -102,7 +108,7 @@ class GradientNorms:
         }
         missing = [gradients[parameter] for parameter in own if id(gradients[parameter]) not in norms]
         if missing:
-            norms |= zip(map(id, missing), foreach_norm(missing), strict=True)
+            norms |= zip(map(id, missing), _norms_of(missing), strict=True)
         if owners.shares:
             norms = _of_all_ranks(tensors, norms, owners)
         groups = group_tensors([tensors])  # type: ignore[list-item]  # gives the order of the sum
@@ -115,6 +121,22 @@ class GradientNorms:
     def _unchanged(self, parameter: Any, gradient: torch.Tensor) -> bool:
         seen = self._seen.get(parameter)
         return seen is not None and seen.is_still(gradient)
+
+
+def _norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each. PyTorch takes that of a large tensor on one thread, so several take one tensor after another."""
+    norms: list[Any] = [None] * len(gradients)
+    queue = iter(enumerate(gradients))  # next() on it is atomic
+
+    def work() -> None:
+        with torch.no_grad():
+            for place, gradient in queue:
+                (norms[place],) = foreach_norm([gradient])
+
+    on_host = all(gradient.device.type == "cpu" for gradient in gradients)  # a device's stream is this thread's
+    nbytes = sum(gradient.nbytes for gradient in gradients) if on_host else 0
+    threads.on_each(work, at_most=1 + nbytes // _BYTES_OF_A_THREAD)
+    return norms
 
 
 def _of_all_ranks(

@@ -185,6 +185,8 @@ class HostOptimizer(Optimizer):
         early = self._updates.early
         if early is None or not early.updated:
             self.synchronize()
+        if self._norms is not None:
+            self._norms.wait()
         if early is not None:
             early.check()
         updated = {} if early is None else early.updated

@@ -21,6 +21,8 @@ from headrace.optim.devices import Member
 from headrace.optim.overlap import Updater
 from headrace.optim.updates import Updates
 from headrace.runtime.autograd import without_overrides
+from headrace.runtime.holders import gradient_is_shared
+from headrace.runtime.threads import Gate
 from tests.support.compare import assert_same, same
 from tests.support.held import weight_bytes
 from tests.support.interrupts import interrupted_at
@@ -354,6 +356,45 @@ def test_norms_taken_while_gradients_come(
         trained.append(list(model.parameters()))
     assert_same(*trained)
     assert taken > 4 * len(trained[0])
+
+
+def test_norms_that_are_late_are_waited_for(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may be done long before the last norm: then each is taken once, and no gradient counts as another's."""
+    norm, begin = norms.foreach_norm, AdamW._begin
+    stepping, taken, shared = Gate(), [], []
+
+    def late(tensors: Sequence[torch.Tensor]) -> Any:
+        if late_now and threading.current_thread() is not threading.main_thread():
+            stepping.wait()
+            time.sleep(0.002)
+        taken.extend(tensor.numel() for tensor in tensors)
+        return norm(tensors)
+
+    def beginning(optimizer: Any) -> Any:
+        if late_now:
+            stepping.open()
+        return begin(optimizer)
+
+    def is_shared(parameter: torch.Tensor) -> bool:
+        shared.append(gradient_is_shared(parameter))
+        return shared[-1]
+
+    late_now = False
+    monkeypatch.setattr(norms, "foreach_norm", late)
+    monkeypatch.setattr(AdamW, "_begin", beginning)
+    monkeypatch.setattr("headrace.optim.optimizer.gradient_is_shared", is_shared)
+    model = decoder()
+    with offloaded(model):
+        optimizer = AdamW(model.parameters(), overlap="forward", max_grad_norm=0.05, **SETTINGS)
+        for step in range(6):
+            late_now = step == 5
+            taken.clear()
+            shared.clear()
+            loss_of(model, batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sorted(taken) == sorted(parameter.numel() for parameter in model.parameters())
+    assert shared == [False] * len(taken)
 
 
 @pytest.mark.emu("threads")

@@ -1,6 +1,7 @@
-"""How does an accelerator unpack words itself? One lane for each word, and one for each that escaped. Needs Triton."""
+"""How does an accelerator unpack words itself? One lane for each word, and one for each that escaped. Needs Triton.
 
-from typing import Any
+Arguments of kernels have no annotations but Triton's own: it looks up each name in one when it compiles the kernel.
+"""
 
 import torch
 import triton
@@ -19,7 +20,7 @@ def unpack_by_triton(packed: Packed, words: torch.Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _unpack(groups: Any, palette: Any, words: Any, count: Any, BLOCK: tl.constexpr) -> None:  # noqa: N803
+def _unpack(groups, palette, words, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < count
     group = groups + word // 128 * 192
@@ -32,7 +33,7 @@ def _unpack(groups: Any, palette: Any, words: Any, count: Any, BLOCK: tl.constex
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _escape(escaped: Any, words: Any, count: Any, BLOCK: tl.constexpr) -> None:  # noqa: N803
+def _escape(escaped, words, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < count
     escape = tl.load(escaped + entry, mask=inside, other=0)
