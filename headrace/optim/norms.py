@@ -2,8 +2,10 @@
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from headrace.runtime.sharded import is_sharded, largest_of_ranks, local_shard, 
 from headrace.runtime.torch_rules import foreach_norm, group_tensors
 
 _BYTES_OF_A_THREAD = 1 << 20  # fewer are read sooner than another thread is woken
+_ON_ONE_THREAD = (torch.float32, torch.bfloat16)  # PyTorch takes the norm of one such tensor on one thread
 
 
 class SeenGradient:
@@ -40,23 +43,29 @@ class GradientNorms:
 
     def __init__(self, run: Callable[..., "Future[None]"]) -> None:
         self._run = run
-        self._jobs: list[Future[None]] = []
-        self._norms: dict[Any, torch.Tensor] = {}
+        self._jobs: deque[Future[None]] = deque()
+        self._norms: dict[Any, tuple[object, torch.Tensor]] = {}  # each with what `complete` took it for
+        self._latest: dict[Any, object] = {}  # of each parameter; a job may end after the next one for its parameter
         self._seen: dict[Any, SeenGradient] = {}  # as they were when backward ended
         self._process = os.getpid()
         grad_scaler_leaves_traces.use(self)
 
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
         """Called when all gradients of a unit are here, or on their way: has their norms taken when they have come."""
-        held = dict(gradients)
+        this = object()
+        waiting = deque(gradients.items())  # emptied as it goes: the next backward wants the gradients' memory back
+
+        def keep(parameter: Any, norm: torch.Tensor) -> None:
+            self._norms[parameter] = this, norm
 
         def job() -> None:
             arrived()
-            self._norms |= zip(held, _norms_of(list(held.values())), strict=True)
-            held.clear()  # the next backward wants their memory back
+            at_most = _threads_for([gradient for _, gradient in waiting])
+            self._jobs.extend(threads.begin_on_each(partial(_take, waiting, keep), at_most=at_most))
 
-        for parameter in held:
+        for parameter in gradients:
             self._seen.pop(parameter, None)
+            self._latest[parameter] = this
         self._jobs.append(self._run(job, unit.device))
         return ()
 
@@ -76,9 +85,11 @@ class GradientNorms:
             self._process = os.getpid()
             self._jobs.clear()
             self._norms.clear()
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.result()
+        while self._jobs:  # a job adds others before it ends
+            error = self._jobs[0].exception()
+            self._jobs.popleft()
+            if error is not None:
+                raise error
 
     def clipping(
         self, limit: float, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], owners: Ownership
@@ -100,20 +111,23 @@ class GradientNorms:
             return torch.nn.utils.get_total_norm(tensors)
         own = [one for one in gradients if not owners.is_elsewhere(one)]
         norms = {
-            id(gradients[parameter]): norm
+            id(gradients[parameter]): taken[1]
             for parameter in own
-            if (norm := self._norms.get(parameter)) is not None
+            if (taken := self._norms.get(parameter)) is not None
+            and taken[0] is self._latest.get(parameter)
             and parameter not in shared
             and self._unchanged(parameter, gradients[parameter])
         }
         missing = [gradients[parameter] for parameter in own if id(gradients[parameter]) not in norms]
         if missing:
-            norms |= zip(map(id, missing), _norms_of(missing), strict=True)
+            waiting = deque((id(gradient), gradient) for gradient in missing)
+            threads.on_each(partial(_take, waiting, norms.__setitem__), at_most=_threads_for(missing))
         if owners.shares:
             norms = _of_all_ranks(tensors, norms, owners)
         groups = group_tensors([tensors])  # type: ignore[list-item]  # gives the order of the sum
         ordered = [norms[id(tensor)] for (alike,), _ in groups.values() for tensor in alike]
         self._norms.clear()
+        self._latest.clear()
         self._seen.clear()
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), 2.0)
         return total
@@ -123,20 +137,22 @@ class GradientNorms:
         return seen is not None and seen.is_still(gradient)
 
 
-def _norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each. PyTorch takes that of a large tensor on one thread, so several take one tensor after another."""
-    norms: list[Any] = [None] * len(gradients)
-    queue = iter(enumerate(gradients))  # next() on it is atomic
+def _take(waiting: deque[tuple[Any, torch.Tensor]], keep: Callable[[Any, torch.Tensor], None]) -> None:
+    """Takes the norms of gradients until none waits; `keep` gets each. Several threads may call it at once."""
+    with torch.no_grad():
+        while True:
+            try:
+                key, gradient = waiting.popleft()
+            except IndexError:
+                return
+            keep(key, foreach_norm([gradient])[0])
 
-    def work() -> None:
-        with torch.no_grad():
-            for place, gradient in queue:
-                (norms[place],) = foreach_norm([gradient])
 
-    on_host = all(gradient.device.type == "cpu" for gradient in gradients)  # a device's stream is this thread's
-    nbytes = sum(gradient.nbytes for gradient in gradients) if on_host else 0
-    threads.on_each(work, at_most=1 + nbytes // _BYTES_OF_A_THREAD)
-    return norms
+def _threads_for(gradients: Collection[torch.Tensor]) -> int:
+    """How many threads should take the norms of these: one where PyTorch uses several, or a device does."""
+    if any(one.device.type != "cpu" or one.dtype not in _ON_ONE_THREAD for one in gradients):
+        return 1
+    return 1 + sum(one.nbytes for one in gradients) // _BYTES_OF_A_THREAD
 
 
 def _of_all_ranks(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.runtime import system
 from headrace.runtime.system import after_fork
-from headrace.runtime.threads import OneThread
+from headrace.runtime.threads import Job, OneThread
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
@@ -64,6 +64,15 @@ def on_each(work: Callable[[], None], *, at_most: int) -> None:
     except BaseException:
         _drain(chosen)
         raise
+
+
+def begin_on_each(work: Callable[[], None], *, at_most: int) -> Sequence[Job[None]]:
+    """Has helper threads call `work`, no more than `at_most`, and waits for none. Without helpers, calls it here."""
+    helpers = min(count() - 1, at_most)
+    if helpers < 1:
+        work()
+        return ()
+    return [helper.submit(work) for helper in _chosen(helpers)]
 
 
 def _drain(helpers: Sequence[OneThread]) -> None:
