@@ -45,7 +45,29 @@ def test_another_number_of_words_is_refused() -> None:
         unpack_on_device(Packed.in_memory(memory), torch.empty(999, dtype=torch.int16))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_kernels_compile_for_nvidia(architecture: int) -> None:
+    """Down to machine code, which needs no GPU: the interpreter takes much that the compiler refuses."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from headrace.memory.packed import triton_kernel
+
+    numbers = {"words": "*i16", "count": "i32", "BLOCK": "constexpr"}
+    for kernel, pointers in (
+        (triton_kernel._unpack, {"groups": "*u8", "palette": "*u8"}),
+        (triton_kernel._escape, {"escaped": "*i32"}),
+    ):
+        source = ASTSource(kernel, signature=pointers | numbers, constexprs={"BLOCK": 1024})
+        assert triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm["cubin"]
+
+
+@needs_triton
 def test_triton_unpacks_as_the_host_does() -> None:
     """In a process of its own: the interpreter is chosen when kernels are defined."""
     root = Path(__file__).parents[2]

@@ -86,7 +86,7 @@ class Rows:
             self._residency.free(buffer)
 
     def _send(self, block: Block, used: torch.Tensor, rows: torch.Tensor) -> None:
-        """Sends them on the compute lane, which waits for them anyway: on the onload lane they would queue behind loads."""
+        """Sends them on the compute lane, which waits for them anyway; the onload lane may have loads to do first."""
         table = block.readable_table()
         count = self._half_bytes // block.row_bytes
         for turn, (part, target) in enumerate(zip(used.split(count), rows.split(count), strict=True)):
