@@ -36,7 +36,7 @@ class SeenGradient:
 class GradientNorms:
     """The norms of gradients, taken on their way home; a `Watcher` of the units of one optimizer.
 
-    `run` submits a job to the thread on which norms are taken.
+    `run` submits a job to a thread that may wait for copies; the threads that update weights take the norms.
     """
 
     begins_updates = False

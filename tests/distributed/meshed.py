@@ -98,6 +98,7 @@ def offloaded(model: nn.Module, device: str = "cpu", **settings: Any) -> Iterato
         from emulator import emu
 
         emu.reset(allocator="exact", scheduler="random", seed=distributed.get_rank(), one_host_clock=True)
+        torch.accelerator.set_device_index(1)  # a rank's own is not the first, where threads make contexts by mistake
     settings = {"device_memory": BUDGET_BYTES, "mesh": cpu_mesh()} | settings
     if settings["mesh"] is not None:
         settings = {"onload": ONLOAD} | settings
@@ -107,6 +108,7 @@ def offloaded(model: nn.Module, device: str = "cpu", **settings: Any) -> Iterato
         torch.accelerator.synchronize()
         reports = emu.take_reports()
         assert reports == [], reports
+        assert set(emu.contexts()) == {1}, emu.contexts()
 
 
 def gradients_are_those_of_one_process(settings: dict[str, Any], device: str) -> None:
