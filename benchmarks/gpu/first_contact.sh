@@ -51,19 +51,21 @@ step tests 240 "$python" -m pytest -q --maxfail=20 -W default -o minversion=0 -o
     -p no:cacheprovider tests/gpu
 step host 60 "$python" benchmarks/overhead.py --device "${DEVICE:-cuda}" ${SIZE:+--rounds 3}
 step fork 120 "$python" -m benchmarks.gpu.fork "${DEVICE:-}" ${SIZE:+0.1}
-# Is it fast? First beside everything on the device, then beside others.
+# Is it fast? First beside everything on the device, then beside others. Does plain decoding repeat its own tokens?
 measure train 300 train --size 8b --device-memory 8GiB --tokens 2048,8192,32768 --ways plain,headrace
 measure decode 200 decode --ways plain,headrace
 measure moe 200 moe
 measure updates 240 updates
 measure activations 120 activations
 measure micro_batches 200 micro_batches
-measure dit 120 dit --ways plain,headrace,diffusers
+measure decode_again 120 decode --tokens 8 --ways plain,headrace
+measure dit 120 dit --ways plain,headrace
 measure lora 240 lora --ways plain,headrace
 measure disk 240 disk --ways plain,headrace
 measure train_room 300 train --size 8b --device-memory 16GiB,24GiB --tokens 8192,16384 --ways plain,headrace
 measure train_3b 240 train --size 3b --device-memory 2GiB
 measure decode_beside 240 decode --tokens 1
+measure dit_beside 120 dit --ways plain,headrace,diffusers
 measure lora_beside 300 lora
 
 "$python" -m benchmarks.gpu.page "$directory"

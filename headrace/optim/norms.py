@@ -1,4 +1,4 @@
-"""What is the norm of all gradients? The norm of each is taken when it has come to the host, while backward goes on."""
+"""What is the norm of all gradients? The norm of most is taken when they have come to the host, beside backward."""
 
 import os
 import weakref
@@ -18,7 +18,6 @@ from headrace.runtime.sharded import is_sharded, largest_of_ranks, local_shard, 
 from headrace.runtime.torch_rules import foreach_norm, group_tensors
 
 _BYTES_OF_A_THREAD = 1 << 20  # fewer are read sooner than another thread is woken
-_ON_ONE_THREAD = (torch.float32, torch.bfloat16)  # PyTorch takes the norm of one such tensor on one thread
 
 
 class SeenGradient:
@@ -45,7 +44,7 @@ class GradientNorms:
         self._run = run
         self._jobs: deque[Future[None]] = deque()
         self._norms: dict[Any, tuple[object, torch.Tensor]] = {}  # each with what `complete` took it for
-        self._latest: dict[Any, object] = {}  # of each parameter; a job may end after the next one for its parameter
+        self._latest: dict[Any, object] = {}  # by the last `complete`; older jobs may end after it
         self._seen: dict[Any, SeenGradient] = {}  # as they were when backward ended
         self._process = os.getpid()
         grad_scaler_leaves_traces.use(self)
@@ -53,7 +52,8 @@ class GradientNorms:
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
         """Called when all gradients of a unit are here, or on their way: has their norms taken when they have come."""
         this = object()
-        waiting = deque(gradients.items())  # emptied as it goes: the next backward wants the gradients' memory back
+        alike = ((parameter, one) for parameter, one in gradients.items() if _is_alike_on_all_threads(one))
+        waiting = deque(alike)  # emptied as it goes: the next backward wants the gradients' memory back
 
         def keep(parameter: Any, norm: torch.Tensor) -> None:
             self._norms[parameter] = this, norm
@@ -66,6 +66,8 @@ class GradientNorms:
         for parameter in gradients:
             self._seen.pop(parameter, None)
             self._latest[parameter] = this
+        while self._jobs and self._jobs[0].done() and self._jobs[0].exception() is None:
+            self._jobs.popleft()  # there may be many backwards without a step
         self._jobs.append(self._run(job, unit.device))
         return ()
 
@@ -80,16 +82,17 @@ class GradientNorms:
         """Does nothing: norms count only for gradients that are delivered."""
 
     def wait(self) -> None:
-        """Blocks until no norm is being taken. Meanwhile, a gradient has one more user, and its norm is not known."""
+        """Blocks until no norm is being taken: till then a gradient has one more user. Raises an error of a job."""
         if self._process != os.getpid():  # a fork: the parent's jobs never end here
             self._process = os.getpid()
             self._jobs.clear()
             self._norms.clear()
+        error = None
         while self._jobs:  # a job adds others before it ends
-            error = self._jobs[0].exception()
+            error = self._jobs[0].exception() or error
             self._jobs.popleft()
-            if error is not None:
-                raise error
+        if error is not None:
+            raise error
 
     def clipping(
         self, limit: float, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], owners: Ownership
@@ -119,9 +122,11 @@ class GradientNorms:
             and self._unchanged(parameter, gradients[parameter])
         }
         missing = [gradients[parameter] for parameter in own if id(gradients[parameter]) not in norms]
-        if missing:
-            waiting = deque((id(gradient), gradient) for gradient in missing)
-            threads.on_each(partial(_take, waiting, norms.__setitem__), at_most=_threads_for(missing))
+        alike = [gradient for gradient in missing if _is_alike_on_all_threads(gradient)]
+        if alike:
+            waiting = deque((id(gradient), gradient) for gradient in alike)
+            threads.on_each(partial(_take, waiting, norms.__setitem__), at_most=_threads_for(alike))
+        _take(deque((id(one), one) for one in missing if id(one) not in norms), norms.__setitem__)
         if owners.shares:
             norms = _of_all_ranks(tensors, norms, owners)
         groups = group_tensors([tensors])  # type: ignore[list-item]  # gives the order of the sum
@@ -148,11 +153,18 @@ def _take(waiting: deque[tuple[Any, torch.Tensor]], keep: Callable[[Any, torch.T
             keep(key, foreach_norm([gradient])[0])
 
 
+def _is_alike_on_all_threads(gradient: torch.Tensor) -> bool:
+    """Whether the norm has the same bits on each thread: PyTorch takes that of such a tensor on one thread.
+
+    Others it cuts into as many parts as the calling thread may use, and threads may use different numbers.
+    """
+    on_host = gradient.device.type == "cpu"
+    return on_host and gradient.dtype in (torch.float32, torch.bfloat16) and gradient.is_contiguous()
+
+
 def _threads_for(gradients: Collection[torch.Tensor]) -> int:
-    """How many threads should take the norms of these: one where PyTorch uses several, or a device does."""
-    if any(one.device.type != "cpu" or one.dtype not in _ON_ONE_THREAD for one in gradients):
-        return 1
-    return 1 + sum(one.nbytes for one in gradients) // _BYTES_OF_A_THREAD
+    """How many threads should take the norms of these."""
+    return 1 + sum(gradient.nbytes for gradient in gradients) // _BYTES_OF_A_THREAD
 
 
 def _of_all_ranks(

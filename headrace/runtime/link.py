@@ -6,7 +6,8 @@ from statistics import median
 
 @dataclass
 class LaneUse:
-    """Bytes that have ever been submitted to the onload lane of one model, by kind.
+    """Bytes that have ever been sent to the device for one model, by kind. All share the link: what the onload lane
+    copies, and rows of tables, which the compute lane does.
 
     `parts_bytes` is the part of `weights_bytes` that was loaded within visits: single experts, rows of tables, and
     gradients with which sums of micro-batches begin.

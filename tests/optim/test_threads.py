@@ -6,8 +6,9 @@ import time
 from functools import partial
 
 import pytest
+import torch
 
-from headrace.optim import threads
+from headrace.optim import AdamW, threads
 from tests.support.interrupts import interrupted_at
 
 
@@ -65,3 +66,23 @@ def test_optimizers_on_several_threads_share_the_helpers() -> None:
         for thread in running:
             thread.join()
     assert not failed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_norms_do_not_depend_on_the_thread_that_takes_them(dtype: torch.dtype) -> None:
+    """PyTorch cuts a tensor with gaps into as many parts as the thread may use: helpers may use another number."""
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(1000, 2000, generator=generator).to(dtype)[:, ::2] for _ in range(12)]
+    parameters = [torch.nn.Parameter(torch.zeros(1000, 1000, dtype=dtype)) for _ in gradients]
+    optimizer = AdamW(parameters, lr=0.0, max_grad_norm=1.0)
+    try:
+        with threads.limited_to(3):
+            for number in (1, 4, 1):
+                torch.set_num_threads(number)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+                assert optimizer.last_grad_norm == float(torch.nn.utils.get_total_norm(gradients))
+    finally:
+        torch.set_num_threads(before)
