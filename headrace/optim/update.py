@@ -148,9 +148,9 @@ def _perform_in_torch(updates: Sequence[Update], gradient_scale: float) -> None:
             for chunk in chunks:
                 _chunk_in_torch(*chunk, gradient_scale)
     queue = iter(on_host)  # next() on a list iterator is atomic
+    before = torch.get_num_threads()  # not in `work`: the number set there is also that of threads that begin
 
     def work() -> None:
-        before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             with torch.no_grad():

@@ -86,3 +86,28 @@ def test_norms_do_not_depend_on_the_thread_that_takes_them(dtype: torch.dtype) -
                 assert optimizer.last_grad_norm == float(torch.nn.utils.get_total_norm(gradients))
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_update_in_pytorch_leaves_all_threads_their_number() -> None:
+    """It sets one intra-op thread on each helper, which is also what a thread that begins meanwhile gets."""
+    before = torch.get_num_threads()
+    parameters = [torch.nn.Parameter(torch.zeros(1 << 20, dtype=torch.float64)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    numbers, meet = [], threading.Barrier(8)
+
+    def told() -> None:
+        meet.wait(60)
+        numbers.append(torch.get_num_threads())
+
+    try:
+        torch.set_num_threads(3)
+        with threads.limited_to(8):
+            AdamW(parameters).step()
+            threads.on_each(told, at_most=8)
+        fresh = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
+        fresh.start()
+        fresh.join()
+    finally:
+        torch.set_num_threads(before)
+    assert numbers == [3] * 9
