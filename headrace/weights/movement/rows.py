@@ -15,7 +15,7 @@ from headrace.errors import BudgetError
 from headrace.memory.arena import Arena
 from headrace.memory.buffers import plain_tensors
 from headrace.runtime.autograd import without_modes
-from headrace.runtime.lanes import Event, Lanes
+from headrace.runtime.lanes import Event, Lane, Lanes, Transfer
 from headrace.weights.meter import Meter
 from headrace.weights.model.partition import gathering_bytes
 from headrace.weights.movement.block import Block
@@ -95,9 +95,11 @@ class Rows:
                 torch.index_select(table, 0, part, out=source)
             else:
                 source.copy_(table.index_select(0, part))
+            begun = self._lanes.tick()
             with without_modes():  # a selective checkpoint counts operators
                 target.copy_(source, non_blocking=True)
             self._sent[turn % 2] = self._lanes.mark()
+            self._meter.arrived(Transfer(Lane.ONLOAD, (), target.nbytes, begun, self._lanes.tick()), block.name)
         self._meter.rows_onloaded(rows.nbytes)
 
     def _half(self, half: int, like: torch.Tensor) -> torch.Tensor:
