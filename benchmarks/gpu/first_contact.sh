@@ -51,7 +51,7 @@ step tests 240 "$python" -m pytest -q --maxfail=20 -W default -o minversion=0 -o
     -p no:cacheprovider tests/gpu
 step host 60 "$python" benchmarks/overhead.py --device "${DEVICE:-cuda}" ${SIZE:+--rounds 3}
 step fork 120 "$python" -m benchmarks.gpu.fork "${DEVICE:-}" ${SIZE:+0.1}
-# Is it fast? First beside everything on the device, then beside others. Does plain decoding repeat its own tokens?
+# Is it fast? First beside everything on the device, then beside others. `decode_again`: does plain repeat its tokens?
 measure train 300 train --size 8b --device-memory 8GiB --tokens 2048,8192,32768 --ways plain,headrace
 measure decode 200 decode --ways plain,headrace
 measure moe 200 moe
