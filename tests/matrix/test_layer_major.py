@@ -17,7 +17,7 @@ from tests.matrix.models import CASES, CHECKPOINTING, Case
 from tests.matrix.test_transformers import ARCHITECTURES, Inputs, batches_of, built, forward
 from tests.support.compare import Outcome, assert_same, on_cpu
 from tests.support.loops import adamw, to_device
-from tests.support.offloaded import budget_bytes, settle
+from tests.support.offloaded import budget_bytes, count_settled_round
 
 COUNT = 4
 STEPS = 3
@@ -98,13 +98,10 @@ def assert_moves_as_for_one(handle: headrace.Offloaded, model: nn.Module, batche
     """Bytes over the link of a step with several micro-batches are those of one with one."""
 
     def moved(cycle: Callable[[], None]) -> tuple[int, int]:
-        settle(handle, cycle)
+        stats = count_settled_round(handle, cycle)
         assert handle.plan is not None
         rounds = len(handle.plan.cycles)
-        handle.reset_stats()
-        for _ in range(rounds):
-            cycle()
-        return handle.stats().onload_bytes // rounds, handle.stats().offload_bytes // rounds
+        return stats.onload_bytes // rounds, stats.offload_bytes // rounds
 
     def in_turn() -> None:
         model.zero_grad()
