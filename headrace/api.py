@@ -460,9 +460,9 @@ class Offloaded(live.Handle, live.ModelHandle):
             self._lanes.copy(lane, (), self._lanes.mark()).done.synchronize()
 
     def _wait_for_arrivals(self) -> None:
-        for block in self._blocks():
-            if block.arrival is not None:
-                block.arrival.done.synchronize()
+        with contextlib.ExitStack() as all_of_them:  # of several that fail, none stays behind
+            for block in reversed(self._blocks()):
+                all_of_them.callback(self._residency.finish_arrival, block)
 
     def stats(self, *, wait_for_updates: bool = True) -> Stats:
         """What was moved and held since `offload()` or the last `reset_stats()`. Waits for passes and updates."""

@@ -220,6 +220,44 @@ def test_a_read_that_fails_reaches_the_caller_and_the_next_pass_is_right(
             assert_same(train(model, tokens, count=3), expected)
 
 
+def test_reads_ahead_that_fail_are_told_once(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A pass that is over has begun to load the weights of the next one. Nobody but `synchronize` hears of those."""
+    read, drive_fails = DirectFile.read, False
+
+    def may_fail(self: DirectFile, address: int, nbytes: int, offset: int, what: str) -> None:
+        if drive_fails:
+            raise headrace.DiskError(5, f"{what}: 4096 bytes at offset 0 could not be read")
+        read(self, address, nbytes, offset, what)
+
+    def the_drive_fails(*_: Any) -> None:
+        nonlocal drive_fails
+        drive_fails = True
+
+    monkeypatch.setattr(DirectFile, "read", may_fail)
+    plain, model = large_decoder().to(compute_device), large_decoder()
+    tokens = tokens.to(compute_device)
+    with offload(model, compute_device, tmp_path) as handle, torch.no_grad():
+        told = 0
+        for _ in range(50):  # whether a pass loads ahead depends on its plan
+            assert torch.equal(model(tokens), plain(tokens))
+            with model.head.register_forward_pre_hook(the_drive_fails):
+                assert torch.equal(model(tokens), plain(tokens))
+            try:
+                handle.synchronize()
+            except headrace.DiskError:
+                told += 1
+            drive_fails = False
+            handle.synchronize()
+            model.load_state_dict(plain.state_dict())
+            if told == 3:
+                break
+        assert told == 3
+        assert torch.equal(model(tokens), plain(tokens))
+        assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
+
+
 def test_a_model_whose_disk_fails_can_be_let_go_of(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

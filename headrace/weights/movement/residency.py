@@ -155,14 +155,27 @@ class Residency:
             try:
                 done = block.arrival.done
             except BaseException:
-                if self.fetching is not None:
-                    self.fetching.withdraw_all()  # fetches ahead of the same moment may have failed as well
-                if block.buffer is not None:
-                    self._undo(block, block.buffer)
+                self._did_not_arrive(block)
                 raise
             self.rely_on(done, self._submitted.pop(block, None))
             self._meter.arrived(block.arrival, block.name)
             block.becomes(Presence.PRESENT)
+
+    def finish_arrival(self, block: Block) -> None:
+        """The host waits for the block's last copy, if there is one. Called between passes. Raises as `arrive` does."""
+        if block.arrival is not None:
+            try:
+                block.arrival.done.synchronize()
+            except BaseException:
+                self._did_not_arrive(block)
+                raise
+
+    def _did_not_arrive(self, block: Block) -> None:
+        """Takes the block off the device, so that its next use reads it again and the error is raised only once."""
+        if self.fetching is not None:
+            self.fetching.withdraw_all()  # fetches ahead of the same moment may have failed as well
+        if block.buffer is not None:
+            self._undo(block, block.buffer)
 
     def next_number(self) -> int:
         """The number of the copy from host memory that is about to be submitted."""
