@@ -172,8 +172,11 @@ def ours(trace: Trace, room: int) -> int:
             if key not in held:
                 loads += 1
                 if len(held) >= room:
-                    held.discard(keeping.victim(key[0], held, wanted))
+                    gone = keeping.victim(key[0], wanted)
+                    held.discard(gone)
+                    keeping.went(gone)
                 held.add(key)
+                keeping.came(key)
         keeping.used(wanted[0][0], [expert for _, expert in wanted])
     return loads
 
@@ -224,14 +227,19 @@ def two_tiers(trace: Trace, room: int, host_room: int, host: str) -> int:
     def keep(key: Key, wanted: list[Key]) -> None:
         if host in ("layers", "fixed") or key in kept:
             return
+        if host == "given up":
+            below.came(key)
         if len(kept) >= host_room:
-            if kept <= set(wanted):
+            gone = below.victim(key[0], wanted)
+            if gone is None:
                 return
-            gone = below.victim(key[0], {*kept, key} if host == "given up" else kept, wanted)
+            below.went(gone)
             if gone == key:
                 return
             kept.discard(gone)
         kept.add(key)
+        if host != "given up":
+            below.came(key)
 
     for wanted in trace:
         for key in wanted:
@@ -240,14 +248,17 @@ def two_tiers(trace: Trace, room: int, host_room: int, host: str) -> int:
             reads += key not in kept
             if host == "given up":
                 kept.discard(key)
+                below.went(key)
             else:
                 keep(key, wanted)
             if len(held) >= room:
-                gone = keeping.victim(key[0], held, wanted)
+                gone = keeping.victim(key[0], wanted)
                 held.discard(gone)
+                keeping.went(gone)
                 if host == "given up":
                     keep(gone, wanted)
             held.add(key)
+            keeping.came(key)
         experts = [expert for _, expert in wanted]
         keeping.used(wanted[0][0], experts)
         below.used(wanted[0][0], experts)

@@ -4,10 +4,18 @@ If that layer holds less than its share of the room, an expert of another layer 
 use nearly all of a layer go before any others, the last one first. See docs/design/experts.md for what else was tried.
 """
 
-from collections import Counter
+import math
+from bisect import insort
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 
 Key = tuple[int, int]  # layer, expert
+
+# What a use counts is halved with each further call of its layer, all alike. So the order of a layer's experts changes
+# only by uses, and holds for good if it is taken by the logarithm of what the uses would have counted at call 0. With
+# it, the call of the last use: where two experts count the same, the older one goes.
+_Worth = tuple[float, int]
+_UNUSED: _Worth = -math.inf, 0
 
 _HALF_LIFE = 64  # after so many calls of its layer, a use counts half
 _NEARLY_ALL = 3 / 4  # of a layer's experts
@@ -19,16 +27,30 @@ def passes_through(used: float, count: int) -> bool:
 
 
 class Keeping:
-    """How often experts were used of late; `layers` layers share the room for `room` experts."""
+    """Which experts are held, and how often they were used of late. `layers` layers share the room for `room` experts.
+
+    What a method costs does not grow with the experts that are held.
+    """
 
     def __init__(self, room: int, layers: int) -> None:
-        self._share = room / layers
+        self._layers = layers
+        self.resize(room)
         self._calls: Counter[int] = Counter()  # by layer
-        self._uses: dict[Key, tuple[float, int]] = {}  # uses, and the call of the layer at which they were counted
+        self._worth: dict[Key, _Worth] = {}  # of all that were used, held or not
+        self._held: defaultdict[int, set[Key]] = defaultdict(set)  # by layer
+        # By layer, what is held and its worth, ascending. Also what it was worth before, and what is held no more: so
+        # each change is one step, which Ctrl-C cannot leave half done.
+        self._order: defaultdict[int, list[tuple[_Worth, Key]]] = defaultdict(list)
         self._passing: dict[Key, None] = {}  # experts that came for calls that use nearly all of a layer, in order
 
-    def came(self, key: Key, *, passing: bool) -> None:
+    def resize(self, room: int) -> None:
+        """From now on there is room for so many experts."""
+        self._share = room / self._layers
+
+    def came(self, key: Key, *, passing: bool = False) -> None:
         """The expert is held from now on. `passing`: it came for a call that uses nearly all of its layer."""
+        insort(self._order[key[0]], (self._worth.get(key, _UNUSED), key))
+        self._held[key[0]].add(key)
         self._passing.pop(key, None)
         if passing:
             self._passing[key] = None
@@ -36,34 +58,59 @@ class Keeping:
     def went(self, key: Key) -> None:
         """The expert is not held any more."""
         self._passing.pop(key, None)
+        self._held[key[0]].discard(key)
+
+    def is_passing(self, key: Key) -> bool:
+        """Whether the expert came for a call that uses nearly all of its layer, and no other call has used it."""
+        return key in self._passing
 
     def used(self, layer: int, experts: Iterable[int], *, passing: bool = False) -> None:
         """A call of the layer has used these experts. `passing`: it uses nearly all of the layer."""
         self._calls[layer] += 1
+        now, held = self._calls[layer], self._held[layer]
         for expert in experts:
-            self._uses[layer, expert] = self._count((layer, expert)) + 1, self._calls[layer]
+            key = layer, expert
+            uses = 1 + 2 ** (self._worth.get(key, _UNUSED)[0] - now / _HALF_LIFE)
+            worth = math.log2(uses) + now / _HALF_LIFE, now
+            if key in held:
+                insort(self._order[layer], (worth, key))
+            self._worth[key] = worth
             if not passing:
-                self._passing.pop((layer, expert), None)
+                self._passing.pop(key, None)
+        if len(self._order[layer]) > 2 * len(held) + _HALF_LIFE:
+            self._order[layer] = [entry for entry in self._order[layer] if self._holds(entry)]
 
-    def victim(self, layer: int, held: Collection[Key], kept: Collection[Key]) -> Key:
-        """Which of the held experts goes, so that another one of the layer can come; never one of `kept`.
+    def victim(self, layer: int, kept: Collection[Key]) -> Key | None:
+        """Which of the held experts goes, so that another one of the layer can come; never one of `kept`. None: all
+        that are held are kept.
 
         Calls that use nearly all of a layer first want what they used longest ago, so the expert that came last goes.
         """
         for key in reversed(self._passing):
-            if key in held and key not in kept:
+            if key not in kept:
                 return key
-        own = [key for key in held if key[0] == layer]
-        chosen = own if len(own) >= self._share else [key for key in held if key[0] != layer]
-        free = [key for key in chosen if key not in kept] or [key for key in held if key not in kept]
-        return min(free, key=self._rank)
+        own, others = [layer], [other for other in self._held if other != layer]
+        has_share = len(self._held[layer]) >= self._share
+        for layers in (own, others) if has_share else (others, own):
+            free = [first for one in layers if (first := self._first(one, kept)) is not None]
+            if free:
+                return min(free)[-1]
+        return None
 
-    def _rank(self, key: Key) -> tuple[float, int, Key]:
-        return self._count(key), -self._age(key), key
+    def _first(self, layer: int, kept: Collection[Key]) -> tuple[float, int, Key] | None:
+        """Of the layer's experts that are not kept, the one that is worth least: its worth now, the calls since it was
+        used, below zero, and its key.
+        """
+        order, calls = self._order[layer], self._calls[layer]
+        while order and not self._holds(order[0]):
+            del order[0]
+        for entry in order:
+            (worth, last), key = entry
+            if key not in kept and self._holds(entry):
+                return worth - calls / _HALF_LIFE, last - calls, key
+        return None
 
-    def _count(self, key: Key) -> float:
-        uses, _ = self._uses.get(key, (0.0, 0))
-        return uses * float(0.5 ** (self._age(key) / _HALF_LIFE))
-
-    def _age(self, key: Key) -> int:
-        return self._calls[key[0]] - self._uses.get(key, (0.0, 0))[1]
+    def _holds(self, entry: tuple[_Worth, Key]) -> bool:
+        """Whether this is what the expert is worth now, and it is held."""
+        worth, key = entry
+        return key in self._held[key[0]] and self._worth.get(key, _UNUSED) == worth

@@ -203,7 +203,8 @@ class Bank:
                 if key not in self.held:
                     self.loads += 1
                     if len(self.held) == self.slots:
-                        gone = self.keeping.victim(layer, self.held, kept)
+                        gone = self.keeping.victim(layer, kept)
+                        assert gone is not None
                         self.held.remove(gone)
                         self.keeping.went(gone)
                     self.held.add(key)

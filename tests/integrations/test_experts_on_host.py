@@ -97,21 +97,26 @@ class TwoTiers:
             self.loads += 1
             self.reads += [key] if key not in self.on_host else []
             self.on_host.discard(key)
+            self.below.went(key)
             if len(held) == self.slots // self.banks:
-                gone = keeping.victim(layer, held, wanted)
+                gone = keeping.victim(layer, wanted)
+                assert gone is not None
                 held.remove(gone)
+                keeping.went(gone)
                 self.give_up(gone, wanted)
             held.add(key)
+            keeping.came(key)
         keeping.used(layer, experts)
         self.below.used(layer, experts)
 
     def give_up(self, key: tuple[int, int], wanted: list[tuple[int, int]]) -> None:
         if not self.host_slots:
             return
+        self.below.came(key)
         if len(self.on_host) == self.host_slots:
-            if self.on_host <= set(wanted):
-                return
-            going = self.below.victim(key[0], {*self.on_host, key}, wanted)
+            going = self.below.victim(key[0], wanted)
+            assert going is not None
+            self.below.went(going)
             if going == key:
                 return
             self.on_host.remove(going)

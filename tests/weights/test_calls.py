@@ -165,3 +165,35 @@ def calls_of_experts(layers: int) -> Counter[str]:
 def test_calls_of_an_expert_do_not_grow_with_the_model() -> None:
     few, many = calls_of_experts(8), calls_of_experts(32)
     assert many.total() <= 1.1 * few.total(), (many - few).most_common(10)
+
+
+class InTurn(nn.Module):
+    """Calls two of its experts in each pass, and comes to all of them in turn."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + self.experts[self.calls % len(self.experts)](x)
+            self.calls += 1
+        return x
+
+
+def calls_of_loads(experts: int) -> Counter[str]:
+    """Of each expert that comes, and makes another one go, where the device has room for half of them."""
+    model = seeded(lambda: nn.Sequential(InTurn(experts), InTurn(experts))).eval()
+    with headrace.offload(model, device="cpu", device_memory=experts * (4 * WIDTH * WIDTH + 128)) as handle:
+        for _ in range(experts):
+            infer(model, torch.ones(4, WIDTH))
+        before = handle.stats().expert_loads
+        calls = calls_in(lambda: [infer(model, torch.ones(4, WIDTH)) for _ in range(8)])
+        assert handle.stats().expert_loads - before == 8 * 4
+    return Counter({name: count / (8 * 4) for name, count in calls.items()})
+
+
+def test_calls_of_an_expert_that_comes_do_not_grow_with_the_experts() -> None:
+    few, many = calls_of_loads(16), calls_of_loads(128)
+    assert many.total() <= 1.1 * few.total(), (many - few).most_common(10)

@@ -56,11 +56,11 @@ class Addresses:
 
     def remove(self, block: Block) -> None:
         """The inverse of `add`, also where `add` was interrupted."""
-        self._buffers.pop(block, None)
-        for index, (_, _, other) in enumerate(self._in_order):
-            if other is block:
+        buffer = self._buffers.pop(block, None)
+        if buffer is not None and buffer.nbytes:
+            index = bisect_right(self._in_order, (buffer.data_ptr(), math.inf)) - 1
+            if index >= 0 and self._in_order[index][2] is block:
                 del self._in_order[index]
-                break
 
     def reset(self, blocks: Iterable[Block]) -> None:
         """Notes the buffers of `blocks` anew, and forgets all others."""

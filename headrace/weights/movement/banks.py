@@ -19,6 +19,7 @@ class ExpertSlots:
         self.slots = len(buffer) // slot_bytes
         self.room = self.slots - spare
         self.places: dict[Key, int] = {}  # the slot that each expert is in, or on its way to
+        self._last: list[Key | None] = [None] * self.slots  # by slot, its last expert: it is there if `places` says so
         self.keeping = Keeping(self.room, layers)
         self._generations: dict[int, int] = {}  # by layer, the generation of its homes when its experts were loaded
 
@@ -28,13 +29,27 @@ class ExpertSlots:
 
     def experts_in(self, slots: Iterable[int]) -> dict[int, Key]:
         """By slot, the experts that are in these slots, or on their way there."""
-        held = {slot: key for key, slot in self.places.items()}
-        return {slot: held[slot] for slot in slots if slot in held}
+        last = ((slot, self._last[slot]) for slot in slots)
+        return {slot: key for slot, key in last if key is not None and self.places.get(key) == slot}
 
     def free_slots(self) -> list[int]:
         """The slots that no expert is in, or on its way to."""
+        if len(self.places) == self.slots:
+            return []
         held = set(self.places.values())
         return [slot for slot in range(self.slots) if slot not in held]
+
+    def hold(self, slot: int, key: Key, *, passing: bool) -> None:
+        """Called when an expert is on its way to a slot that was free. `passing`: as for `Keeping.came`."""
+        self._last[slot] = key
+        self.keeping.came(key, passing=passing)  # before it has a place: else, after Ctrl-C, it would never go
+        self.places[key] = slot
+
+    def victim(self, layer: int, kept: Collection[Key], coming: Key | None = None) -> Key | None:
+        """Which expert goes, so that another one of the layer can come, as `Keeping.victim` says; perhaps `coming`."""
+        while (key := self.keeping.victim(layer, kept)) is not None and key not in self.places and key != coming:
+            self.keeping.went(key)  # Ctrl-C has prevented that
+        return key
 
     def forget(self, key: Key) -> None:
         """Forgets an expert that is in a slot, which is free then."""
@@ -74,9 +89,5 @@ class Bank(ExpertSlots):
     def slot_for(self, layer: int, kept: Collection[Key]) -> int:
         """The slot for another expert of the layer: a free one, or that of an expert which is not in `kept`."""
         free = self.free_slots()
-        return free[0] if free else self.places[self.keeping.victim(layer, self.places, kept)]
-
-    def hold(self, slot: int, key: Key) -> None:
-        """Called when an expert is on its way to a slot that was free."""
-        self.places[key] = slot
-        self.keeping.came(key, passing=self.passing)
+        going = None if free else self.victim(layer, kept)
+        return free[0] if going is None else self.places[going]

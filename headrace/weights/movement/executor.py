@@ -60,7 +60,9 @@ class Executor:
         self._cycle_clock = 0  # visits before the cycle under way
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
-        self._has_module_experts = any(block.expert_key is not None for block in self._blocks)
+        # Experts that are modules are in no plan, and are looked at only when they are called.
+        self._planned = [block for block in self._blocks if block.expert_key is None]
+        self._has_module_experts = len(self._planned) < len(self._blocks)
         quantised = any(isinstance(param.home, AliasHome) for block in self._blocks for param in block.params)
         plain = self._gathers is None and not quantised
         self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
@@ -138,16 +140,16 @@ class Executor:
         self._fetch_ahead(but_not=frozenset())
 
     def _note_changes(self) -> None:
-        for block in self._blocks:
+        for block in self._planned:
             if block.look() != block.loaded_generation and 0 <= block.last_loaded_generation < block.written_generation:
                 self._changed_now.add(block.index)
                 block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
         """Evicts streamed blocks whose homes have changed, renews residents, and submits the loads that have waited."""
-        for block in list(self._residency.with_buffers()):
+        for block in self._planned:
             if (
-                block.index >= 0
+                block.buffer is not None
                 and block.presence is not Presence.RESERVED
                 and block.loaded_generation != block.generation
             ):

@@ -29,15 +29,15 @@ class HostExpertCache(ExpertSlots):
         self._read: dict[int, Event] = {}  # ends of the last copies out of free slots, oldest first
         self._taken: int | None = None  # the slot that is about to be read
 
-    def take(self, key: Key, generation: int, *, passing: bool) -> int | None:
+    def take(self, key: Key, generation: int) -> int | None:
         """The slot of an expert that goes to the device, and is then only there; None: it is not in host memory.
 
-        `passing`: whether the call uses nearly all experts of its layer. The slot is not refilled before `was_taken`;
-        it may be read after the event `all_left`.
+        The slot is not refilled before `was_taken`; it may be read after the event `all_left`.
         """
         self.forget_stale(key[0], generation)
-        self._taken = self.places.pop(key, None)
-        self.keeping.came(key, passing=passing)  # for its worth when the device gives it up
+        self._taken = self.places.get(key)
+        if self._taken is not None:
+            self.forget(key)
         return self._taken
 
     def was_taken(self, slot: int, read: Event) -> None:
@@ -45,18 +45,17 @@ class HostExpertCache(ExpertSlots):
         self._read[slot] = read
         self._taken = None
 
-    def keep(self, key: Key, generation: int, source: torch.Tensor, wanted: Collection[Key]) -> None:
+    def keep(self, key: Key, generation: int, source: torch.Tensor, wanted: Collection[Key], *, passing: bool) -> None:
         """Called when the device gives up an expert, which has arrived in `source`: keeps or drops it.
 
-        Experts in `wanted` do not make room for it.
+        Experts in `wanted` do not make room for it. `passing`: as for `Keeping.came`.
         """
         self.forget_stale(key[0], generation)
         if len(self.places) >= self.room:
-            going = key
-            if not all(other in wanted for other in self.places):
-                going = self.keeping.victim(key[0], {*self.places, key}, wanted)
-            if going == key:
-                self.keeping.went(key)
+            self.keeping.came(key, passing=passing)
+            going = self.victim(key[0], wanted, key)
+            self.keeping.went(key)
+            if going is None or going == key:
                 return
             self.forget(going)
         free = set(self.free_slots()) - {self._taken}
@@ -70,7 +69,7 @@ class HostExpertCache(ExpertSlots):
         transfer = self._lanes.copy(Lane.OFFLOAD, [(self.memory(slot), source)], self._lanes.mark())
         self._meter.expert_kept_bytes += transfer.nbytes
         self._meter.arrived(transfer, "expert")
-        self.places[key] = slot
+        self.hold(slot, key, passing=passing)
 
     def all_left(self) -> Event:
         """The event after which compute has done all work so far, and all experts that left the device have arrived."""

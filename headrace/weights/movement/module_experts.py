@@ -31,9 +31,9 @@ class ModuleExperts:
         self._shares = shares
         self._residency = residency
         self._meter = meter
-        self._layers = len({block.expert_key[0] for block in blocks if block.expert_key is not None})
-        self._keeping: Keeping | None = None
-        self._room = 0  # how many experts `_keeping` was made for
+        self._experts = {block.expert_key: block for block in blocks if block.expert_key is not None}
+        # Has all experts that hold a place on the device, and perhaps some that have lost it: others made room, too.
+        self._keeping = Keeping(1, max(1, len({layer for layer, _ in self._experts})))
         self._layer = -1  # the layer whose experts are being called
         self._layer_call: set[Key] = set()  # experts that this call of the layer has used
         self._forward: list[Block] = []  # forward's calls, in order, that backward has not come back to
@@ -47,7 +47,7 @@ class ModuleExperts:
         key = block.expert_key or (-1, -1)
         self._meter.expert_uses += 1
         if key[0] != self._layer or key in self._layer_call:
-            self._keeps.used(self._layer, [expert for _, expert in self._layer_call])
+            self._keeping.used(self._layer, [expert for _, expert in self._layer_call])
             self._layer, self._layer_call = key[0], set()
         self._layer_call.add(key)
 
@@ -64,17 +64,21 @@ class ModuleExperts:
 
     def make_room(self, block: Block, keep: Sequence[Block]) -> None:
         """Evicts other experts until there is room for `block`, but none that are in `keep` or in use."""
-        held = {one.expert_key: one for one in self._residency.with_buffers() if one.expert_key is not None}
-        room_bytes = self._shares.module_experts_bytes - block.nbytes - sum(one.nbytes for one in held.values())
+        room_bytes = self._shares.module_experts_bytes
+        self._keeping.resize(room_bytes // max(1, self._shares.largest_module_expert_bytes))
         stay = {one.expert_key for one in keep if one.expert_key is not None}
-        while room_bytes < 0 and not stay.issuperset(held):
-            kept = stay | self._layer_call
-            key = self._keeps.victim(self._layer, held, stay if kept.issuperset(held) else kept)
-            self._evict(held[key])
-            if held[key].buffer is None:
-                room_bytes += held.pop(key).nbytes
+        while self._residency.module_experts_bytes + block.nbytes > room_bytes:
+            victim = self._keeping.victim(self._layer, stay | self._layer_call)
+            victim = self._keeping.victim(self._layer, stay) if victim is None else victim
+            if victim is None:
+                break
+            self._evict(self._experts[victim])
+            if self._experts[victim].buffer is None:
+                self._keeping.went(victim)
             else:  # in use
-                stay.add(key)
+                stay.add(victim)
+        if block.expert_key is not None:
+            self._keeping.came(block.expert_key)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -83,11 +87,3 @@ class ModuleExperts:
         yield
         self._meter.expert_bytes += self._meter.onload_bytes - before
         self._meter.expert_loads += self._meter.onload_bytes > before
-
-    @property
-    def _keeps(self) -> Keeping:
-        """The rule for which experts stay. It is made anew when the room for experts has changed."""
-        room = max(1, self._shares.module_experts_bytes // max(1, self._shares.largest_module_expert_bytes))
-        if self._keeping is None or room != self._room:
-            self._keeping, self._room = Keeping(room, self._layers), room
-        return self._keeping

@@ -43,6 +43,7 @@ class Residency:
         self.ledger = ledger
         self.held_bytes = 0
         self._residents_bytes = 0  # the part of `held_bytes` that resident blocks hold
+        self.module_experts_bytes = 0  # the part that experts which are modules hold
         self._lanes = pace.lanes
         self._meter = meter
         self.pace = pace
@@ -106,6 +107,7 @@ class Residency:
             buffer = self._buffers.allocate(block.nbytes) if arena is None else arena
             self.held_bytes += block.nbytes
             self._residents_bytes += block.nbytes if block.index < 0 else 0
+            self.module_experts_bytes += block.nbytes if block.expert_key is not None else 0
             try:
                 self.addresses.add(block, buffer)
                 block.buffer = buffer
@@ -271,6 +273,7 @@ class Residency:
         self.addresses.remove(block)
         self.held_bytes -= block.nbytes
         self._residents_bytes -= block.nbytes if block.index < 0 else 0
+        self.module_experts_bytes -= block.nbytes if block.expert_key is not None else 0
         block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
         if buffer is not block.rest.memory:
             self._buffers.release(buffer)
@@ -396,6 +399,7 @@ class Residency:
         self.addresses.reset(held)
         self.held_bytes = sum(block.nbytes for block in held)
         self._residents_bytes = sum(block.nbytes for block in held if block.index < 0)
+        self.module_experts_bytes = sum(block.nbytes for block in held if block.expert_key is not None)
         self.held_bytes += self.packed_loads.held_bytes + beside_bytes
         self._buffers.rebook(self.held_bytes)  # nothing on the CPU, where blocks may be at home
         self.changing = 0

@@ -250,7 +250,7 @@ class Slices:
         self._residency.changing += 1  # Ctrl-C may come before the bank knows of the copy, also in a backward
         host, kept = self._host_cache, None
         if host is not None and block.is_fetched:
-            kept = host.take(key, bank.generation_of(block.index), passing=bank.passing)
+            kept = host.take(key, bank.generation_of(block.index))
         self._empty(bank, slot, wanted)
         # From then on, nobody computes with what was in the slot, or copies it to the host.
         after = self._lanes.mark() if host is None else host.all_left()
@@ -267,7 +267,7 @@ class Slices:
                 arrival, read = self._copy(copies, after)
                 block.last_read = read
         bank.arriving[slot] = arrival
-        bank.hold(slot, key)
+        bank.hold(slot, key, passing=bank.passing)
         self._residency.changing -= 1
 
     def _copy(self, copies: Sequence[Copy], after: Event) -> tuple[Arrival, Event]:
@@ -300,7 +300,8 @@ class Slices:
         for key in bank.experts_in([slot]).values():
             if self._host_cache is not None and self.block_of(key).is_fetched:
                 with plain_tensors(), torch.no_grad():
-                    self._host_cache.keep(key, bank.generation_of(key[0]), bank.memory(slot), wanted)
+                    generation, passing = bank.generation_of(key[0]), bank.keeping.is_passing(key)
+                    self._host_cache.keep(key, generation, bank.memory(slot), wanted, passing=passing)
             bank.forget(key)
 
     def _settle(self, bank: Bank, slot: int) -> None:
