@@ -460,9 +460,14 @@ class Offloaded(live.Handle, live.ModelHandle):
             self._lanes.copy(lane, (), self._lanes.mark()).done.synchronize()
 
     def _wait_for_arrivals(self) -> None:
-        with contextlib.ExitStack() as all_of_them:  # of several that fail, none stays behind
-            for block in reversed(self._blocks()):
-                all_of_them.callback(self._residency.finish_arrival, block)
+        error = None
+        for block in self._blocks():
+            try:
+                self._residency.finish_arrival(block)
+            except Exception as failed:  # it is told once all others are waited for
+                error = error or failed
+        if error is not None:
+            raise error
 
     def stats(self, *, wait_for_updates: bool = True) -> Stats:
         """What was moved and held since `offload()` or the last `reset_stats()`. Waits for passes and updates."""

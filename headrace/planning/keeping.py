@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable
 
 Key = tuple[int, int]  # layer, expert
 
-# What a use counts is halved with each further call of its layer, all alike. So the order of a layer's experts changes
-# only by uses, and holds for good if it is taken by the logarithm of what the uses would have counted at call 0. With
-# it, the call of the last use: where two experts count the same, the older one goes.
+# How much an expert is worth: log2 of what its uses count together, plus the call of its layer at which they were
+# counted over _HALF_LIFE; and that call. All uses lose value alike from call to call, so this order of a layer's
+# experts changes only by uses. Where two are worth the same, the one that was used longer ago goes.
 _Worth = tuple[float, int]
 _UNUSED: _Worth = -math.inf, 0
 
@@ -29,7 +29,7 @@ def passes_through(used: float, count: int) -> bool:
 class Keeping:
     """Which experts are held, and how often they were used of late. `layers` layers share the room for `room` experts.
 
-    What a method costs does not grow with the experts that are held.
+    What a method costs grows with the layers, but not with the experts that are held.
     """
 
     def __init__(self, room: int, layers: int) -> None:
@@ -38,8 +38,8 @@ class Keeping:
         self._calls: Counter[int] = Counter()  # by layer
         self._worth: dict[Key, _Worth] = {}  # of all that were used, held or not
         self._held: defaultdict[int, set[Key]] = defaultdict(set)  # by layer
-        # By layer, what is held and its worth, ascending. Also what it was worth before, and what is held no more: so
-        # each change is one step, which Ctrl-C cannot leave half done.
+        # By layer, the worth of each held expert, ascending. Entries of what has gone, or was worth that much before,
+        # are skipped (`_holds`): so each change is one step, which Ctrl-C cannot leave half done.
         self._order: defaultdict[int, list[tuple[_Worth, Key]]] = defaultdict(list)
         self._passing: dict[Key, None] = {}  # experts that came for calls that use nearly all of a layer, in order
 
@@ -98,12 +98,11 @@ class Keeping:
         return None
 
     def _first(self, layer: int, kept: Collection[Key]) -> tuple[float, int, Key] | None:
-        """Of the layer's experts that are not kept, the one that is worth least: its worth now, the calls since it was
-        used, below zero, and its key.
+        """Of the layer's experts that are not kept, the one that is worth least: its worth by now, minus the number of
+        calls since it was used, and its key.
         """
         order, calls = self._order[layer], self._calls[layer]
-        while order and not self._holds(order[0]):
-            del order[0]
+        del order[: next((place for place, entry in enumerate(order) if self._holds(entry)), len(order))]
         for entry in order:
             (worth, last), key = entry
             if key not in kept and self._holds(entry):

@@ -274,3 +274,37 @@ def test_micro_batches_together() -> None:
     with headrace.offload(model, device="cpu", device_memory=budget(model, 4)) as handle:
         handle.forward_backward(batches, lambda batch: model(batch).square().mean() / 3)
         assert_same_gradients(model, plain, some_missing=True)
+
+
+class Borrowing(nn.Module):
+    """Computes with the weights of experts, but calls none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(FEATURES, FEATURES)
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(EXPERTS))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = self.own(tokens)
+        for expert in self.experts:
+            tokens = tokens + F.linear(tokens, expert.weight, expert.bias)
+        return tokens
+
+
+@torch.no_grad()
+def test_writes_are_seen_also_where_all_experts_stay(compute_device: torch.device) -> None:
+    """There, nothing is visited. Others had the room when experts were told apart, and have given it back since."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Borrowing(), Borrowing()).eval()
+    plain = copy.deepcopy(model).to(compute_device)
+    tokens = torch.randn(4, FEATURES).to(compute_device)
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) * 7 // 8) as handle:
+        handle._engine._take_off_budget("what others gave back", -weight_bytes(model))
+        stayed = 0
+        for _ in range(8):
+            for run in (model, plain):
+                torch._foreach_mul_([*run[0].experts.parameters()], 0.9)
+            for _ in range(6):
+                assert torch.equal(model(tokens), plain(tokens))
+            stayed += handle._executor.everything_is_here
+        assert stayed

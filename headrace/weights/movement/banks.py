@@ -19,7 +19,9 @@ class ExpertSlots:
         self.slots = len(buffer) // slot_bytes
         self.room = self.slots - spare
         self.places: dict[Key, int] = {}  # the slot that each expert is in, or on its way to
-        self._last: list[Key | None] = [None] * self.slots  # by slot, its last expert: it is there if `places` says so
+        # `places` alone says what is where, so that Ctrl-C cannot leave it half said. These are for quick answers.
+        self._last: list[Key | None] = [None] * self.slots  # by slot, its last expert, which may be elsewhere by now
+        self._free = dict.fromkeys(range(self.slots))  # all free slots, and perhaps others
         self.keeping = Keeping(self.room, layers)
         self._generations: dict[int, int] = {}  # by layer, the generation of its homes when its experts were loaded
 
@@ -34,25 +36,24 @@ class ExpertSlots:
 
     def free_slots(self) -> list[int]:
         """The slots that no expert is in, or on its way to."""
-        if len(self.places) == self.slots:
-            return []
-        held = set(self.places.values())
-        return [slot for slot in range(self.slots) if slot not in held]
+        return [slot for slot in self._free if not self.experts_in([slot])]
 
     def hold(self, slot: int, key: Key, *, passing: bool) -> None:
         """Called when an expert is on its way to a slot that was free. `passing`: as for `Keeping.came`."""
         self._last[slot] = key
         self.keeping.came(key, passing=passing)  # before it has a place: else, after Ctrl-C, it would never go
         self.places[key] = slot
+        self._free.pop(slot, None)
 
     def victim(self, layer: int, kept: Collection[Key], coming: Key | None = None) -> Key | None:
         """Which expert goes, so that another one of the layer can come, as `Keeping.victim` says; perhaps `coming`."""
         while (key := self.keeping.victim(layer, kept)) is not None and key not in self.places and key != coming:
-            self.keeping.went(key)  # Ctrl-C has prevented that
+            self.keeping.went(key)  # it has no place: Ctrl-C came in `hold` or `forget`
         return key
 
     def forget(self, key: Key) -> None:
         """Forgets an expert that is in a slot, which is free then."""
+        self._free[self.places[key]] = None
         del self.places[key]
         self.keeping.went(key)
 

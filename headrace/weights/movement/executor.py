@@ -60,9 +60,9 @@ class Executor:
         self._cycle_clock = 0  # visits before the cycle under way
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
-        # Experts that are modules are in no plan, and are looked at only when they are called.
-        self._planned = [block for block in self._blocks if block.expert_key is None]
-        self._has_module_experts = len(self._planned) < len(self._blocks)
+        # Experts that are modules are looked at when they are called, and not at the beginning of each pass.
+        self._not_experts = [block for block in self._blocks if block.expert_key is None]
+        self._has_module_experts = len(self._not_experts) < len(self._blocks)
         quantised = any(isinstance(param.home, AliasHome) for block in self._blocks for param in block.params)
         plain = self._gathers is None and not quantised
         self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
@@ -140,14 +140,17 @@ class Executor:
         self._fetch_ahead(but_not=frozenset())
 
     def _note_changes(self) -> None:
-        for block in self._planned:
+        for block in self._not_experts:
             if block.look() != block.loaded_generation and 0 <= block.last_loaded_generation < block.written_generation:
                 self._changed_now.add(block.index)
                 block.tell_autograd()
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
-        """Evicts streamed blocks whose homes have changed, renews residents, and submits the loads that have waited."""
-        for block in self._planned:
+        """Evicts streamed blocks whose homes have changed, renews residents, and submits the loads that have waited.
+
+        Experts that are modules stay: they are renewed when they are called.
+        """
+        for block in self._not_experts:
             if (
                 block.buffer is not None
                 and block.presence is not Presence.RESERVED
@@ -449,11 +452,13 @@ class Executor:
             self._course = Course(self._book.of(entry, agreed.visits), agreed.plan, agreed.turn)
 
     def _all_are_current(self, blocks: Sequence[Block]) -> bool:
-        """Whether these blocks are on the device with what their homes held at the last look, and are not being
+        """Whether these blocks are on the device with what their homes held when this cycle began, and are not being
         updated.
         """
         for block in blocks:
             if block.presence is not Presence.PRESENT or block.updates or block.loaded_generation != block.generation:
+                return False
+            if block.expert_key is not None and not block.is_current:  # `_note_changes` has not looked at it
                 return False
         return True
 

@@ -52,7 +52,7 @@ class HostExpertCache(ExpertSlots):
         """
         self.forget_stale(key[0], generation)
         if len(self.places) >= self.room:
-            self.keeping.came(key, passing=passing)
+            self.keeping.came(key, passing=passing)  # it competes with those that are held
             going = self.victim(key[0], wanted, key)
             self.keeping.went(key)
             if going is None or going == key:

@@ -63,7 +63,9 @@ class ModuleExperts:
         return None
 
     def make_room(self, block: Block, keep: Sequence[Block]) -> None:
-        """Evicts other experts until there is room for `block`, but none that are in `keep` or in use."""
+        """Called before `block` comes: evicts other experts until there is room for it, but none that are in `keep` or
+        in use.
+        """
         room_bytes = self._shares.module_experts_bytes
         self._keeping.resize(room_bytes // max(1, self._shares.largest_module_expert_bytes))
         stay = {one.expert_key for one in keep if one.expert_key is not None}

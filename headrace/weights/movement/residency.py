@@ -164,16 +164,19 @@ class Residency:
             block.becomes(Presence.PRESENT)
 
     def finish_arrival(self, block: Block) -> None:
-        """The host waits for the block's last copy, if there is one. Called between passes. Raises as `arrive` does."""
+        """The host waits for the block's last copy, if there is one. Raises the error that kept a block from coming; it
+        is raised once, as the block is then off the device, and its next use reads it again.
+        """
         if block.arrival is not None:
             try:
                 block.arrival.done.synchronize()
-            except BaseException:
-                self._did_not_arrive(block)
+            except Exception:
+                if block.presence is Presence.ARRIVING:
+                    self._did_not_arrive(block)
                 raise
 
     def _did_not_arrive(self, block: Block) -> None:
-        """Takes the block off the device, so that its next use reads it again and the error is raised only once."""
+        """Takes a block that could not come off the device."""
         if self.fetching is not None:
             self.fetching.withdraw_all()  # fetches ahead of the same moment may have failed as well
         if block.buffer is not None:
