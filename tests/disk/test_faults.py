@@ -182,6 +182,24 @@ def test_a_drive_that_fails(mount: Mount, ledger: Ledger, memory: Memory) -> Non
     store.close()
 
 
+def test_a_close_that_fails_keeps_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Linux, the descriptor is closed all the same."""
+    close, before = os.close, set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("headrace.memory.disk.file._open_direct", lambda descriptor, _writable: os.dup(descriptor))
+    file = DirectFile(os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), "a file", writable=True)
+    with monkeypatch.context() as patch:
+
+        def fails(descriptor: int) -> None:
+            close(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(os, "close", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            file.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+    file.close()
+
+
 @pytest.mark.parametrize("how", ["removed", "unmounted"])
 def test_a_directory_that_vanishes_takes_nothing_with_it(
     how: str, tmp_path: Path, mount: Mount, ledger: Ledger, memory: Memory

@@ -1,5 +1,6 @@
 """How are bytes read from and written to a file? At offsets, past the page cache where the filesystem allows it."""
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -142,8 +143,9 @@ def _behind(memory: Sequence[tuple[int, int]], moved: int) -> list[tuple[int, in
 
 
 def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+    with contextlib.ExitStack() as all_of_them:  # a close that fails keeps no other open
+        for descriptor in descriptors:
+            all_of_them.callback(os.close, descriptor)
 
 
 def _advice(number: int | None) -> str:
