@@ -271,11 +271,14 @@ class Offloaded(live.Handle, live.ModelHandle):
 
     def _release_blocks(self) -> None:
         """What was begun of wiring is undone."""
-        if self._attachment is not None:
-            self._attachment.detach()
-            self._attachment = None
+        self._detach()
         for block in self._made:
             block.release()
+
+    def _detach(self) -> None:
+        if self._attachment is not None:
+            self._attachment.detach()
+            self._attachment = None  # only now: where Ctrl-C comes before, `remove()` can be called again
 
     def _watch_steps(self) -> None:
         self._steps = OptimizerSteps(self._engine, self._meter)
@@ -548,6 +551,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         if self._attachment is not None:
             self._check_between_passes("remove()")
             self.let_go()
+            self._given = self._config = replace(self._config, blocks="auto", resident=())  # which named modules
 
     def convert(self, model: nn.Module, convert: Callable[[], object]) -> None:
         """Lets `convert` give the whole model other dtypes, and offloads it anew. Counters start at zero."""
@@ -588,8 +592,8 @@ class Offloaded(live.Handle, live.ModelHandle):
         steps += [self._engine.release_everything, self._gradients.close]
         if self.activations is not None:
             steps.append(self.activations.remove)
-        steps += [self._executor.close, self._attachment.detach, partial(setattr, self, "_attachment", None)]
-        steps += [partial(live.handles.discard, self), self._steps.unwatch]
+        steps += [self._executor.close, self._detach, partial(live.handles.discard, self)]
+        steps.append(self._steps.unwatch)
         if self._leave_grad_scaler is not None:
             steps.append(self._leave_grad_scaler)
         if self._fetching is not None:

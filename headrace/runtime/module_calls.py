@@ -245,15 +245,17 @@ def take_part(module: nn.Module, participant: Participant) -> None:
 
 
 def withdraw(module: nn.Module, participant: Participant) -> None:
-    """The inverse of `take_part`."""
+    """The inverse of `take_part`. After Ctrl-C in it, the module has the participant until it is called again."""
     calls = _calls_of(module)
-    calls.participants = tuple(one for one in calls.participants if one is not participant)
+    others = tuple(one for one in calls.participants if one is not participant)
     _take_off(module, calls, participant.methods)
-    if not calls.participants:
+    if not others:
         _take_off(module, calls, [name for name, held in module.__dict__.items() if isinstance(held, _Bound)])
-        del module.__dict__[_CALLS]
-        if calls.compiled is not None:
+        if calls.compiled is None:
+            del module.__dict__[_CALLS]
+        else:
             module.__dict__[_CALLS] = calls.compiled
+    calls.participants = others
 
 
 def compile_calls(module: nn.Module, compiler: Callable[[Any], Any]) -> None:
@@ -291,7 +293,8 @@ def _take_off(module: nn.Module, calls: _Calls, names: Iterable[str]) -> None:
         if isinstance(module.__dict__.get(name), _Bound):
             del module.__dict__[name]
         if name in calls.kept:
-            module.__dict__[name] = calls.kept.pop(name)
+            module.__dict__[name] = calls.kept[name]
+            del calls.kept[name]
 
 
 # copies and pickles: those of a plain module --------------------------------------------------------------------------

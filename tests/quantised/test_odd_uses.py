@@ -1,8 +1,10 @@
 """What may a user do with quantised weights of an offloaded model? What one may do without, or a clear refusal."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,21 @@ def test_both_of_a_pair_travel() -> None:
         assert torch.equal(model(batch()), plain(batch()))
         assert handle.stats().onload_bytes == 8 * PAIR_BYTES
         assert handle.stats().device_peak_bytes <= BUDGET_BYTES
+
+
+def test_after_remove_the_parts_go_with_the_model() -> None:
+    """Somebody keeps the handle."""
+    model = pairs()
+    handle = offload(model)
+    with torch.no_grad():
+        model(batch())
+    handle.remove()
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert weights
+    assert all(weight() is None for weight in weights)
+    assert handle.stats().onload_bytes > 0
 
 
 def test_the_user_keeps_his_own_objects() -> None:

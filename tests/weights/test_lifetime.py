@@ -1,6 +1,7 @@
 """Does memory go when its owner does?"""
 
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -23,8 +24,9 @@ from headrace.weights.passes.engine import Engine
 from tests.support.compare import assert_same, assert_same_gradients
 from tests.support.held import weight_bytes
 from tests.support.instances import instances
+from tests.support.interrupts import PACKAGE, interrupted_at
 from tests.support.loops import loss_of
-from tests.support.models import Decoder
+from tests.support.models import Decoder, seeded
 
 
 def is_gone(reference: weakref.ref[Any]) -> bool:
@@ -54,6 +56,69 @@ def test_remove_gives_everything_back_but_the_weights(compute_device, tokens, mo
     del model
     gc.collect()
     assert ledger.held_bytes(Tier.HOST) == 0
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_after_remove_weights_go_with_the_model_and_wait_for_no_collection(
+    compute_device, tokens, trains: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where somebody keeps the handle."""
+    ledgers, model = instances(monkeypatch, Ledger), Decoder()
+    handle = headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2)
+    for _ in range(3):
+        with torch.set_grad_enabled(trains):
+            loss = loss_of(model, tokens)
+        if trains:
+            loss.backward()
+    del loss
+    gc.collect()
+    gc.disable()
+    try:
+        model.zero_grad()
+        handle.remove()
+        weights = [weakref.ref(parameter) for parameter in model.parameters()]
+        del model
+        for _ in range(100):
+            if ledgers[0].held_bytes(Tier.HOST, "weights") == 0:
+                break
+            time.sleep(0.01)
+        assert ledgers[0].held_bytes(Tier.HOST, "weights") == 0
+        assert all(weight() is None for weight in weights)
+        assert handle.stats().device_peak_bytes > 0
+    finally:
+        gc.enable()
+
+
+def test_after_remove_what_was_kept_of_a_pass_is_refused(tokens) -> None:
+    """Somebody keeps the handle, too."""
+    model, kept = Decoder(), []
+    handle = headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2)
+    with model.layers[0].up.register_forward_hook(lambda module, *_: kept.append(module.weight)):
+        loss = loss_of(model, tokens)
+    handle.remove()
+    with pytest.raises(headrace.StateError, match="no longer offloaded"):
+        kept[0] + 1
+    with pytest.raises(headrace.StateError, match="let go"):
+        loss.backward()
+    handle.refresh()
+    handle.synchronize()
+
+
+@pytest.mark.parametrize("first", [1, 1500, 2500])
+def test_remove_that_ctrl_c_broke_off_can_be_called_again(compute_device, tokens, first: int) -> None:
+    plain = seeded(Decoder).to(compute_device)
+    expected = loss_of(plain, tokens.to(compute_device))
+    for moment in itertools.count(first, 171):
+        model = seeded(Decoder)
+        handle = headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2)
+        loss_of(model, tokens.to(compute_device)).backward()
+        broken_off = interrupted_at(moment, handle.remove, PACKAGE)
+        handle.remove()
+        assert is_plain(model)
+        assert torch.equal(loss_of(model.to(compute_device), tokens.to(compute_device)), expected)
+        if not broken_off or moment > first + 1000:
+            break
+    assert moment > 1000
 
 
 def is_plain(model: torch.nn.Module) -> bool:

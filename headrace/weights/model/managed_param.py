@@ -326,7 +326,12 @@ class ManagedParam:
             self._home_changed(written=True)
 
     def release(self) -> None:
-        """Makes the home an ordinary Parameter again, whose data stays where it is. Nothing refers back to this."""
+        """Makes the home an ordinary Parameter again, whose data stays where it is. Neither refers to the other then.
+
+        May be called again.
+        """
+        if "home" not in vars(self):
+            return
         home = as_parameter(self.home)
         if home.grad is None and home.requires_grad:
             home.grad_dtype = home.dtype  # the dtype of a plain parameter's gradient
@@ -338,6 +343,11 @@ class ManagedParam:
                 register: Any = self.leaf.register_post_accumulate_grad_hook
                 if self.leaf.requires_grad:
                     register(_refuse_gradient)
+        self.leaf.owner = _nobody
+        self._home_place = None
+        vars(self).pop("rest", None)
+        self.leaf.__dict__.pop("tensor", None)  # of a part of a weight: the user's own
+        del self.home
 
     def _move_in(self) -> None:
         with torch.no_grad():
@@ -386,3 +396,10 @@ def _refuse_gradient(_leaf: torch.Tensor) -> None:
 
 def _nothing(*_: object) -> None:
     pass
+
+
+class _Nobody:
+    """Who owns the leaf of a parameter that is no longer managed."""
+
+
+_nobody = weakref.ref(_Nobody())  # which is gone

@@ -527,11 +527,19 @@ class Block:
         return references_beside(self.buffer) <= views
 
     def release(self) -> None:
-        """Makes the homes ordinary parameters again."""
+        """Makes the homes ordinary parameters again. Afterwards the block has no parameters, and no memory where they
+        rest. May be called again, also after Ctrl-C in it.
+        """
         for param in self.params:
             param.release()
         for compound in self.compounds:
             compound.release()
+        self.places, self.leaves = Places(()), Leaves((), ())
+        self.bind = self.places.bind
+        self._homes, self._versions, self._addresses = [], [], []
+        self.params_by_offset, self.param_offsets = [], []
+        vars(self).pop("rest", None)
+        self.compounds, self.params = [], []
 
 
 def block_of(param: ManagedParam) -> Block:

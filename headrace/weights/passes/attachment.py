@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from headrace.errors import StateError
 from headrace.memory.buffers import plain_tensors
 from headrace.runtime.pipelines import pipelines_are_imported, split_backward_is_refused
 from headrace.runtime.process_wide import hooked
@@ -53,6 +54,10 @@ class _Registrations:
         refuse_wrapping(parent, module)
         _note_compiled(parent, name, module)
         self._seen(parent)
+
+
+def _refuse_call() -> None:
+    raise StateError("remove() was broken off before this module was an ordinary one again; call remove() once more")
 
 
 def _note_compiled(parent: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -152,21 +157,21 @@ class Attachment:
             site.companion = companion
 
     def detach(self) -> None:
-        """Makes the model an ordinary CPU model again."""
+        """Makes the model an ordinary CPU model again. The engine refuses calls and backwards from now on."""
         self._leave_registrations()
         if self._leave_pipelines is not None:
             self._leave_pipelines()
-        self._engine.before_call = lambda: None
+        self._engine.before_call = _refuse_call
+        self._engine.backward.refused = True
         for block in self._engine.passes.all_blocks():
             block.release()
         bring_attributes_back(self._modules, self._engine.passes.device)
         for module in list(self._modules):
-            managed = site_of(module) is not None
-            make_plain(module)
-            if managed:
+            if site_of(module) is not None:
                 for name, buffer in module._buffers.items():
                     if buffer is not None and buffer.device.type != "cpu":  # a tensor of a class of its own
                         module._buffers[name] = buffer.to("cpu")
+            make_plain(module)
 
     def _inventory(self, model: nn.Module) -> Inventory:
         for module in model.modules():

@@ -106,8 +106,10 @@ class Backward:
 
     def require(self, block: Block) -> None:
         """Brings a block of which an unpack hook needs a weight, if the site has not brought it; compute waits for the
-        block. Called by autograd, on the thread of the device.
+        block. Called by autograd, on the thread of the device. Raises StateError once the model has been let go of.
         """
+        if self.refused:
+            raise StateError(REMOVED)
         if block.presence in (Presence.ABSENT, Presence.RESERVED):
             with without_overrides():
                 self._executor.visit((block,), Phase.BACKWARD, block.name)

@@ -265,13 +265,12 @@ class Engine:
         return bool(missing)
 
     def release_everything(self) -> None:
-        """Ends all that is under way, with homes bound everywhere; a backward that comes later is refused."""
+        """Ends all that is under way, with homes bound everywhere."""
         self._recover()
         for lent, _ in self._lent:
             if (memory := lent()) is not None:
                 memory.untyped_storage().resize_(0)
         self.passes.buffers.release()
-        self.backward.refused = True
 
     # updates ----------------------------------------------------------------------------------------------------------
     def wait_until_free(self) -> None:
@@ -370,6 +369,8 @@ class Engine:
         raised, so each step may repeat what was done already. The order: calls go first, as blocks are bound for calls;
         blocks are unbound before any loses its buffer, as homes get what the model wrote to leaves; gradients go last.
         """
+        if self.backward.refused:  # nothing is left: the model was let go of amid this pass, as the process ended
+            return
         with self.backward.settling:
             self.passes.becomes(PassState.UNSETTLED)
             self.passes.calls.clear()

@@ -361,8 +361,8 @@ def make_plain(module: nn.Module) -> None:
     """The inverse of `make_managed` and `lend_parameters`."""
     managed = participant_of(module, Managed)
     if managed is not None:
-        withdraw(module, managed)
         _tell_device(module, None)
+        withdraw(module, managed)
     if isinstance(module._parameters, Parameters):
         module.__dict__["_parameters"] = dict(module._parameters.items())
     if isinstance(module._buffers, LendingDict):
