@@ -546,12 +546,14 @@ class Offloaded(live.Handle, live.ModelHandle):
 
         Parameters that rest on disk stay tensors over its files, which have no name and disappear with the last of
         these tensors. Raises StateError within a forward or backward. If an update that was under way or a write to
-        disk has failed, raises that error, but removes the handle all the same.
+        disk has failed, raises that error, but removes the handle all the same. Where Ctrl-C breaks it off, call it
+        again. Afterwards the handle keeps no weights: they go with the model.
         """
         if self._attachment is not None:
             self._check_between_passes("remove()")
             self.let_go()
-            self._given = self._config = replace(self._config, blocks="auto", resident=())  # which named modules
+            # Modules that `blocks` and `resident` hold would not go with the model.
+            self._given = self._config = replace(self._config, blocks="auto", resident=())
 
     def convert(self, model: nn.Module, convert: Callable[[], object]) -> None:
         """Lets `convert` give the whole model other dtypes, and offloads it anew. Counters start at zero."""

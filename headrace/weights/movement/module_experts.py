@@ -33,6 +33,7 @@ class ModuleExperts:
         self._meter = meter
         self._experts = {block.expert_key: block for block in blocks if block.expert_key is not None}
         # Has all experts that hold a place on the device, and perhaps some that have lost it: others made room, too.
+        # `make_room` says how many have room.
         self._keeping = Keeping(1, max(1, len({layer for layer, _ in self._experts})))
         self._layer = -1  # the layer whose experts are being called
         self._layer_call: set[Key] = set()  # experts that this call of the layer has used
