@@ -25,6 +25,7 @@ from headrace.memory.pages import (
     unmap,
 )
 from headrace.runtime.system import after_fork
+from headrace.runtime.threads import keeps_interrupts
 
 # Linux's own. Gives whole ranges large pages, whatever the system's setting for shared memory is (Linux 6.1 and later).
 _COLLAPSE = 25
@@ -70,6 +71,7 @@ class _File:
         unmap(reserved + before + nbytes, LARGE_PAGE_BYTES - before)
         return reserved + before
 
+    @keeps_interrupts
     def unmap(self, address: int) -> None:
         """Called when nobody refers to a mapping any more; in a child, too, which has only the mapping."""
         offset, nbytes = self.offsets.pop(address)

@@ -29,6 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from headrace.runtime.threads import keeps_interrupts
+
 __all__ = [
     "NO_TASK",
     "EndOfBackward",
@@ -140,6 +142,7 @@ class EndOfBackward:
             self._ended(completed=True)
 
     @unseen
+    @keeps_interrupts
     def __del__(self) -> None:
         if self._ended is not None:
             self._ended(completed=False)

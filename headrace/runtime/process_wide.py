@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from headrace.runtime.threads import keeps_interrupts
+
 Method = Callable[..., Any]
 
 
@@ -38,7 +40,7 @@ class ProcessWide:
             self._users.add(token)
             if self._undo is None:
                 self._undo = self._begin()
-        weakref.finalize(user, self._leave, token, dropped=True).atexit = False
+        weakref.finalize(user, keeps_interrupts(self._leave), token, dropped=True).atexit = False
         return functools.partial(self._leave, token, dropped=False)
 
     def _leave(self, token: object, *, dropped: bool) -> None:

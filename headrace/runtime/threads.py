@@ -5,6 +5,9 @@ library locked, so that the thread that is to wake the main thread blocks, too. 
 just starting its thread; the executor then starts another one for the next job.
 """
 
+import _thread
+import functools
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -122,6 +125,29 @@ def wait_asleep(event: Any) -> None:
         time.sleep(pause)
         pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE_SECONDS)
     event.synchronize()
+
+
+def keeps_interrupts(finalizer: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a function that the garbage collector calls. Python prints and drops whatever is raised there, so a
+    Ctrl-C that strikes there is sent again, by a thread, to strike after it.
+    """
+
+    @functools.wraps(finalizer)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            finalizer(*args, **kwargs)
+        except KeyboardInterrupt:
+            _thread.start_new_thread(_interrupt_main_thread, ())
+
+    return call
+
+
+def _interrupt_main_thread() -> None:
+    """Does what Ctrl-C does, also to a main thread that waits in a call of the system."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:  # Windows
+        _thread.interrupt_main()
 
 
 def _perform(told: Job[T], work: list[tuple[Callable[..., T], tuple[Any, ...], dict[str, Any]]]) -> None:

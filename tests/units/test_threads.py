@@ -1,6 +1,7 @@
 """Does Ctrl-C, at any moment of a submission or of a wait, leave others waiting for ever? Who sleeps while waiting?"""
 
 import threading
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.memory import fork_safe
+from headrace.runtime.autograd import EndOfBackward
+from headrace.runtime.process_wide import ProcessWide
 from headrace.runtime.threads import OneThread, on_headrace_thread, wait_asleep
 from tests.support.interrupts import interrupted_at
 
@@ -71,3 +75,33 @@ def test_own_threads_wait_for_a_stream_asleep(emu_device: ModuleType) -> None:
     wait_asleep(event())
     assert set(emu_device.spins()) == {"test-asleep_0", "MainThread"}
     executor.shutdown()
+
+
+def strike(**_kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def drops_a_user_of_a_patch(_patch: pytest.MonkeyPatch) -> None:
+    ProcessWide(lambda: strike, anywhere=True).use(lambda: None)
+
+
+def drops_the_end_of_a_backward(_patch: pytest.MonkeyPatch) -> None:
+    EndOfBackward(strike)
+
+
+def drops_locked_memory(patch: pytest.MonkeyPatch) -> None:
+    memory, _ = fork_safe.map_fork_safe(4096)
+    patch.setattr(fork_safe, "unmap", lambda _address, _nbytes: strike())
+    del memory
+
+
+@pytest.mark.parametrize("drop", [drops_a_user_of_a_patch, drops_the_end_of_a_backward, drops_locked_memory])
+def test_ctrl_c_in_a_finalizer_strikes_after_it(
+    drop: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drop_and_go_on() -> None:
+        drop(monkeypatch)
+        time.sleep(LONG_SECONDS)
+
+    with pytest.raises(KeyboardInterrupt):  # which Python would drop in the finalizer
+        drop_and_go_on()
