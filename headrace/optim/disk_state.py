@@ -27,12 +27,16 @@ MOST_BYTES_PER_ELEMENT = 12
 
 @dataclass(frozen=True)
 class Wanted:
-    """One parameter of a step: its key, its elements, and the dtype of each of its tensors."""
+    """One parameter of a step: its key, its elements, and the dtype of each of its tensors.
+
+    `weight_bytes`: of an element of a weight that comes to memory with its state; a load has a slot's bytes of them.
+    """
 
     key: Any
     elements: int
     dtypes: Mapping[str, torch.dtype]
     fresh: frozenset[str]  # the tensors that begin as zeros: they are not read
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ class DiskState:
 
     def _loads(self, wanted: Sequence[Wanted]) -> Iterator[list[Part]]:
         load: list[Part] = []
-        used = 0
+        used = weights = 0
         for index, one in enumerate(wanted):
             extents = self._extents_of(one)
             chunk = self._chunk_of(one)
@@ -251,9 +255,11 @@ class DiskState:
                     )
                     for name, dtype in one.dtypes.items()
                 }
-                if load and used + sum(extent.capacity_bytes for extent in within.values()) > self._ring.slot_bytes:
+                state_bytes = sum(extent.capacity_bytes for extent in within.values())
+                weights += (stop - start) * one.weight_bytes
+                if load and max(used + state_bytes, weights) > self._ring.slot_bytes:
                     yield load
-                    load, used = [], 0
+                    load, used, weights = [], 0, (stop - start) * one.weight_bytes
                 load.append(Part(index, start, stop))
                 for name, extent in within.items():
                     load[-1].stretches.append(_Stretch(extent, used, name, one.dtypes[name], name not in one.fresh))

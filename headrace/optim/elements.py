@@ -161,7 +161,8 @@ class ElementUpdates:
         elements = member.parameter.numel()
         moments, maximum = ("first", "second")[: len(member.rule.moments)], ("maximum",) * bool(member.rule.maximum)
         columns = dict(zip(dtypes, (*moments, *maximum, "master"), strict=False))
-        return _State(member, columns, Wanted((member.parameter, elements), elements, dtypes, fresh), entries)
+        key, weight_bytes = (member.parameter, elements), member.master.host.itemsize
+        return _State(member, columns, Wanted(key, elements, dtypes, fresh, weight_bytes), entries)
 
 
 def _whole(state: _State, *, in_memory: bool) -> Update:

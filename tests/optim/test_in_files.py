@@ -15,7 +15,7 @@ from torch import nn
 import headrace
 from headrace.errors import DiskError, StateError
 from headrace.memory.disk import DiskStore
-from headrace.optim import disk_state, elements, update
+from headrace.optim import disk_state, elements, in_files, update
 from headrace.optim.in_files import Grains
 from tests.disk.test_faults import spill_file
 from tests.optim.test_disk_faults import fail_after
@@ -280,3 +280,27 @@ def test_a_drive_that_fails_in_a_step(
         train(model, ours, 2)
         assert_same(list(model.parameters()), list(plain.parameters()))
         assert torch.equal(loss_of(model, TOKENS), loss_of(plain, TOKENS))
+
+
+def test_a_step_without_state_holds_a_few_grains(
+    tmp_path: Path, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of such a step passes through the ring of state, whose size would bound what weights take."""
+    new_pages = in_files.new_pages
+
+    def note_pages(nbytes: int) -> torch.Tensor:
+        counted["made"] += nbytes
+        return new_pages(nbytes)
+
+    monkeypatch.setattr(in_files, "new_pages", note_pages)
+    plain, model = models(torch.float32)
+    with headrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
+        theirs = headrace.optim.SGD(plain.parameters(), lr=0.1)
+        ours = headrace.optim.SGD(model.parameters(), lr=0.1, tier="disk", disk=tmp_path / "state")
+        for _ in range(2):  # blocks may move to disk in the first
+            train(plain, theirs)
+            counted.clear()
+            train(model, ours)
+        assert_same(list(model.parameters()), list(plain.parameters()))
+        assert counted["bytes"] >= sum(block.rest.extent.capacity_bytes for block in fetched(handle))
+        assert 0 < counted["made"] < counted["bytes"] / 3
