@@ -297,6 +297,41 @@ def test_nothing_is_guessed_while_a_fetch_is_promised(
         assert guessed() == [other]
 
 
+def comes_to(free_slots: int, ring: StagingRing) -> bool:
+    """Waits until so many slots are free. False: that does not come."""
+    deadline = time.monotonic() + 20
+    while ring.free_slots != free_slots and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return ring.free_slots == free_slots
+
+
+def test_a_guess_that_ctrl_c_left_without_reads_keeps_nobody_waiting(
+    compute_device: torch.device, tmp_path: Path, rings: list[StagingRing], monkeypatch: pytest.MonkeyPatch
+):
+    """A later guess has all chunks of the ring then. Both are withdrawn, and the chunks come back."""
+    model = large_decoder().requires_grad_(False)
+    made = instances(monkeypatch, Fetching)
+
+    def strike(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    with offload(model, compute_device, tmp_path, rings) as handle:
+        (fetching,), (one, other, *_), ring = made, layers_on_disk(handle), rings[-1]
+        fetching.withdraw_all()
+        chunks = RING_BYTES // ring.slot_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr("headrace.weights.rest.fetching.min", strike, raising=False)
+            with pytest.raises(KeyboardInterrupt):
+                fetching.ahead(one, 0)
+        fetching.ahead(other, 0)
+        assert comes_to(0, ring)
+        fetching.withdraw_all()
+        came_back = comes_to(chunks, ring)
+        if not came_back:
+            ring.close()  # ends the wait of the thread that reads
+        assert came_back
+
+
 def test_records_of_reads_go_with_them(tokens: torch.Tensor, tmp_path: Path):
     """Where the CPU is the device, and has room for several blocks: what is asked for waits for no turn."""
     model = Decoder(layers=60, width=32).requires_grad_(False)

@@ -111,6 +111,8 @@ class Fetch:
             if not self.withdrawn and self._submitted == 0:
                 self.before()
             for piece in self.pieces[self._submitted : stop]:
+                if self.withdrawn:  # the chunks may be those of later guesses, which are sent behind this one
+                    break
                 chunk = ring.acquire()
                 try:
                     if chunk.free is not None:
