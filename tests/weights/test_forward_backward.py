@@ -4,6 +4,7 @@ import _thread
 import dataclasses
 import functools
 import gc
+import itertools
 import threading
 import warnings
 import weakref
@@ -23,6 +24,7 @@ from headrace.runtime.autograd import in_backward
 from headrace.weights.movement import batch_sums
 from headrace.weights.passes.engine import Engine
 from tests.support.compare import assert_same, assert_same_gradients, assert_same_weights
+from tests.support.interrupts import interrupted_at
 from tests.support.loops import random_batches
 from tests.support.models import Layer, Stack, seeded
 
@@ -125,6 +127,29 @@ def test_no_host_memory_is_made_in_backward(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(batch_sums, "Arena", Seen)
     assert_equals_the_loop(tied, square)
     assert made == [False] * (3 * 2 * COUNT)
+
+
+def test_ctrl_c_while_gradients_of_tied_weights_leave(compute_device: torch.device) -> None:
+    """What the copies under way read and write is not free before they end: the emulated device looks for races."""
+    plain, trained = (built(Model) for _ in range(2))
+    for model in (plain, trained):
+        model.layers[3].up.weight = model.layers[0].up.weight
+    handle = offloaded(trained, device=compute_device)
+    plain.to(compute_device)
+    given = [batch.to(compute_device) for batch in batches()]
+    in_turn(plain, lambda batch: square(plain, batch), given)
+    came = True
+    for moment in itertools.count(1, 31):
+        if not came:
+            break
+        came = interrupted_at(
+            moment, lambda: handle.forward_backward(given, lambda batch: square(trained, batch)), "batch_sums.py"
+        )
+        trained.zero_grad()
+    assert moment > 100
+    handle.forward_backward(given, lambda batch: square(trained, batch))
+    assert handle.stats().micro_batches_together > 0
+    assert_same_gradients(trained, plain)
 
 
 @pytest.mark.core(together=4)

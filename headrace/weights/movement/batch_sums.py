@@ -112,11 +112,13 @@ class BatchSums:
             self._last = transfer.done
 
     def abandon(self) -> None:
-        """Called when backward raised: compute waits for all that comes, also where Ctrl-C came before that was noted,
-        as its memory is free for compute from now on.
+        """Called when backward raised: compute waits for all that comes, and the host for all that leaves, also where
+        Ctrl-C came before that was noted, as the memory of both is free from now on.
         """
         self._lanes.wait(self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done)
+        self._lanes.copy(Lane.OFFLOAD, (), self._lanes.mark()).done.synchronize()
         self._before.clear()
+        self._leaving.clear()
 
     def end(self) -> None:
         """Called when all micro-batches are through: adds up gradients that wait, in the order of the micro-batches."""
