@@ -51,13 +51,12 @@ class ElementUpdates:
         disk = self._states.disk if members[0].master.state_device.type == "cpu" else None
         on_host = members[0].master.host.device.type == "cpu"
         in_their_files, others = in_files(members) if on_host and in_place else ([], members)
-        states = {id(one): self._in_memory(one) if disk is None else self._on_disk(one, disk) for one in members}
-        if device is not None:
-            if disk is not None:
-                disk.lock_for(device.device)
-            else:
-                for state in states.values():
-                    self._states.in_locked_memory(state.entries, state.columns, device.device)
+        lock_for = None if device is None else device.device
+        if disk is not None and lock_for is not None:
+            disk.lock_for(lock_for)
+        states = {
+            id(one): self._in_memory(one, lock_for) if disk is None else self._on_disk(one, disk) for one in members
+        }
         run = update.perform if device is None else device.perform
         # Those in files are first: a drive that fails at once has changed nothing.
         for batch, from_files in ((in_their_files, True), (others, False)):
@@ -127,8 +126,11 @@ class ElementUpdates:
         if states:
             foreach_add([state["step"] for state in states], 1)
 
-    def _in_memory(self, member: Member) -> _State:
-        """A parameter's state in a copy of its dict, so that the dict is unchanged if the update fails."""
+    def _in_memory(self, member: Member, lock_for: torch.device | None) -> _State:
+        """A parameter's state in a copy of its dict, so that the dict's values are unchanged if the update fails.
+
+        `lock_for`: the device for which its memory is page-locked; the dict's too, so that both have the same memory.
+        """
         entries: dict[str, Any] = dict(member.state)
         rule, master = member.rule, member.master
         self._states.normalize(entries, rule, master)
@@ -142,6 +144,9 @@ class ElementUpdates:
             if kept is None:
                 fresh.add(name)
             entries[name] = master.zeros(dtype) if kept is None else kept
+        if lock_for is not None:
+            self._states.in_locked_memory(entries, dtypes, lock_for)
+            member.state.update({name: entries[name] for name in dtypes if name in member.state})
         return self._state(member, dtypes, frozenset(fresh), entries)
 
     def _on_disk(self, member: Member, disk: DiskState) -> _State:

@@ -186,9 +186,12 @@ class Grains:
         return grain
 
     def _gradient(self, gradient: torch.Tensor, grain: _Grain) -> torch.Tensor:
-        """The gradient itself, or if it rests on disk, the memory into which it is read with the grain."""
+        """The gradient itself, or if it rests on disk, the memory into which it is read with the grain.
+
+        Of pages that gradients share, each would have a copy: gradients smaller than a page are read when touched.
+        """
         shown = origin_of(gradient)
-        if shown is None:
+        if shown is None or gradient.nbytes < DISK_ALIGNMENT_BYTES:
             return gradient
         origin, offset = shown
         first = offset // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES

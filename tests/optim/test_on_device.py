@@ -7,6 +7,7 @@ import itertools
 import mmap
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -360,6 +361,27 @@ def test_the_state_of_a_parameter_is_locked_at_once(emu_device: ModuleType, monk
             weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert made == [mmap.PAGESIZE] * 3
+
+
+def test_a_loaded_state_is_held_once(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor goes as soon as it is copied to page-locked memory, not when all parameters are updated."""
+    weights = [nn.Parameter(torch.ones(64, device="emu")) for _ in range(3)]
+    optimizer = AdamW(weights, update="device")
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    loaded = [weakref.ref(entries[name]) for entries in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert len(loaded) == 6
+    perform, alive = DeviceUpdates.perform, []
+
+    def note_alive(self: DeviceUpdates, *arguments: Any) -> None:
+        alive.append(sum(one() is not None for one in loaded))
+        perform(self, *arguments)
+
+    monkeypatch.setattr(DeviceUpdates, "perform", note_alive)
+    optimizer.step()
+    assert alive == [0]
 
 
 def test_state_on_disk_passes_through_one_ring(
