@@ -1,5 +1,6 @@
 """Does the disk store give back what it was given, in order, at any size and offset, directly and as memory?"""
 
+import gc
 import os
 import sys
 import threading
@@ -335,3 +336,20 @@ def test_a_closed_store_says_so(tmp_path: Path, ledger: Ledger, memory: Memory) 
     ):
         with pytest.raises(StateError, match=r"'layers.\d' cannot be reached: the disk store is closed"):
             call()
+
+
+def test_the_threads_of_a_store_that_is_let_go_of_end(tmp_path: Path, ledger: Ledger) -> None:
+    """Also where releasing an extent was the last thing that they were told."""
+    before = set(threading.enumerate())
+    store = DiskStore(tmp_path, ledger)
+    threads = set(threading.enumerate()) - before
+    extent = store.allocate("activations", PAGE, "activations")
+    store.synchronize()
+    store.release(extent)
+    while store._requests._turns._inbox.qsize():  # until the thread of turns has taken it
+        pass
+    del store
+    gc.collect()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()

@@ -210,6 +210,7 @@ class _Turns:
                 stopping = True
             else:
                 message()
+            del message  # it may refer to the Requests, whose end stops this thread
         for queue in queues:
             queue.put(None)
         self._stopped = True
