@@ -40,7 +40,7 @@ class Probe:
             (f"onload, {host}", f"{hardware.onload_bytes_per_second / 1e9:.2f} GB/s"),
             ("onload, pageable", f"{self.pageable_bytes_per_second / 1e9:.2f} GB/s"),
             (f"offload, {host}", f"{hardware.offload_bytes_per_second / 1e9:.2f} GB/s"),
-            ("of each, both at once", f"{hardware.duplex_share:.0%}"),
+            ("left when both run", f"{hardware.duplex_share:.0%} of each"),
             ("host memory", f"{hardware.host_memory_bytes / 1e9:.1f} GB"),
             ("host memory, copies", f"{hardware.dram_bytes_per_second / 1e9:.2f} GB/s read and written"),
             ("optimizer update", f"{hardware.update_rate / 1e9:.2f} GB/s, {hardware.update_rate / 28e9:.2f}G params/s"),

@@ -55,6 +55,7 @@ def page_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = LlamaConfig(**sizes, **ids)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "my-model")
     MixtralConfig(**sizes, **ids).save_pretrained(tmp_path / "my-mixture")
+    config.save_pretrained(tmp_path / "llama-7b")  # a page writes it in Python, and plans it in the shell
     tokenizer = byte_tokenizer(longest=256)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(tmp_path / "my-model")

@@ -137,7 +137,7 @@ class RunRecord:
         if self.planned is None:
             return ""
         bound, compute = seconds_text(self.planned.lower_bound_seconds), seconds_text(self.planned.compute_seconds)
-        return f"{bound}: no schedule is below that at the speeds of the plan, which has {compute} of compute"
+        return f"{bound} at the plan's speeds, where compute takes {compute}: no schedule is below that"
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)})

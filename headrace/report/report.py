@@ -71,7 +71,7 @@ class Report:
             rows.append((lane, line))
         stalls = record.shown_stalls()
         for stall in [*stalls[:_SHOWN], *(each for each in stalls[_SHOWN:] if not each.what)]:
-            cause = f"{stall.lane} of {stall.what}" if stall.what else "the host, and no copy"
+            cause = f"{stall.lane} of {stall.what}" if stall.what else "the host, not a copy"
             rows.append(("stall", f"{stall.visit} waited {seconds_text(stall.seconds)} for {cause}"))
         return rows
 

@@ -26,7 +26,7 @@ def stop_on_signals(note: Callable[[str], None]) -> Iterator[threading.Event]:
     def ask(number: int, frame: FrameType | None) -> None:
         restore()
         asked.set()
-        note("stopping after this step, then saving; once more stops at once")
+        note("stopping after this step, then saving; a second request stops at once")
 
     for number in previous:
         signal.signal(number, ask)

@@ -218,7 +218,7 @@ class StepGraph:
         waits = self.overlap is Overlap.NONE and bool(order)
         if waits:
             # The host finishes the update before it goes on, and gives no lane anything of the next step until then.
-            self.last_compute = self._add(CostLane.COMPUTE, "wait for the update", 0.0, [last])
+            self.last_compute = self._add(CostLane.COMPUTE, "the next step", 0.0, [last])
             self.ready.update(dict.fromkeys(order, self.last_compute))
         for block in problem.changing:
             self.arrival.pop(block, None)
