@@ -146,7 +146,7 @@ class Gathers:
 
     def keep_up(self) -> None:
         """Begins the gathers that other ranks have begun. Called while this rank waits for their gradients, as they may
-        be waiting for this: ranks that use layers differently have the same gradient at different visits.
+        be waiting for it: ranks that use layers differently have the same gradient at different visits.
         """
         while self._agenda and any(self._counters.of(rank, _BEGUN) > self._begun for rank in range(self._node.size)):
             self.gather_for_others(self._agenda.popleft()[1])
@@ -184,7 +184,7 @@ class Gathers:
         return gathered, gathered if others else read
 
     def part_of(self, block: Block) -> "OwnPart":
-        """What this rank brings of a block: one of equal ranges, as many as ranks, and the rest behind these."""
+        """What this rank brings of a block: its range (all ranks' are equal), and the rest behind these."""
         unit, ranks = block.rest.range_bytes, self._node.size
         length = block.nbytes // ranks // unit * unit
         own = self._node.rank * length, length
