@@ -182,7 +182,7 @@ class DiskState:
                     self._ring.release(slot, None)
 
     def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Writes the flat `tensors` to disk as the state of a parameter of so many elements."""
+        """Writes the flat `tensors` to disk as the state of a parameter of `elements`."""
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
 
         def fill(parts: list[Part]) -> None:

@@ -174,7 +174,7 @@ def _added_up(parts: list[_Part]) -> list[_Part]:
 
 
 def bytes_apart(uses: Mapping[ManagedParam, int], count: int) -> int:
-    """The most bytes of host memory that `count` micro-batches take for parameters used in so many blocks (`uses`)."""
+    """The most bytes of host memory for `count` micro-batches. `uses`: in how many blocks a parameter is used."""
     return count * sum(blocks * whole_pages(_nbytes(param)) for param, blocks in uses.items())
 
 

@@ -2,10 +2,9 @@
 
 A rank may not decide alone which blocks are gathered, and in which order. In a pass with gradients, when all ranks have
 met, the first rank says which plan it follows, and all follow it: the loads that the plan lists are gathered, in its
-order, whatever becomes of the plan on a rank. A rank that has no use for a block takes part all the same, beside its
-budget. A rank may begin a gather at any time, but it begins all that come before it in that order first. Every other
-load (on demand, without gradients, between passes) brings the whole block over the rank's own link. See
-docs/design/nodes.md.
+order, whatever becomes of the plan on a rank. A rank that has no use for a block takes part, too, outside its budget. A
+rank may begin a gather at any time, but it begins all that come before it in that order first. Every other load (on
+demand, without gradients, between passes) brings the whole block over the rank's own link. See docs/design/nodes.md.
 """
 
 from collections import deque

@@ -321,7 +321,7 @@ class Site:
 
     def needs_no_visit(self) -> bool:
         """Whether a layer's call has nothing to bring, nor to keep from autograd. Asked on the thread of a forward that
-        has all blocks bound. With gradients, the call's output is to be watched all the same.
+        has all blocks bound. With gradients, the call's output is still to be watched.
         """
         if is_autocast_cache_enabled() and is_autocast_enabled(self.passes.device.type):
             return False  # the cache would keep copies of weights

@@ -63,7 +63,7 @@ class Engine:
             self._adopt(block)
 
     def _adopt(self, block: Block) -> None:
-        """From now on the gradients of a block's leaves come to this engine, and its leaves are lent."""
+        """Lends a block's leaves, and takes their gradients, from now on."""
         block.manager = self
         with without_overrides():  # a leaf may be away
             for param in block.params:

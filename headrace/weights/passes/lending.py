@@ -29,7 +29,7 @@ class Lending:
         self._lent_in_backward: list[Block] = []  # lent outside of any call
 
     def add(self, block: Block) -> None:
-        """From now on the block's leaves are lent, too."""
+        """Has the block's leaves lent, too."""
         self._blocks.update(dict.fromkeys(block.params, block))
 
     def lend_to_function(self, param: ManagedParam, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
