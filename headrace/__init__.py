@@ -1,4 +1,4 @@
-"""The names of `names.py`, imported when the first is used, and modules: `headrace --help` waits for none of them."""
+"""The names of `names.py`, and modules, imported on first use: `headrace --help` waits for none of them."""
 
 import importlib.util
 from typing import TYPE_CHECKING, Any

@@ -44,34 +44,34 @@ def offload_activations(
     most_in_flight: int | None = None,
     all_leave: bool = False,
 ) -> "ActivationOffloading":
-    """Keeps what autograd saves in forward in host memory until backward. The model must be on its device.
+    """Offloads what autograd saves in forward to the host until backward. The model must be on its device.
 
     Results stay the same bit for bit. Copies begin when a tensor is saved, and the first step is recorded; from then on
     a plan says what leaves and when it comes back, so that compute waits as little as possible. Steps with inputs of
-    other shapes keep to that plan's limit, and get a plan of their own when they recur. Gradient checkpointing may be
-    on; then what the checkpoints keep leaves. Parameters and buffers never leave.
+    other shapes keep to that plan's limit, and get a plan of their own when they recur. With gradient checkpointing,
+    what the checkpoints keep is offloaded. Parameters and buffers never leave.
 
-    - `layers`: only what these layers save leaves. Give an int N for the first N of the model's lists of layers, or
-      modules and name patterns (fnmatch, such as "model.layers.*"). Default: whatever the model saves.
-    - `fraction`: at most this share of the bytes leaves, from 0 to 1. What is saved first leaves.
+    - `layers`: offloads only what these save. Give an int N for the first N of the model's lists of layers, or modules
+      and name patterns (fnmatch, such as "model.layers.*"). Default: whatever the model saves.
+    - `fraction`: at most this share of the bytes leaves, 0 to 1: those that are saved first.
     - `min_bytes`: smaller tensors stay.
     - `modules`: only what is saved inside these modules or name patterns (such as "*.mlp") leaves. Calls inside
       compiled code are not seen, so name the module that was compiled.
     - `tier`: "host"; or "disk": tensors pass through a little host memory and rest in a file in the directory `disk`.
     - `device_memory`: ceiling in bytes for the saved tensors on the device, from the second step on, kept even if
-      compute has to wait; only what is being computed may have to exceed it. Default: as few bytes as possible without
-      making compute wait.
+      compute has to wait; only a computation under way may exceed it. Default: as few bytes as possible without making
+      compute wait.
     - `host_memory`: ceiling in bytes for the host memory. Default: the memory that is free on the machine and in the
       cgroup, less 15%.
     - `most_in_flight`: how many copies to the host may be under way at once. A tensor beyond that stays; if it has to
       leave to keep to `device_memory`, it waits. Default: the plan decides.
-    - `all_leave`: everything that may leave does, however slow the link is. Not together with `device_memory`.
+    - `all_leave`: offloads all that may leave, however slow the link is. Not together with `device_memory`.
 
     Returns the handle; as a context manager it calls `remove()` at the end. To offload weights and activations
     together, call `headrace.offload(model, activations=True)`.
 
-    Raises ValueError and TypeError for settings that make no sense, StateError for a model whose activations or weights
-    are offloaded already or a directory that is in use, and DiskError for a directory that cannot be used. The first
+    Raises ValueError and TypeError for invalid settings, StateError for a model whose activations or weights are
+    offloaded already or a directory that is in use, and DiskError for a directory that cannot be used. The first
     forward that needs more than `host_memory` raises BudgetError.
     """
     config = ActivationConfig.of(
@@ -247,7 +247,7 @@ class ActivationOffloading(Handle):
         return self._passes.one_backward()
 
     def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """A watched module is called, in a forward or a recomputation."""
+        """A context for a watched module's call or recomputation."""
         return self._calls.calling(module, args, kwargs)
 
     def _check_device(self) -> None:

@@ -53,7 +53,7 @@ def cached_probe() -> Hardware:
 
 
 def probed_rates(device: torch.device) -> dict[str, float]:
-    """Bytes per second of each lane as `probe()` measured them for `device`; empty when it has not, or is damaged."""
+    """Bytes per second of each lane, as `probe()` measured for `device`; empty without a valid measurement."""
     try:
         hardware = cached_probe()
     except ValueError:  # damaged, or of another version: `plan` says so, a report does without
@@ -115,9 +115,9 @@ def plan(
       stats have it (1 - `expert_loads` / `expert_uses`). `RunPlan.decoding` has the speed for this share and for
       others.
 
-    Raises TypeError for settings of another type, ValueError for settings that make no sense or have no effect
-    (settings of the update in inference, or of several devices without `devices`), and HardwareNotFound for an unknown
-    machine. A model that does not fit is not an error: see `RunPlan.fits`.
+    Raises TypeError for settings of another type, ValueError for settings that are invalid or have no effect (settings
+    of the update in inference, or of several devices without `devices`), and HardwareNotFound for an unknown machine. A
+    model that does not fit is not an error: see `RunPlan.fits`.
     """
     sizes = {"batch_size": batch_size, "sequence_length": sequence_length, "micro_batches": micro_batches}
     _check_numbers(sizes | {"nodes": nodes}, devices, adapter_rank, weight_bits, expert_hit_rate, optimizer_fraction)
@@ -175,7 +175,7 @@ def _check_numbers(
 
 
 def _all_devices(machine: Hardware, devices: int | None, nodes: int) -> int:
-    """Of all nodes together. Raises ValueError where the network is not known."""
+    """On all nodes. Raises ValueError where the network is not known."""
     if nodes > 1 and not machine.node_bytes_per_second:
         raise ValueError(
             f"nodes={nodes} but the network of {machine.name} is not known; give it: Hardware.changed(network='12GB/s')"
@@ -184,14 +184,14 @@ def _all_devices(machine: Hardware, devices: int | None, nodes: int) -> int:
 
 
 def _refuse_idle(*settings: tuple[str, Any, bool, str]) -> None:
-    """Raises ValueError for one that is given (not None) where it does not apply."""
+    """Raises ValueError for a setting (not None) that does not apply."""
     for name, value, applies, why in settings:
         if value is not None and not applies:
             raise ValueError(f"{name}={value!r} is {why}")
 
 
 def _state_bytes(state_dtype: torch.dtype | str) -> float:
-    """Of both moments of a parameter."""
+    """Bytes of a parameter's moments."""
     name = str(state_dtype).removeprefix("torch.")
     if name == "8bit":
         from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS  # here: it imports torch

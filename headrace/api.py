@@ -112,14 +112,14 @@ def offload(
     - `disk`: a directory on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
       this model alone while the model is offloaded. Parameters on disk are tensors over memory-mapped files: code reads
       and writes them as usual.
-    - `checkpoint`: safetensors files: one file, an index of shards, or their directory. Parameters on the meta device
-      take their values from these, under the names of `state_dict()` and in the files' dtypes. Weights that do not fit
-      in `host_memory` are read in place, and move to `disk` when they change.
+    - `checkpoint`: a safetensors file, an index of shards, or a directory of them. Parameters on the meta device take
+      their values from these, under the names of `state_dict()` and in the files' dtypes. Weights that do not fit in
+      `host_memory` are read in place, and move to `disk` when they change.
     - `blocks`: what travels together: "auto" (repeated layers, or parts of layers if a model decodes and nearly fits),
       a size such as "256MiB", or a list of modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
     - `resident`: modules and name patterns that stay on the device. Adapters and small weights outside the blocks stay
       anyway.
-    - `prefetch`: the most visits ahead that a block is loaded. "auto": the plan decides.
+    - `prefetch`: how many visits ahead a block may be loaded. "auto": the plan decides.
     - `param_dtype`: dtype in which floating-point weights travel and compute; the parameters on the host keep theirs.
     - `grad_dtype`: dtype of `parameter.grad`, in which micro-batches are summed. Default: the parameter's own dtype.
     - `activations`: True, or a dict of settings of `offload_activations` such as `{"device_memory": "2GiB"}`. What
@@ -136,16 +136,16 @@ def offload(
       devices of the node, through the mesh's process group. This is for devices that reach each other faster than the
       host (NVLink). With three or more ranks, gradients are then summed in the order of that group's collective.
       "auto": both are tried and the faster one is used; the report says which.
-    - `packed`: "disk" also keeps a packed copy, without loss, of frozen bfloat16 weights that are read from disk again
-      and again, if that is quicker: then only three quarters of their bytes are read. True does the same, and also
-      packs weights in host memory, in what the host budget leaves, for an accelerator with Triton: then three quarters
-      of their bytes cross the link. This has not been measured on an accelerator yet. False packs nothing.
+    - `packed`: "disk" also keeps a lossless packed copy of frozen bfloat16 weights that are read from disk repeatedly,
+      if that is quicker: then only three quarters of their bytes are read. True also packs weights in host memory, in
+      what the host budget leaves, for an accelerator with Triton: then three quarters of their bytes cross the link.
+      (This has not been timed on an accelerator yet.) False packs nothing.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (on meta, sparse, or
     trained tensor subclasses), StateError for a model that is offloaded already, is wrapped for data-parallel training,
-    or carries hooks of accelerate or diffusers, and ValueError or TypeError for settings that make no sense. Nothing
-    has been changed in any of these cases. Host memory for gradients is allocated by the first pass with gradients,
-    which raises BudgetError when `host_memory` has no room for them.
+    or carries hooks of accelerate or diffusers, and ValueError or TypeError for invalid settings. Nothing has been
+    changed in any of these cases. Host memory for gradients is allocated by the first pass with gradients, which raises
+    BudgetError when `host_memory` has no room for them.
 
     Gradients of parameters come only from `backward()`: `torch.autograd.grad` and `backward(inputs=...)` do not find
     the parameters, because the graph holds their copies on the device.
@@ -182,7 +182,7 @@ def _lists_modules(blocks: object) -> bool:
 
 
 def _budget(name: str, size: Size | None, model: nn.Module) -> int | None:
-    """In bytes. The weights are counted only if the budget is a share of them; not every model can be counted."""
+    """The bytes. Weights are counted only if the budget is a share of them: some models cannot be counted."""
     share = isinstance(size, str) and "%" in size
     whole_bytes = sum(parameter.nbytes for parameter in model.parameters()) if share else 0
     return None if size is None else parse_budget(size, name=name, whole_bytes=whole_bytes)
@@ -241,7 +241,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         live.handles.add(self)
 
     def _cut(self, model: nn.Module, materialized: Materialized | None) -> tuple[Inventory, Partition, Placement]:
-        """What there is, what of it travels together, and where that rests, within the budgets. Changes nothing."""
+        """The model's tensors, which of them travel together, and where they rest. Changes no tensor."""
         config = self._config
         inventory = take_inventory(model, param_dtype=config.param_dtype)
         inventory.refuse_views()
@@ -258,7 +258,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         return inventory, parts, placement
 
     def _agreed(self, budgets: Budgets, model: nn.Module) -> Budgets:
-        """The least that any rank has, after a check that all were given the same; their buffers are the first's."""
+        """The smallest budgets of any rank. Checks that settings agree, and gives all ranks the first's buffers."""
         if self._node is None:
             return budgets
         buffers = {name: one for name, one in model.named_buffers() if one.device.type == "cpu" and one.numel()}
@@ -270,7 +270,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         return replace(budgets, device_bytes=device_bytes, host_bytes=host_bytes, ranks=self._node.size)
 
     def _release_blocks(self) -> None:
-        """What was begun of wiring is undone."""
+        """Undoes what there is of the wiring."""
         self._detach()
         for block in self._made:
             block.release()
@@ -367,12 +367,12 @@ class Offloaded(live.Handle, live.ModelHandle):
         random numbers (dropout, from PyTorch's default generators) as in the loop; the others draw different ones, from
         the same distribution. If a model cannot be cut between blocks, or keeps something that other micro-batches
         would see, the loop is used instead, and a warning says so. `loss_function` is then called again for
-        micro-batches that it has been called for already. If it shares something among micro-batches through variables
-        of its own, this is not noticed.
+        micro-batches that it has been called for already. If it shares something among micro-batches through its own
+        variables, that goes unnoticed.
 
         Raises ValueError if there is no micro-batch or no loss, StateError within a pass, and whatever `loss_function`
-        raises. After an error, gradients are those of the groups of `together` micro-batches that were done before it;
-        one to which the failed group was adding may hold a part of that, as after any backward that raises.
+        raises. After an error, gradients are those of the groups of `together` micro-batches that were done. Some may
+        also hold a part of the failed group's, as after any backward that raises.
         """
         self._check_between_passes("forward_backward()")
         if self._attachment is None:
@@ -531,7 +531,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         report.to_trace(path)
 
     def synchronize(self) -> None:
-        """Waits until every copy, write and update for this model is done, and all other work of the device.
+        """Waits until the device is idle, and every copy, write and update for this model is done.
 
         Raises DiskError for a write that failed and has not succeeded since.
         """
@@ -545,9 +545,9 @@ class Offloaded(live.Handle, live.ModelHandle):
         """Makes the model an ordinary CPU model again. Parameters keep their identity, values and gradients.
 
         Parameters that rest on disk stay tensors over its files, which have no name and disappear with the last of
-        these tensors. Raises StateError within a forward or backward. If an update that was under way or a write to
-        disk has failed, raises that error, but removes the handle all the same. Where Ctrl-C breaks it off, call it
-        again. Afterwards the handle keeps no weights: they go with the model.
+        these tensors. Raises StateError within a forward or backward. If an update under way or a write to disk has
+        failed, raises that error, but removes the handle all the same. If Ctrl-C breaks it off, call it again.
+        Afterwards the handle refers to no weights.
         """
         if self._attachment is not None:
             self._check_between_passes("remove()")
@@ -624,7 +624,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         return block
 
     def _own_part(self, nbytes: int | None) -> int | None:
-        """Of what all ranks of the node may take."""
+        """This rank's part of a node's bytes."""
         return nbytes if self._node is None or nbytes is None else nbytes // self._node.size
 
     def _open_fetching(self, chunk_bytes: int, chunks: int) -> Fetching:

@@ -43,7 +43,7 @@ BlocksSpec = Literal["auto"] | Size | Sequence["nn.Module | str"]
 
 
 def parse_bytes(size: Size, *, name: str = "size") -> int:
-    """Returns `size` in bytes. It is an int of bytes, or text with a unit.
+    """Returns `size` in bytes: an int, or text with a unit.
 
     Units are B; KB, MB, GB and TB of 1000; and KiB, MiB, GiB and TiB of 1024, for which K, M, G and T are short.
 

@@ -24,8 +24,8 @@ _ATTENTION = ("scaled_dot_product", "bmm")  # in names of operations: products w
 class Seen:
     """What one block did in a forward: totals over all its tokens.
 
-    `saved_bytes`: what backward needs, without parameters. `input_bytes`: what recomputation keeps: of a layer
-    the first tensor that it was given; of what comes before layers all that is saved, and all else they were given.
+    `saved_bytes`: what backward needs, without parameters. `input_bytes`: what recomputation keeps: for a layer, its
+    first input tensor; for what comes before layers, all that is saved and the layers' other inputs.
     """
 
     saved_bytes: int = 0
@@ -87,7 +87,7 @@ def dry_run(
 
 
 def _kind_of(name: str, layer: nn.Module) -> tuple[Any, ...]:
-    """Layers of one kind save and compute alike: their modules have the same settings and parameters."""
+    """The kind of a layer: its modules' settings and parameters. Equal kinds save and compute alike."""
     found: list[Any] = [re.sub(r"\d+", "", name)]
     for inner in layer.modules():
         settings = (pair for pair in vars(inner).items() if isinstance(pair[1], int | float | str | None))
@@ -127,7 +127,7 @@ def _twin(model: nn.Module, without: Collection[str]) -> nn.Module:
 
 
 def _tensors(module: nn.Module, without: Collection[int]) -> list[torch.Tensor]:
-    """Those of a module, but for the modules inside whose `id` is in `without`."""
+    """The module's tensors, except those of inner modules with `id` in `without`."""
     if id(module) in without:
         return []
     found = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

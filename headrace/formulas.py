@@ -67,7 +67,7 @@ def batch_multiplier(transfer_seconds: float, compute_seconds: float) -> float:
 
 
 def resident_fraction(transfer_seconds: float, compute_seconds: float) -> float:
-    """The share of blocks that has to stay on the device so that the rest hides: 1 - Tc / Tt, at least 0.
+    """The share of blocks that must stay on the device for the rest to hide: 1 - Tc / Tt, at least 0.
 
     This helps if the transfer takes longer than compute and the number of tokens is fixed. The tutorial has no such
     formula.
@@ -327,7 +327,7 @@ def layer_activation_bytes(
 def reserved_peak_blocks(blocks: int, reserved: int) -> int:
     """Blocks on the device at once when the first `reserved` stay and as many are prefetched: min(2 R + 1, N).
 
-    MindIE-SD's page on CPU offload calls this setting the number of blocks that are always kept. But in addition as
-    many are on their way, and one computes. So with the default of 2 there are 5 on the device, not 2.
+    MindIE-SD's page on CPU offload calls this setting the number of blocks that are always kept. But as many more are
+    on their way, and one computes. So with the default of 2 there are 5 on the device, not 2.
     """
     return min(blocks, 2 * reserved + 1)

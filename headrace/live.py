@@ -42,7 +42,7 @@ class ModelHandle(Protocol):
         """All blocks, with nothing under way. Raises StateError when `what` is called within a pass."""
 
     def refresh(self) -> None:
-        """Device copies are made anew."""
+        """Renews device copies."""
 
     def note_checkpoint(self, saving: Checkpointed) -> None:
         """The stats count it."""

@@ -110,7 +110,7 @@ _Wanted = Sequence[tuple[TensorInFile, torch.Tensor]]  # tensors of files, and t
 
 
 def _make_writable(blocks: Sequence[Block], wanted: _Wanted) -> None:
-    """Homes that are about to be written are where that is kept."""
+    """Moves homes to be written to where writes are kept."""
     written = {id(tensor) for _, tensor in wanted}
     for block in blocks:
         loaded = [id(param.home) in written for param in block.params]
@@ -124,7 +124,7 @@ _Image = list[tuple[int, TensorInFile]]  # of a block: the first byte of each te
 
 
 def _images(blocks: Sequence[Block], wanted: _Wanted) -> list[tuple[Block, DiskRest, _Image]]:
-    """The blocks on disk all of whose bytes are loaded as they lie in files."""
+    """The blocks on disk whose bytes are all loaded as they are in files."""
     plain = {id(t): saved for saved, t in wanted if t.dtype == saved.dtype and t.is_contiguous()}
     found = []
     for block in blocks:
@@ -136,7 +136,7 @@ def _images(blocks: Sequence[Block], wanted: _Wanted) -> list[tuple[Block, DiskR
 
 
 def _fill(rest: DiskRest, image: _Image) -> None:
-    """What the files have becomes the block, past the page cache: nobody has to read it again for its checksums."""
+    """Writes the files' bytes to the block, past the page cache; checksums need no second read."""
 
     def lay_out(first: int, end: int, memory: torch.Tensor) -> None:
         for place, tensor in image:
@@ -184,13 +184,13 @@ def _read_weights(
 
 
 def _belongs_to_a_weight(name: str, weights: Collection[str]) -> bool:
-    """Whether it is a part of one, as bitsandbytes' modules save them: `weight.absmax` beside `weight`."""
+    """Whether it names a part of a weight, as bitsandbytes' modules save them: `weight.absmax`."""
     parts = name.split(".")
     return any(".".join(parts[:end]) in weights for end in range(1, len(parts)))
 
 
 def _places_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What is loaded into, by name. Raises CheckpointError for copies of the model's tensors."""
+    """The tensors to fill, by name. Raises CheckpointError for copies of the model's tensors."""
     state = tensors_of(model)
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     known = {name for name, tensor in state.items() if id(tensor) in own}
@@ -204,7 +204,7 @@ def _places_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _wanted(contents: Contents, model: nn.Module, state: Mapping[str, torch.Tensor], prefix: str) -> _Wanted:
-    """What is read of the weights. Raises CheckpointError when they do not fit the model."""
+    """The weights to read. Raises CheckpointError when they do not fit the model."""
     _check_names(contents, {name.removeprefix(prefix) for name in (*contents.weights, *contents.shared)}, state, model)
     saved_as = {name.removeprefix(prefix): saved for name, saved in contents.weights.items()}
     found: dict[Any, tuple[TensorInFile, torch.Tensor]] = {}  # by memory: the last one fills it, as in load_state_dict
@@ -227,7 +227,7 @@ def _wanted(contents: Contents, model: nn.Module, state: Mapping[str, torch.Tens
 
 
 def _prefix(saved: Set[str], present: Set[str]) -> str:
-    """What all names in a checkpoint begin with beside the model's own: Lightning's `model.`, for one."""
+    """The prefix that a checkpoint adds to all of the model's names, such as Lightning's `model.`."""
     if saved & present or not saved:
         return ""
     first = min(saved)
@@ -315,7 +315,7 @@ class _State:
             ours.fill({p: on_disk[number] for number, p in self._parameters.items() if on_disk.get(number)})
 
     def _on_disk(self, number: Any, entries: Mapping[str, Any]) -> dict[str, TensorAtRest]:
-        """What goes from disk to disk of a parameter's state."""
+        """The part of a state that goes from disk to disk."""
         found: dict[str, TensorAtRest] = {}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES and _is_as_in_file(value):
@@ -345,12 +345,12 @@ class _State:
 
 
 def _is_as_in_file(tensor: torch.Tensor) -> bool:
-    """Whether its bytes in the file, in their order, are its elements."""
+    """Whether its bytes in the file are its elements, in order."""
     return torch.ops.aten.is_non_overlapping_and_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _convert(optimizer: HostOptimizer, parameter: torch.Tensor, saved: TensorInFile, state: dict[str, Any]) -> None:
-    """A parameter whose dtype was another one gets its exact value, and the master that goes with it."""
+    """Gives a parameter saved in another dtype its exact value, and the master that goes with it."""
     exact = take_exact(saved.load(), state)
     if parameter.dtype in (torch.bfloat16, torch.float16):
         adopt_exact(optimizer, parameter, exact, state)

@@ -13,7 +13,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def experts(module: _Module, *, argument: str | None = None) -> _Module:
-    """Makes the experts of your own module travel one by one once its model is offloaded. Returns the module.
+    """Makes experts of your own module travel one by one when its model is offloaded. Returns the module.
 
     All parameters of the module must have the experts as their first dimension: shape (experts, ...). `argument` names
     the argument of its `forward` that says which experts a call uses: a tensor of integers of any shape, such as the

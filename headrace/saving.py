@@ -45,7 +45,7 @@ def save(
     wait: bool = True,
     host_memory: Size | None = None,
 ) -> Saving:
-    """Saves a training run, whatever tiers it uses, to the directory `path`. A checkpoint is complete, or not there.
+    """Saves a training run, whatever tiers it uses, to the directory `path`. A checkpoint is complete or absent.
 
     The directory is a checkpoint that Hugging Face's libraries can read: `from_pretrained(path)` reads the weights (of
     a PEFT model, its adapters and whatever else is trained). `optimizer.pt` is what `torch.save(optimizer.state_dict(),
@@ -70,8 +70,8 @@ def save(
 
     Raises StateError within a forward or backward and after a `load` that failed midway, DiskError when the drive fails
     or is full, CheckpointError for what cannot be saved (meta, sparse or lazy tensors; objects in `extra`), and
-    ValueError and TypeError for arguments that make no sense. Nothing has been changed in any of these cases: a
-    checkpoint that was there is still there.
+    ValueError and TypeError for invalid arguments. Nothing has been changed in any of these cases: an earlier
+    checkpoint is still there.
     """
     check_model(model)
     path = path_of(path, "path").expanduser().absolute()
@@ -151,14 +151,14 @@ def _laid_out(
 
 
 def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
-    """What `load` gives back and restores, as `torch.save` writes it. Raises CheckpointError for objects."""
+    """What `load` returns and restores, as `torch.save` writes it. Raises CheckpointError for objects."""
     strange: list[str] = []
 
     def has_state_dict(value: Any) -> bool:
         return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
 
     def plain(value: Any, path: str) -> Any:
-        """What has a state_dict() is saved as that."""
+        """Objects become their state_dict()."""
         if isinstance(value, torch.Tensor):
             return value.detach().to("cpu")
         if has_state_dict(value):

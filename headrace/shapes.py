@@ -60,7 +60,7 @@ def shape_of(
 
 
 def _shape_of_config(config: Mapping[str, Any], sequence_length: int, adapts: bool) -> ModelShape:
-    """By the config's numbers alone for Llamas, and without a type; else that of transformers' model."""
+    """From the config's numbers alone for Llamas and if no type is given; else from a model on meta."""
     check_config(config)
     kind = config.get("model_type", "")
     if kind in ("", *LLAMAS):
@@ -77,7 +77,7 @@ def _counted(config: str, sequence_length: int, adapts: bool) -> ModelShape:
 
 
 def _shape_of_module(model: "torch.nn.Module", sequence_length: int, adapts: bool) -> ModelShape:
-    """Its parameters are counted, and what it saves and computes is seen in a dry run if it is a model of text.
+    """Counts parameters, and sees in a dry run what the model saves and computes, if it is a text model.
 
     With adapters (`adapts`) it saves what they get, and not what only gradients of frozen weights would need.
     """
@@ -116,7 +116,7 @@ def _with(block: BlockShape, seen: "Seen", tokens: int, sequence_length: int) ->
 
 
 def _row_parameters(model: "torch.nn.Module", run: "DryRun") -> int:
-    """Those of a row, if all parameters that come before the layers are one table that is looked up."""
+    """The parameters of a row, if all those before the layers are one table that is looked up."""
     own = [model.get_submodule(name) for name in run.first]
     own = [module for module in own if any(True for _ in module.parameters(recurse=False))]
     return getattr(own[0], "embedding_dim", 0) if len(own) == 1 else 0

@@ -14,7 +14,7 @@ _marked: dict[int, StorageWeakRef] = {}  # by the address of the storage, which 
 
 
 def mark_not_offload(*tensors: torch.Tensor) -> None:
-    """These tensors, and views that share their memory, stay on the device when autograd saves them.
+    """Keeps these tensors, and views of their memory, on the device when autograd saves them.
 
     Raises TypeError for anything that is not a tensor.
     """

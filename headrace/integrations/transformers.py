@@ -49,10 +49,10 @@ def from_pretrained(
 ) -> "tuple[PreTrainedModel, Offloaded]":
     """Loads and offloads the model that `save_pretrained` wrote to `path_or_config`; returns the model and its handle.
 
-    `settings` are those of `headrace.offload`. The weights never take more host memory than these allow, because they
-    are memory-mapped files until they are placed in blocks. (Weights quantised by torchao are an exception:
-    transformers loads them whole.) Weights have the dtype in which they were saved; if the files have several dtypes,
-    they get one of them, preferably the config's. The model is in evaluation mode.
+    `settings` are those of `headrace.offload`. Weights never take more host memory than these allow, because they stay
+    memory-mapped files until placed in blocks. (Weights quantised by torchao are an exception: transformers loads them
+    whole.) Weights have the dtype in which they were saved; if the files have several dtypes, they get one of them,
+    preferably the config's. The model is in evaluation mode.
 
     `path_or_config` may also be the directory of a diffusers model (a pipeline's "unet"). To load a whole pipeline, use
     diffusers, and give the pipeline to `headrace.offload_pipeline`.

@@ -27,17 +27,16 @@ class AdamW(HostOptimizer, torch.optim.AdamW):
       element. In the state these are "exp_avg_8bit" and so on, of shape (runs, 132) and dtype torch.uint8. Tensors of
       fewer than 4096 elements and tensors that are not contiguous keep float32. A state dict can be loaded into
       optimizers of headrace with any `state_dtype`; one with float32 moments can also be loaded into `torch.optim`.
-    - `tier`: where the state rests: "host", or "disk", in a file without a name in `disk`; the files disappear
-      with the process, so save checkpoints. Host memory then holds only a ring buffer of 192 MiB. `state_dict()`
-      returns tensors that are read from disk when they are accessed. With a `device_fraction`, the rest of the state is
-      on disk.
+    - `tier`: where the state rests: "host", or "disk", in a file without a name in `disk`. It disappears with the
+      process, so save checkpoints. Host memory then holds only a ring buffer of 192 MiB. `state_dict()` returns tensors
+      that are read from disk when they are accessed. With a `device_fraction`, the rest of the state is on disk.
     - `update`: what updates parameters: the "host", or the "device", the accelerator on which the model computes. With
-      "device", state still rests in host memory or on disk. It goes to the accelerator piece by piece and comes back,
-      as do the weights and gradients of an offloaded model, and the update has the bits of one whose state stays on the
-      accelerator. The pieces take up to 48 MiB of device memory, or as much as the largest matrix of Muon and Adafactor
-      needs; for an offloaded model, this is part of its `device_memory`, and BudgetError is raised if there is no room.
-      Kernels take memory of their own beside it, at most as much for a piece as the piece. `step()` raises ValueError
-      if everything is on the CPU. Cannot be used together with `device_fraction`.
+      "device", state still rests in host memory or on disk. It goes to the accelerator and back piece by piece, as do
+      the weights and gradients of an offloaded model. The bits are those of state that stays on the accelerator. The
+      pieces take up to 48 MiB of device memory, or as much as the largest matrix of Muon and Adafactor needs; for an
+      offloaded model, this is part of its `device_memory`, and BudgetError is raised if there is no room. Beside it,
+      kernels take at most the size of the piece. `step()` raises ValueError if everything is on the CPU. Cannot be used
+      together with `device_fraction`.
     - `device_fraction`: the share, in [0, 1], of the state that is kept and updated on the accelerator. It applies to
       parameters that live there, and is exact to a parameter. "auto" takes the memory that is free after the first
       backward, less a tenth. For an offloaded model, or one on the CPU, "auto" means 0.
@@ -67,8 +66,8 @@ class AdamW(HostOptimizer, torch.optim.AdamW):
       NaN placeholder of the parameter's shape. Every backward averages over all ranks; the averages of micro-batches
       are added up. All ranks get the first rank's weights when the optimizer is made. Clip with `max_grad_norm`, and
       set gradients to None. Raises ValueError without `mesh` and for offloaded models. Raises StateError for models in
-      DistributedDataParallel, and at `step()` for gradients that no backward has averaged. After a backward has raised,
-      it raises StateError for good.
+      DistributedDataParallel, and at `step()` for gradients that no backward has averaged. Once a backward has raised,
+      every `step()` raises it.
 
     Raises ValueError for settings that are not available and for parameters of two offloaded models, LayoutError for
     parameters that are not plain bytes (tensor subclasses, sparse, on meta), and RuntimeError at `step()` for sparse or

@@ -14,7 +14,7 @@ _SMALL_BYTES = 1 << 10  # how much is pickled together
 
 
 class OnAnotherRank(dict[str, Any]):
-    """A placeholder for state that another rank keeps: empty, and refuses to be saved as if it were the state.
+    """An empty placeholder for state that another rank keeps. It refuses to be saved as if it were the state.
 
     torch.distributed.checkpoint finds nothing in it to save or to load.
     """

@@ -51,7 +51,7 @@ class DeviceShare:
         self._stays: dict[torch.Tensor, bool] = {}
 
     def assign(self, parameters: Sequence[torch.Tensor], device_fraction: float | str, state_bytes: int) -> None:
-        """Decides for those of the parameters, all of one device, that are new. `state_bytes`: of one element.
+        """Decides for new ones among the parameters, all on one device. `state_bytes`: per element.
 
         The fraction "auto" means as much as fits on the device.
         """

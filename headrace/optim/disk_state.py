@@ -29,7 +29,7 @@ MOST_BYTES_PER_ELEMENT = 12
 class Wanted:
     """One parameter of a step: its key, its elements, and the dtype of each of its tensors.
 
-    `weight_bytes`: of an element of a weight that comes to memory with its state; a load has a slot's bytes of them.
+    `weight_bytes`: per element, if the weight comes to memory with its state; a load has a slot's bytes of it.
     """
 
     key: Any
@@ -182,7 +182,7 @@ class DiskState:
                     self._ring.release(slot, None)
 
     def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Writes the flat `tensors` to disk as the state of a parameter of so many elements."""
+        """Writes the flat `tensors` to disk as the state of a parameter of `elements`."""
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
 
         def fill(parts: list[Part]) -> None:

@@ -1,10 +1,10 @@
 """How is a moment kept in 8 bits? As codes relative to the largest value of their run of 128 elements.
 
 A code is the upper bits of a float: of the value's magnitude, relative to the largest of its run, plus a small offset.
-Near nothing that is linear, further up logarithmic with 16 codes for each power of two; zero is code 0. First moments
-have a sign and 8 powers of two, second moments no sign and 16. Rounding is stochastic, so that what is added to a
-moment in one step, less than half a code apart, is not lost. A second moment above zero never becomes zero: its weight
-would be divided by it. A run with a value that is not finite is NaN as a whole.
+Codes are linear near zero, then logarithmic with 16 codes for each power of two; zero is code 0. First moments have a
+sign and 8 powers of two, second moments no sign and 16. Rounding is stochastic, so that a step's change to a moment is
+not lost if it is less than half a code. A second moment above zero never becomes zero: updates divide by it. A run with
+a value that is not finite is NaN as a whole.
 
 Codes and scale lie together: a moment is a tensor of shape (runs, 132) and dtype uint8, 128 codes and the 4 bytes of a
 float32 in each row. The native kernel has the same arithmetic.

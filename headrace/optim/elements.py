@@ -1,4 +1,4 @@
-"""How do rules update that work element by element? Rows of all parameters at once, in one pass over memory.
+"""How do elementwise rules update? Rows of all parameters at once, in one pass over memory.
 
 A row is a run of one parameter's elements. Its columns are weight, gradient, master and moments, each of which is in
 host memory, on an accelerator, or in a file and a part at a time in memory. All rows are updated in the same way.

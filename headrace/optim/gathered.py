@@ -1,4 +1,4 @@
-"""How does a rule that needs a whole matrix update one of which each rank has a shard? On one rank, for all.
+"""How is a whole matrix updated, of which each rank has a shard? On one rank, for all.
 
 Each matrix is owned by one rank. For an update, the other ranks send it their shards of weights and gradients. It
 updates the matrix in a *stand-in*, which has memory only meanwhile, and sends the weights back into the shards. The

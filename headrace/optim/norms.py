@@ -156,7 +156,7 @@ def _take(waiting: deque[tuple[Any, torch.Tensor]], keep: Callable[[Any, torch.T
 def _is_alike_on_all_threads(gradient: torch.Tensor) -> bool:
     """Whether the norm has the same bits on each thread: PyTorch takes that of such a tensor on one thread.
 
-    Others it cuts into as many parts as the calling thread may use, and threads may use different numbers.
+    It cuts others into a part for each thread that the caller may use; callers may differ in that.
     """
     on_host = gradient.device.type == "cpu"
     return on_host and gradient.dtype in (torch.float32, torch.bfloat16) and gradient.is_contiguous()

@@ -6,7 +6,7 @@ _UNDER_WAY = 2  # at most so many steps have updates under way: the current step
 
 
 class NotFiniteSteps:
-    """The steps of one optimizer in which some gradient was not finite, and weights were updated all the same."""
+    """The steps of one optimizer that updated weights although some gradient was not finite."""
 
     def __init__(self) -> None:
         self.number = 0  # the number of the step that is under way, or comes next

@@ -111,7 +111,7 @@ class HostOptimizer(Optimizer):
         self._local_shards.take(added)
 
     def _join_node(self) -> None:
-        """Has the ranks of a node share the work if they have the parameters' model in common."""
+        """Has the ranks of a node share the work if they share the parameters' model."""
         if isinstance(self._owners, OnNode):
             return
         common = next((found for one in self._places() if (found := node_of(one)) is not None), None)
@@ -136,7 +136,7 @@ class HostOptimizer(Optimizer):
     # the step ---------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step. Before it, calls `closure`, if given, once, and returns its result.
+        """Calls `closure` once, if given, then takes one step. Returns the closure's result.
 
         Parameters without a gradient are left alone. Raises RuntimeError for sparse or complex gradients, LayoutError
         for parameters that are not plain bytes any more, and ValueError for parameters of two offloaded models and for
@@ -287,7 +287,7 @@ class HostOptimizer(Optimizer):
 
     @property
     def not_finite_steps(self) -> int:
-        """How many steps updated weights although some gradients were NaN or infinite. Waits for updates.
+        """How many steps updated weights despite NaN or infinite gradients. Waits for updates.
 
         Steps that `max_grad_norm` skipped do not count.
         """

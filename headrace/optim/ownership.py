@@ -122,7 +122,7 @@ class Ownership:
         return 0
 
     def _agreed(self, alike: Sequence[int]) -> None:
-        """Called when the ranks have found these numbers to be alike on all."""
+        """Called when the ranks have found these numbers to be equal."""
 
     def rounds(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
         """Cuts `members` into batches, each of which is brought, updated and spread before the next."""

@@ -70,7 +70,7 @@ class ElementRule(ABC):
 
     @abstractmethod
     def _constants(self) -> dict[str, float]:
-        """Those that not all rules have alike."""
+        """The constants that rules differ in."""
 
     @abstractmethod
     def apply(self, weight: torch.Tensor, gradient: torch.Tensor, *states: torch.Tensor, first_step: bool) -> None:

@@ -42,7 +42,7 @@ class Problem:
     - `max_ahead`: a block is loaded at most so many visits before its use (0: on demand only). None: no limit.
     - `by_rows`: tables that travel row by row, outside of the plan, in memory that does not count in the budget.
 
-    Raises ValueError for numbers that make no sense, and BudgetError when a visit does not fit.
+    Raises ValueError for invalid numbers, and BudgetError when a visit does not fit.
     """
 
     block_bytes: tuple[int, ...]

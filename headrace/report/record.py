@@ -54,7 +54,7 @@ class RunRecord:
 
     @property
     def title(self) -> str:
-        """Of which model the run was, where, when, and within which budgets."""
+        """The run's model, device, time and budgets."""
         limits = [f"{tier} {format_bytes(nbytes)}" for tier, nbytes in self.budgets.items()]
         parts = [f"{self.model or 'a model'} on {self.device}", self.made_at, ", ".join(limits)]
         return "; ".join(part for part in parts if part)
@@ -89,7 +89,7 @@ class RunRecord:
         return self.moved_bytes(lane) / seconds if seconds else 0.0
 
     def stalls(self) -> list[Stall]:
-        """Who waited for whom, the longest first.
+        """The stalls, the longest first.
 
         A visit waits for its blocks' copies to the device. If a block was still being read from disk for most of the
         wait, the read is what held the visit up.
@@ -158,7 +158,7 @@ class RunRecord:
 
 
 def _read(hint: Any, value: Any, within: str) -> Any:
-    """The value of this type that JSON holds as `value`. What is wrong would otherwise break off a report half way."""
+    """`value`, read from JSON as this type. Checks it, or a report would break off half way."""
     kinds = get_args(hint)
     if hint in (int, float):
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:

@@ -18,10 +18,10 @@ class Stats:
     `demand_onloads` counts loads that were not planned, and came too late to be hidden. `stall_seconds` is how long
     compute waited for blocks and activations, and `compute_seconds` is the rest of the visits' time. `onload_bytes`
     went to the device, weights in `onloads` transfers: `row_bytes` of them as single rows of embedding tables, and
-    `expert_bytes` as single experts. Gradients to which `forward_backward` adds more on the device count, too. Forward
-    and backward used experts `expert_uses` times, and had to load the expert in `expert_loads` of these. For experts
-    that rest on disk, `expert_host_loads` of the loads found the expert in host memory; `expert_kept_bytes` went back
-    there from the device, which had no room for them any more. `offload_bytes` are gradients that left the device.
+    `expert_bytes` as single experts. `onload_bytes` includes gradients to which `forward_backward` adds. Forward and
+    backward used experts `expert_uses` times, and had to load the expert in `expert_loads` of these. For experts that
+    rest on disk, `expert_host_loads` of the loads found the expert in host memory; `expert_kept_bytes` went back there
+    from the device, which had no room for them any more. `offload_bytes` are gradients that left the device.
     `fetch_bytes` were read from disk, and `spill_bytes` were written there. Of the bytes read, `packed_bytes` were
     packed, and became `unpacked_bytes` of weights; of the bytes that crossed the link, `onload_packed_bytes` were
     packed, and became `onload_unpacked_bytes`. `steps` counts optimizer steps over managed parameters. `skipped_steps`

@@ -24,8 +24,8 @@ def write_trace(
     """Writes spans and memory samples in the Chrome trace event format.
 
     `profiler_trace`: a file that torch.profiler's `export_chrome_trace` wrote; its events are kept and the run's lanes
-    put beside them. `begin_nanoseconds` since 1970, when the host began the step, places them: on an accelerator,
-    which works later than the host asks, they may lie a little early.
+    put beside them. `begin_nanoseconds` places them: when the host began the step, since 1970. An accelerator works
+    later than the host asks, so they may lie a little early.
     """
     merged: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
     offset = 0.0

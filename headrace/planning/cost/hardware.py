@@ -119,7 +119,7 @@ class Hardware:
           advertised.
         - `drive`: "nvme-gen4", "nvme-gen5", "sata" or "hdd" in place of the machine's own drives, or several: "2xhdd".
 
-        Raises ValueError for a figure that does not exist or makes no sense.
+        Raises ValueError for an unknown or invalid figure.
         """
         machine, fields = self, {name: value for name, value in figures.items() if name not in (*_RATES, "drive")}
         if "drive" in figures:
@@ -151,8 +151,8 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str) -> Hardware:
-        """A machine of the catalogue, such as "4090" or "8xh100". Raises ValueError for any other name, TypeError for
-        what is no text.
+        """A machine of the catalogue, such as "4090" or "8xh100". Raises ValueError for any other name, TypeError
+        unless it is text.
         """
         if not isinstance(name, str):
             raise TypeError(f"hardware={name!r} is a {type(name).__name__}; give one of {', '.join(MACHINES)}")

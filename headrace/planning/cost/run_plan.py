@@ -249,7 +249,7 @@ def plan_run(
 
 
 def _plain(settings: object) -> dict[str, Any]:
-    """Its fields, with enums replaced by their values."""
+    """The fields, with enums replaced by values."""
     return {key: getattr(value, "value", value) for key, value in vars(settings).items()}
 
 

@@ -102,8 +102,8 @@ class Inventory:
         return sum(p.nbytes for p in parameters if travel_dtype(p, self.param_dtype) != p.dtype)
 
     def can_be_cut(self, key: int, places: int = 1) -> bool:
-        """Whether rows of a parameter can travel alone: nothing but so many places holds it, nothing else holds its
-        memory, and it has no hooks.
+        """Whether rows of a parameter can travel alone: only `places` places hold it, nothing else holds its memory,
+        and it has no hooks.
         """
         member = self.members[key]
         parameter = member.parameter

@@ -110,7 +110,7 @@ class AveragedGradients(GradientFlow):
             self._homes |= dict.fromkeys(params, homes)
 
     def _part_of(self, nbytes: int) -> int:
-        """The bytes that this rank books of memory that the node shares."""
+        """The bytes of the node's memory that this rank books."""
         part = self._node.part(whole_pages(nbytes)) if nbytes else slice(0, 0)
         return int(part.stop - part.start)
 
@@ -199,7 +199,7 @@ class AveragedGradients(GradientFlow):
         kept[param] = kept[param].add_(gradient) if param in kept else gradient
 
     def _wait_for_all_but(self, last: int) -> None:
-        """Compute waits for gradients that are leaving the device, but for those of the `last` newest rounds."""
+        """Compute waits for gradients that are leaving the device, except those of the `last` newest rounds."""
         while len(self._leaving) > last:
             self._leaving[0].transfer.done_while(self._keep_up)
             self._release_oldest()

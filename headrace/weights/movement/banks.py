@@ -11,7 +11,7 @@ from headrace.weights.movement.block import Block
 
 
 class ExpertSlots:
-    """Equal slots in one buffer, for experts of so many layers. `spare`: how many slots stay empty."""
+    """Equal slots in one buffer, for experts of `layers` layers. `spare`: how many slots stay empty."""
 
     def __init__(self, buffer: torch.Tensor, slot_bytes: int, layers: int, *, spare: int = 0) -> None:
         self.buffer = buffer
@@ -46,7 +46,7 @@ class ExpertSlots:
         self._free.pop(slot, None)
 
     def victim(self, layer: int, kept: Collection[Key], coming: Key | None = None) -> Key | None:
-        """Which expert goes, so that another one of the layer can come, as `Keeping.victim` says; perhaps `coming`."""
+        """The expert that makes way for another one of the layer (see `Keeping.victim`); perhaps `coming`."""
         while (key := self.keeping.victim(layer, kept)) is not None and key not in self.places and key != coming:
             self.keeping.went(key)  # it has no place: Ctrl-C came in `hold` or `forget`
         return key

@@ -21,9 +21,9 @@ _Part = tuple[torch.Tensor, torch.Tensor | None]  # a gradient on the host, and 
 class BatchSums:
     """Gradients of one backward over `count` micro-batches. `number`: the micro-batch whose gradients come now.
 
-    Parameters in `apart` (tied weights) get gradients in several blocks, whose number it gives. A loop would first add
-    up those of one micro-batch. So each micro-batch's gradients wait in host memory, which is made here, as locking
-    pages would stall backward. Those of the parameters in `one_by_one` come each in a backward of its own (reentrant
+    `apart` gives, for parameters with gradients in several blocks (tied weights), the number of these. A loop would
+    first add up one micro-batch's gradients. So those of each micro-batch wait in host memory, made here: locking pages
+    would stall backward. Each gradient of a parameter in `one_by_one` comes in its own backward (reentrant
     checkpoints): a loop adds each to the present gradient.
     """
 
@@ -50,8 +50,8 @@ class BatchSums:
         self._room = {param: [self._arena(_nbytes(param)) for _ in range(parts)] for param, parts in dense.items()}
 
     def reach(self, blocks: Iterable[Block]) -> None:
-        """Called when backward comes to these blocks: sends for gradients that their homes have already, those that
-        sums begin with. The last parameter's comes first, as backward needs it first.
+        """Called when backward comes to these blocks: sends for gradients that homes have, with which sums begin. The
+        last parameter's comes first, as backward needs it first.
         """
         for block in blocks:
             for param in () if block.travels_in_parts else reversed(block.params):
@@ -176,7 +176,7 @@ def _added_up(parts: list[_Part]) -> list[_Part]:
 
 
 def bytes_apart(uses: Mapping[ManagedParam, int], count: int) -> int:
-    """The most bytes of host memory that `count` micro-batches take for parameters used in so many blocks (`uses`)."""
+    """The most bytes of host memory for `count` micro-batches. `uses`: in how many blocks a parameter is used."""
     return count * sum(blocks * whole_pages(_nbytes(param)) for param, blocks in uses.items())
 
 

@@ -166,7 +166,7 @@ class Block:
         return self.generation
 
     def see_homes(self) -> None:
-        """Called when homes have moved or were replaced: begins a generation, with which `look` compares then."""
+        """Called when homes have moved or were replaced: begins a generation for `look` to compare with."""
         self._homes = [param.shown for param in self.params]
         self._versions = list(map(_VERSION_OF, self._homes))
         self._addresses = list(map(_ADDRESS_OF, self._homes))
@@ -244,8 +244,8 @@ class Block:
     @property
     def stays_at_home(self) -> bool:
         """Whether its buffer is to be the memory in which it rests; asked where it may be (`may_stay_at_home`). Not if
-        updates begin within backward, which reads the old weights, nor if a user has re-pointed a home, and may have
-        the memory in which it was.
+        updates begin within backward, which reads the old weights, nor if a user has re-pointed a home and may hold its
+        old memory.
         """
         return not any(watcher.begins_updates for watcher in self.watchers) and all(
             param.casts or param.in_place or param.is_shared for param in self.params

@@ -89,8 +89,8 @@ class Executor:
     def take_turn(self, *, first: bool, last: bool) -> None:
         """Called when another of several micro-batches computes; one that is alone is the `first` and the `last`.
 
-        They make the same visits in turn, and each visit is recorded, and advances the plan, once for all of them: the
-        next one when the `first` makes it, so that the loads behind it begin early; those after it in the same turn
+        They make the same visits in turn. Each visit is recorded, and advances the plan, once for all of them. For a
+        turn's first visit this is when the `first` makes it, so that loads behind it begin early; for its other visits
         when the `last` makes them, so that nothing goes while others need it.
         """
         self._is_first, self._is_last = first, last
@@ -168,8 +168,8 @@ class Executor:
             self.prefetch(block)
 
     def _load_missing(self, course: Course) -> None:
-        """Called when a cycle begins: submits loads of what its plan counts on and the device lacks, as a step has made
-        it old, or another plan did not leave it. In the order of use.
+        """Called when a cycle begins: submits loads, in the order of use, of what its plan counts on and the device
+        lacks: a step made it old, or another plan did not leave it.
         """
         missing = [index for index in course.at_start if self._blocks[index].buffer is None]
         for index in sorted(missing, key=course.next_use):

@@ -78,7 +78,7 @@ class GradientFlow(ABC):
     def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
         """Called at the end of backward. Puts every gradient in its home, and then lets the homes' own hooks fire.
 
-        Where hooks take another backward, `in_hooks` is called in that before any hook.
+        If hooks need another backward, `in_hooks` is called in it before any hook.
         """
 
     def abandon(self) -> None:

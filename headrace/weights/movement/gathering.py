@@ -2,10 +2,9 @@
 
 A rank may not decide alone which blocks are gathered, and in which order. In a pass with gradients, when all ranks have
 met, the first rank says which plan it follows, and all follow it: the loads that the plan lists are gathered, in its
-order, whatever becomes of the plan on a rank. A rank that has no use for a block takes part all the same, beside its
-budget. A rank may begin a gather at any time, but it begins all that come before it in that order first. Every other
-load (on demand, without gradients, between passes) brings the whole block over the rank's own link. See
-docs/design/nodes.md.
+order, whatever becomes of the plan on a rank. A rank that has no use for a block takes part, too, outside its budget. A
+rank may begin a gather at any time, but it begins all that come before it in that order first. Every other load (on
+demand, without gradients, between passes) brings the whole block over the rank's own link. See docs/design/nodes.md.
 """
 
 from collections import deque
@@ -146,7 +145,7 @@ class Gathers:
 
     def keep_up(self) -> None:
         """Begins the gathers that other ranks have begun. Called while this rank waits for their gradients, as they may
-        be waiting for this: ranks that use layers differently have the same gradient at different visits.
+        be waiting for it: ranks that use layers differently have the same gradient at different visits.
         """
         while self._agenda and any(self._counters.of(rank, _BEGUN) > self._begun for rank in range(self._node.size)):
             self.gather_for_others(self._agenda.popleft()[1])
@@ -184,7 +183,7 @@ class Gathers:
         return gathered, gathered if others else read
 
     def part_of(self, block: Block) -> "OwnPart":
-        """What this rank brings of a block: one of equal ranges, as many as ranks, and the rest behind these."""
+        """What this rank brings of a block: its range (all ranks' are equal), and the rest behind these."""
         unit, ranks = block.rest.range_bytes, self._node.size
         length = block.nbytes // ranks // unit * unit
         own = self._node.rank * length, length

@@ -63,8 +63,8 @@ class Gradients(GradientFlow):
         self._announced: set[ManagedParam] = set()  # parameters that watchers were told are complete
 
     def _lacking(self, block: Block) -> list[ManagedParam]:
-        """Also looks whether hooks watch gradients, and readies memory for the next ones: other memory, where a user
-        keeps the last ones. While an update reads the last ones, memory has to wait: the update frees them in time.
+        """Also checks whether hooks watch gradients, and makes memory ready for the next ones: new memory, if a user
+        keeps the last ones. While an update reads the last ones, this has to wait: the update frees them in time.
         """
         missing: list[ManagedParam] = []
         being_updated = bool(block.updates) and block.being_updated
@@ -118,7 +118,7 @@ class Gradients(GradientFlow):
 
     def continued(self, param: ManagedParam) -> torch.Tensor | None:
         """The gradient that the home has already, if the caller may add to a copy of it on the device. It then gives
-        the sum to `take`, after `replaces`. None: there is no gradient that can be added to so.
+        the sum to `take`, after `replaces`. None: there is no such gradient.
         """
         there = param.home.grad
         if there is None or not self._is_added_in_place(param) or param in self._targets:

@@ -19,7 +19,7 @@ FEWEST_SLOTS = 2  # one expert leaves the host while another takes its place
 
 
 class HostExpertCache(ExpertSlots):
-    """Slots of `slot_bytes` in `nbytes` of host memory, at least FEWEST_SLOTS, for experts of so many layers."""
+    """Slots of `slot_bytes` in `nbytes` of host memory, at least FEWEST_SLOTS, for experts of `layers` layers."""
 
     def __init__(self, nbytes: int, slot_bytes: int, layers: int, lanes: Lanes, ledger: Ledger, meter: Meter) -> None:
         nbytes = nbytes // slot_bytes * slot_bytes

@@ -112,7 +112,7 @@ class PackedLoads:
         self._process = os.getpid()
 
     def __del__(self) -> None:
-        """Where a model goes without `remove()`: waits, so that no memory is reused that loads still read or write."""
+        """If a model goes without `remove()`: waits, so that memory in use by loads is not reused."""
         if self._halves and self._process == os.getpid():
             with contextlib.suppress(RuntimeError):
                 self.finish()

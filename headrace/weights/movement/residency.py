@@ -76,7 +76,7 @@ class Residency:
             self.gathers.fetching = fetching
 
     def way_from_disk(self) -> Fetching:
-        """What fetches blocks from disk. Opens it here where Ctrl-C, after the first blocks moved, prevented that."""
+        """What fetches blocks from disk. It is opened here if Ctrl-C, after the first moves, prevented that."""
         if self.fetching is None:
             self.open_way()
         if self.fetching is None:
@@ -164,8 +164,8 @@ class Residency:
             block.becomes(Presence.PRESENT)
 
     def finish_arrival(self, block: Block) -> None:
-        """The host waits for the block's last copy, if there is one. Raises the error that kept a block from coming; it
-        is raised once, as the block is then off the device, and its next use reads it again.
+        """The host waits for the block's last copy, if there is one. Raises the error that kept the block from coming,
+        once: the block is then off the device, and its next use reads it again.
         """
         if block.arrival is not None:
             try:

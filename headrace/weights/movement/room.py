@@ -16,9 +16,9 @@ from headrace.weights.rest.placement import ring_size
 class Room:
     """Host memory of one offloaded model that has a disk.
 
-    `has_room`: whether the host budget has room for so many bytes more. `ranks`: how many ranks of a node share that
-    budget; all call `has_room` together. `blocks`: gives all blocks. `open_fetching`: makes what fetches from disk,
-    given the bytes and the number of its chunks; it is called when the first block is to move there.
+    `has_room`: whether the host budget has room for more bytes. `ranks`: how many ranks of a node share that budget;
+    all call `has_room` together. `blocks`: gives all blocks. `open_fetching`: makes what fetches from disk, given the
+    bytes and the number of its chunks; it is called when the first block is to move there.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ class Staging:
         return zip(source.split(count), flat(target).split(count), repeat(None), strict=False)
 
     def fits(self, nbytes: int, page: int | None) -> bool:
-        """Whether what was carved since the last `sent` can go on with `nbytes`. `page`: see `carve`."""
+        """Whether `nbytes` fit after what was carved since the last `sent`. `page`: see `carve`."""
         return self._begin == self._end or self._place(page) + aligned(nbytes) <= len(self._ring)
 
     def carve(self, gradient: torch.Tensor, page: int | None) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Backward:
         return self.task is not None and self._end() is not None
 
     def watch_output(self, site: Site, output: Any) -> None:
-        """Watches a site's output: its gradient comes before any unpack of the site, and so announces its backward.
+        """Watches a site's output, whose gradient comes before any unpack and so announces the site's backward.
 
         A tensor that another site made and this one only hands on (T5's position bias) goes on announcing the other
         site's backward, unless this site has written to it.

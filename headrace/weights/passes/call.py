@@ -190,7 +190,7 @@ class Passes:
             self._bound.pop()
 
     def reset_bound(self) -> None:
-        """Leaves just that bound which the calls under way, and the forward around them, need; all calls are visits."""
+        """Leaves bound only what the calls under way and the forward around them need; all calls are visits."""
         calls = [call.blocks for call in self.calls]
         self.straight_for = 0
         del self._bound[1 if calls else 0 :]  # but for the forward's, while that is under way
@@ -235,7 +235,7 @@ class Call:
         self.ends: list[Callable[[], object]] = []  # each ends one thing that was begun; in the order of beginning
 
     def end(self, but: int = 0) -> None:
-        """Ends what was begun, in reverse order, but for the first `but` things, whatever is raised meanwhile."""
+        """Ends what was begun, in reverse order, except the first `but` things, whatever is raised meanwhile."""
         while len(self.ends) > but:
             try:
                 self.ends.pop()()
@@ -305,8 +305,8 @@ class Site:
         self.may_be_idle = len(self.blocks) == 1 and self.blocks[0].expert_key is not None
 
     def is_inside(self) -> bool:
-        """Whether a call of the module does nothing of its own, as most calls: a visit on this thread has brought all
-        of the module's blocks, or the pass has all blocks of the model bound.
+        """Whether a call of the module has nothing to do, like most: a visit on this thread has brought all of the
+        module's blocks, or the pass has all blocks of the model bound.
         """
         passes = self.passes
         if passes.straight_for == get_ident():
@@ -321,7 +321,7 @@ class Site:
 
     def needs_no_visit(self) -> bool:
         """Whether a layer's call has nothing to bring, nor to keep from autograd. Asked on the thread of a forward that
-        has all blocks bound. With gradients, the call's output is to be watched all the same.
+        has all blocks bound. With gradients, the call's output is still to be watched.
         """
         if is_autocast_cache_enabled() and is_autocast_enabled(self.passes.device.type):
             return False  # the cache would keep copies of weights

@@ -63,7 +63,7 @@ class Engine:
             self._adopt(block)
 
     def _adopt(self, block: Block) -> None:
-        """From now on the gradients of a block's leaves come to this engine, and its leaves are lent."""
+        """Lends a block's leaves, and takes their gradients, from now on."""
         block.manager = self
         with without_overrides():  # a leaf may be away
             for param in block.params:
@@ -79,7 +79,7 @@ class Engine:
             self._residency.check_resident(what, nbytes, largest)
 
     def _take_off_budget(self, what: str, nbytes: int) -> None:
-        """Takes bytes that stay off the budget for blocks. Raises BudgetError as `check_resident` does."""
+        """Lowers the blocks' budget by bytes that stay. Raises BudgetError as `check_resident` does."""
         self.check_resident(what, nbytes)
         self._residency.shrink(nbytes)
         self._executor.replan()
@@ -89,7 +89,7 @@ class Engine:
         self._buffer_bytes = self.passes.buffers.nbytes
 
     def _follow_buffers(self) -> None:
-        """Takes the bytes of buffers that came later off the budget for blocks."""
+        """Lowers the blocks' budget by the bytes of buffers that came later."""
         grown_bytes = self.passes.buffers.nbytes - self._buffer_bytes
         if grown_bytes:
             self._buffer_bytes += grown_bytes  # first: Ctrl-C must not let them be taken off twice
@@ -350,7 +350,7 @@ class Engine:
             self.backward.batch_sums = None
 
     def end_pass(self) -> None:
-        """Ends a pass, after its copies have read what they read of homes: homes may be written then."""
+        """Ends a pass once its copies have read the homes, which may then be written."""
         self.passes.becomes(PassState.UNSETTLED)  # and remains so if something interrupts this
         with without_overrides():
             self.passes.release_at_the_end()

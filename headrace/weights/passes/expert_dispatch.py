@@ -147,8 +147,8 @@ class ExpertDispatch:
                 self._gradients.note_whole(call.block)
 
     def _at_once(self, call: _Call, bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
-        """Runs the call with all experts that it uses in the bank at once. The number of an expert is that of its slot:
-        no output depends on it. Gradients of tokens do, where they are added up by expert: then slots are in order.
+        """Runs the call with all experts that it uses in the bank at once. Experts go by the numbers of their slots. No
+        output depends on these; gradients of tokens do if added up by expert: then slots are in order.
         """
         block, slices, trains = call.block, self._slices, self._gradients.trains(call.block)
         with without_overrides():
@@ -182,7 +182,7 @@ class ExpertDispatch:
         """Runs the call in rounds, each with as many experts as the bank has room for. A round computes each pair of a
         token and an expert that it has; then the results of each token are added up, as the module does it.
 
-        _NEEDS_ALL where that would round differently, as a round's results have the dtype of hidden states; and with
+        _NEEDS_ALL where rounds would round differently (their results have the dtype of hidden states), and with
         gradients, which would be added up in another order.
         """
         dtypes = {routing.hidden.dtype, routing.weights.dtype, *(param.layout.dtype for param in call.block.params)}

@@ -284,8 +284,8 @@ class LayerMajor:
 
 
 def _refuse_order(leaf: Leaf) -> NoReturn:
-    """Raises CannotCutError for what is used several times by a block, and then by another one: in a loop, the first
-    block's gradients are added to the other's one by one, and not their sum.
+    """Raises CannotCutError for what is used several times by a block, and then by another one: a loop adds the first
+    block's gradients to the other's one by one, and not their sum.
     """
     name = getattr(leaf.owner(), "name", "")
     raise CannotCutError(f"parameter {name!r} is used several times by one block, and then by another one")

@@ -29,7 +29,7 @@ class Lending:
         self._lent_in_backward: list[Block] = []  # lent outside of any call
 
     def add(self, block: Block) -> None:
-        """From now on the block's leaves are lent, too."""
+        """Has the block's leaves lent, too."""
         self._blocks.update(dict.fromkeys(block.params, block))
 
     def lend_to_function(self, param: ManagedParam, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
@@ -67,8 +67,8 @@ class Lending:
         return self._lend(block, param)
 
     def _lend(self, block: Block, param: ManagedParam) -> torch.Tensor:
-        """Brings the block, and returns the leaf. The block stays until the innermost call ends or, in backward,
-        the visit that this is at; or until its memory is needed (`Block.may_be_taken_back`).
+        """Brings the block, and returns the leaf. The block stays until the innermost call ends or, in backward, the
+        present visit; or until its memory is needed (`Block.may_be_taken_back`).
         """
         param.prepare_leaf()
         if block.experts is not None and torch.is_grad_enabled() and param.home.requires_grad:
@@ -86,7 +86,7 @@ class Lending:
         return param.leaf
 
     def begin_method(self) -> bool:
-        """Makes a pass of this thread's method, in which a module is asked for a weight or a buffer. Whether it has."""
+        """Makes a pass of this thread's method, which asks a module for a weight or buffer. Returns whether it did."""
         method = self._method()
         if method is None:
             return False

@@ -43,7 +43,7 @@ from headrace.weights.passes.parameter_access import (
 
 
 class LendingDict(dict[str, Any]):
-    """A module's `_buffers`, or `_parameters`: gives, while the model computes, the leaf for a home."""
+    """A module's `_buffers` or `_parameters`. While the model computes, gives the leaf for a home."""
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
@@ -105,7 +105,7 @@ def lend_parameters(module: nn.Module) -> None:
 
 
 class Managed:
-    """The participant that takes part in what one managed module does."""
+    """Takes part in what one managed module does."""
 
     outer = False
 
@@ -198,7 +198,7 @@ class Managed:
 
     @contextlib.contextmanager
     def plain(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the module's attributes are as they would be on a CPU, were it not offloaded."""
+        """Inside, the module's attributes are those of a plain model on the CPU."""
         if self.site.companion is not None and get_spawning_popen() is not None:
             warnings.warn(
                 "an offloaded model is on its way to a spawned process, where it is a plain model on the CPU, with a"
@@ -286,7 +286,7 @@ class Managed:
 
 
 def bring_attributes_back(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Moves tensors that modules have made on the device, and kept in attributes, to the host."""
+    """Moves to the host the tensors that modules made on the device and kept in attributes."""
     known: dict[int, torch.Tensor] = {}
     for module in modules:
         module.__dict__.update(_attributes_on_host(module, device, known))

@@ -34,7 +34,7 @@ class Lender(Protocol):
         """The leaf for a home that a module is asked for; None: the home is not the lender's, or not lent now."""
 
     def begin_method(self) -> bool:
-        """A module is asked for a buffer outside of any pass. Whether a pass has begun by that."""
+        """Whether asking a module for a buffer outside of any pass has begun one."""
 
 
 _Answer = TypeVar("_Answer")
@@ -123,7 +123,7 @@ def waiting_for_homes() -> Registration:
 
 
 def borrow(home: Home | WatchedBuffer) -> torch.Tensor:
-    """What a module gives that is asked for a home, or for a buffer that travels: during a pass, the leaf."""
+    """What a module gives when asked for a home, or a buffer that travels: during a pass, the leaf."""
     if not _lenders:
         return home
     with without_overrides():
@@ -142,7 +142,7 @@ def borrow_compound(weight: Any) -> Any:
 
 
 def pass_begins() -> bool:
-    """A module is asked for a buffer. Whether a pass has begun by that, and has put another buffer in its place."""
+    """Whether asking a module for a buffer has begun a pass, and put another buffer in its place."""
     return _first(lambda lender: lender.begin_method() or None) is not None
 
 

@@ -30,7 +30,7 @@ class _Way:
     """How experts of a block came to a call: `whole`, or those in `experts` one by one; None: nobody read which.
 
     A checkpoint that computes the call again matches what is saved by its order, and so must bring experts as the call
-    did. It holds this as long as it may do so.
+    did. It holds this while it may recompute.
     """
 
     def __init__(self, experts: Sequence[int] | None, *, whole: bool) -> None:

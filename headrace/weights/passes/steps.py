@@ -37,12 +37,12 @@ class OptimizerSteps:
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def watch(self) -> None:
-        """From now on, optimizers' steps are watched."""
+        """Begins to watch optimizers' steps."""
         self._watching.add(self)
         self._leave_hooks = _hooks.use(self)
 
     def unwatch(self) -> None:
-        """From now on, optimizers' steps are watched no more."""
+        """Stops watching optimizers' steps."""
         self._watching.discard(self)
         self._leave_hooks()
 
@@ -51,7 +51,7 @@ class OptimizerSteps:
         return sum(_not_finite(one, wait=wait) - before for one, before in list(self._seen.items()))
 
     def reset(self) -> None:
-        """Begins the count of not_finite_steps() anew."""
+        """Sets the count of not_finite_steps() to 0."""
         for optimizer in list(self._seen):
             self._seen[optimizer] = _not_finite(optimizer, wait=True)
 
