@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace.memory.buffers import DeviceBuffers
@@ -13,7 +14,7 @@ from headrace.weights.movement.leaves import Leaves
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.call import Call
 from headrace.weights.passes.engine import Engine
-from tests.support.compare import assert_same_gradients
+from tests.support.compare import assert_same, assert_same_gradients
 from tests.support.models import some_tokens
 from tests.units.models import Decoder
 
@@ -112,3 +113,34 @@ def test_another_thread_may_call_the_model_next(
                 other.submit(torch.accelerator.set_device_index, compute_device.index)
             found = other.submit(torch.no_grad()(model), batch).result()
         assert torch.equal(found, expected)
+
+
+def test_a_recomputation_that_was_interrupted_as_it_ended_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it seemed to be under way for good: later calls counted as calls within it, and remove() was refused."""
+    layers = [torch.nn.Linear(32, 32) for _ in range(4)]
+    model = torch.nn.Sequential(*layers)
+    handle = headrace.offload(model, device="cpu", device_memory=9000, blocks=layers)
+    x = torch.ones(2, 32, requires_grad=True)
+    leave = Engine._leave
+
+    def interrupted(engine: Engine) -> None:
+        if engine.passes.calls[-1].recomputes:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        leave(engine)
+
+    def loss() -> torch.Tensor:
+        return checkpoint(model, x, use_reentrant=True).sum()
+
+    monkeypatch.setattr(Engine, "_leave", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loss().backward()
+    model.zero_grad()
+    loss().backward()
+    stats = handle.stats()
+    assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
+    handle.remove()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    loss().backward()
+    assert_same(gradients, [parameter.grad for parameter in model.parameters()])

@@ -129,17 +129,19 @@ def test_no_host_memory_is_made_in_backward(monkeypatch: pytest.MonkeyPatch) -> 
     assert made == [False] * (3 * 2 * COUNT)
 
 
-def test_ctrl_c_while_gradients_of_tied_weights_leave(compute_device: torch.device) -> None:
+@pytest.mark.extended
+@pytest.mark.emu("random:0")
+def test_ctrl_c_while_gradients_of_tied_weights_leave(emu_device: Any) -> None:
     """What the copies under way read and write is not free before they end: the emulated device looks for races."""
     plain, trained = (built(Model) for _ in range(2))
     for model in (plain, trained):
         model.layers[3].up.weight = model.layers[0].up.weight
-    handle = offloaded(trained, device=compute_device)
-    plain.to(compute_device)
-    given = [batch.to(compute_device) for batch in batches()]
+    handle = offloaded(trained, device="emu")
+    plain.to("emu")
+    given = [batch.to("emu") for batch in batches()]
     in_turn(plain, lambda batch: square(plain, batch), given)
     came = True
-    for moment in itertools.count(1, 31):
+    for moment in itertools.count(1, 11):
         if not came:
             break
         came = interrupted_at(

@@ -204,7 +204,9 @@ class Backward:
         else:
             self._executor.abandon_cycle()
             self.drop_gradients()
-            self.passes.reset_bound()  # an interrupt may have struck between a release and its note
+            # An interrupt may have struck between a release and its note, or before a recomputation's call was ended.
+            self.passes.calls[:] = [call for call in self.passes.calls if not call.recomputes]
+            self.passes.reset_bound()
         self.passes.settle(PassState.FORWARD if self.passes.calls else PassState.AT_REST)
         if completed:
             with self.passes.hooks_of_homes() as in_hooks:
