@@ -235,8 +235,9 @@ class ParamStates:
                     entries[name] = value.clone()
 
     def held_bytes(self) -> int:
-        """The bytes of host memory that states and masters take."""
-        values = (value for entries in self.entries.values() for value in entries.values())
+        """The bytes of host memory that states and masters take. State on disk that is shown takes none."""
+        on_disk = {id(value) for lent in self._lent.values() for value in lent.values()}
+        values = (value for entries in self.entries.values() for value in entries.values() if id(value) not in on_disk)
         held = sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu")
         return held + (0 if self.disk is None else self.disk.host_bytes)
 

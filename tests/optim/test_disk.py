@@ -149,12 +149,13 @@ def test_state_is_not_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     state_bytes = 8 * 16 * (1 << 16)
     assert store.nbytes == state_bytes
     assert moved_bytes(log) == (0, state_bytes)  # zeros are not read
-    assert (
-        optimizer.held_bytes() == disk_state.SLOTS * disk_state.MOST_BYTES_PER_ELEMENT * (1 << 13) + 16 * 4
-    )  # the ring, and the counts of steps
+    held = disk_state.SLOTS * disk_state.MOST_BYTES_PER_ELEMENT * (1 << 13) + 16 * 4  # the ring; the counts of steps
+    assert optimizer.held_bytes() == held
     optimizer.step()
     store.synchronize()
     assert moved_bytes(log) == (state_bytes, 2 * state_bytes)
+    assert sum(one["exp_avg"].nbytes for one in optimizer.state_dict()["state"].values()) == state_bytes // 2
+    assert optimizer.held_bytes() == held  # what was shown is memory over a file
 
 
 @pytest.mark.core(dtype=torch.bfloat16, overlap=["none", "backward"])
