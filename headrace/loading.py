@@ -53,7 +53,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
 
     In checkpoints that headrace wrote, every byte is checked as it is read. Names, shapes and sizes are compared before
     the first tensor is written, so if they do not fit, nothing has changed. Loading takes 64 MiB of host memory, or 96
-    MiB if weights rest on disk, and room for one tensor if any has to be converted.
+    MiB if weights rest on disk, and room for the few tensors that are read at a time if any has to be converted.
 
     Raises CheckpointError when the checkpoint is damaged (naming file and tensor) or does not fit the model or the
     optimizer, StateError within a forward or backward, and DiskError when a drive fails. If an error comes while
