@@ -131,24 +131,28 @@ def test_no_host_memory_is_made_in_backward(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.extended
 @pytest.mark.emu("random:0")
-def test_ctrl_c_while_gradients_of_tied_weights_leave(emu_device: Any) -> None:
+@pytest.mark.parametrize(("tied", "file", "stride"), [(True, "batch_sums.py", 11), (False, "flow.py", 1)])
+def test_ctrl_c_while_gradients_leave(emu_device: Any, tied: bool, file: str, stride: int) -> None:
     """What the copies under way read and write is not free before they end: the emulated device looks for races."""
-    plain, trained = (built(Model) for _ in range(2))
-    for model in (plain, trained):
-        model.layers[3].up.weight = model.layers[0].up.weight
-    handle = offloaded(trained, device="emu")
+    plain, trained = (seeded(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))) for _ in range(2))
+    for model in (plain, trained) if tied else ():
+        model[3].weight = model[0].weight
+    handle = headrace.offload(trained, device="emu", device_memory=5 * 64 * 65 * 4 // 2)
     plain.to("emu")
-    given = [batch.to("emu") for batch in batches()]
+    given = [batch.to("emu") for batch in random_batches(3, 3, 64)]
     in_turn(plain, lambda batch: square(plain, batch), given)
+    for _ in range(4):
+        handle.forward_backward(given, lambda batch: square(trained, batch))
+        trained.zero_grad()
     came = True
-    for moment in itertools.count(1, 11):
+    for moment in itertools.count(1, stride):
         if not came:
             break
         came = interrupted_at(
-            moment, lambda: handle.forward_backward(given, lambda batch: square(trained, batch)), "batch_sums.py"
+            moment, lambda: handle.forward_backward(given, lambda batch: square(trained, batch)), file
         )
         trained.zero_grad()
-    assert moment > 100
+    assert moment > 20
     handle.forward_backward(given, lambda batch: square(trained, batch))
     assert handle.stats().micro_batches_together > 0
     assert_same_gradients(trained, plain)

@@ -97,7 +97,8 @@ class GradientFlow(ABC):
 
     def _release_oldest(self) -> None:
         """Compute waits for the copies of the oldest gradients under way; then their device memory is free."""
-        leaving = self._leaving.popleft()
+        leaving = self._leaving[0]  # not taken before the wait: Ctrl-C between the two would free its memory
         self.lanes.wait(leaving.transfer.done)
         leaving.rows.clear()
+        self._leaving.popleft()
         self.ledger.add(Tier.DEVICE, PURPOSE, -leaving.transfer.nbytes)

@@ -190,7 +190,7 @@ class Staging:
             first = self._place(page)
         last = first + nbytes
         while any(begin < last and first < end for begin, end, _ in self._under_way):
-            self._under_way.popleft()[-1].synchronize()
+            self._finish_oldest()
         self._end = last
         return self._ring[first : first + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
 
@@ -211,7 +211,16 @@ class Staging:
         """The host waits for all additions. Raises what failed in one."""
         self._begin = self._end = 0
         while self._under_way:
-            self._under_way.popleft()[-1].synchronize()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """The host waits for the oldest additions. What failed in them is raised once; Ctrl-C leaves them under way."""
+        try:
+            self._under_way[0][-1].synchronize()
+        except Exception:
+            self._under_way.popleft()
+            raise
+        self._under_way.popleft()
 
     def _make(self, nbytes: int) -> None:
         self.wait()
