@@ -27,6 +27,7 @@ from headrace.runtime.host import spare_host_bytes
 from headrace.runtime.lanes import Lanes, open_lanes
 from headrace.runtime.link import LaneUse
 from headrace.runtime.spans import Moved, Waited
+from headrace.runtime.threads import keeps_interrupts
 from headrace.weights.passes.managed import site_of
 
 
@@ -225,7 +226,7 @@ class ActivationOffloading(Handle):
             if self._shares:
                 closing.close()
             else:  # a backward may still come: when nothing can ask for an activation any more, the stash is gone
-                weakref.finalize(self._stash, closing.close)
+                weakref.finalize(self._stash, keeps_interrupts(closing.close))
 
     # calls ------------------------------------------------------------------------------------------------------------
     def forward(self) -> AbstractContextManager[None]:

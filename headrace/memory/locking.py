@@ -24,6 +24,7 @@ from headrace.runtime.device import (
 )
 from headrace.runtime.page_locks import limit_text
 from headrace.runtime.probe import link_rates
+from headrace.runtime.threads import keeps_interrupts
 
 _PROBED_BYTES = 4 << 20  # copied to measure what pageable memory costs
 
@@ -40,7 +41,7 @@ def host_memory(nbytes: int, device: torch.device, ledger: Ledger, purpose: str)
         memory, address = map_fork_safe(nbytes)
         unlock = lock(memory, address, nbytes, nbytes, device, ledger, purpose)
         if unlock is not None:
-            weakref.finalize(memory, unlock).atexit = False
+            weakref.finalize(memory, keeps_interrupts(unlock)).atexit = False
         return memory, unlock is not None
     memory = _allocated(nbytes) if is_accelerator(device) else None
     locked = memory is not None

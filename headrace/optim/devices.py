@@ -18,7 +18,7 @@ from headrace.optim.options import Pin
 from headrace.optim.weights import MasterWeight
 from headrace.runtime.device import free_device_bytes
 from headrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
-from headrace.runtime.threads import wait_asleep
+from headrace.runtime.threads import keeps_interrupts, wait_asleep
 
 _RESERVE = 0.1  # the share of free device memory that "auto" leaves
 _BATCH_BYTES = 32 * 2**20  # of gradients: long enough for the link, short enough to overlap
@@ -99,7 +99,7 @@ class HostMirror:
         self._twins: dict[torch.Tensor, torch.Tensor] = {}
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._leaving: list[Transfer] = []
-        weakref.finalize(self, _close, self._lanes, self._leaving)
+        weakref.finalize(self, keeps_interrupts(_close), self._lanes, self._leaving)
 
     def update(self, members: Sequence[Member], perform: Callable[[Sequence[Member]], None]) -> None:
         """Brings gradients of `members` to the host, calls `perform` on batches of them, and sends the weights back."""

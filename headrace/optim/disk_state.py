@@ -19,6 +19,7 @@ from headrace.errors import DiskError, StateError
 from headrace.memory.disk import DiskStore, Extent, Origin, Request, Slot, StagingRing, TensorAtRest, read_bytes
 from headrace.memory.ledger import Ledger, Tier
 from headrace.optim import eight_bit
+from headrace.runtime.threads import keeps_interrupts
 
 STAGED_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, enough for a drive to run at full speed
 SLOTS = 8  # one slot is updated; the others are read into or written from
@@ -109,7 +110,7 @@ class DiskState:
         self._written: dict[Any, dict[str, torch.dtype]] = {}  # the tensors whose extents hold something
         self._chunks: dict[Any, int] = {}  # how many elements each part had when it was written last
         self._busy = threading.Lock()
-        weakref.finalize(self, self._store.close)
+        weakref.finalize(self, keeps_interrupts(self._store.close))
 
     def _ring_for(self, device: torch.device) -> StagingRing:
         self._device = device

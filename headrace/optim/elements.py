@@ -129,7 +129,8 @@ class ElementUpdates:
     def _in_memory(self, member: Member, lock_for: torch.device | None) -> _State:
         """A parameter's state in a copy of its dict, so that the dict's values are unchanged if the update fails.
 
-        `lock_for`: the device for which its memory is page-locked; the dict's too, so that both have the same memory.
+        `lock_for`: the device for which its memory is page-locked. Values that were kept as they are lie there in the
+        dict, too, so that both have the same memory.
         """
         entries: dict[str, Any] = dict(member.state)
         rule, master = member.rule, member.master
@@ -146,7 +147,8 @@ class ElementUpdates:
             entries[name] = master.zeros(dtype) if kept is None else kept
         if lock_for is not None:
             self._states.in_locked_memory(entries, dtypes, lock_for)
-            member.state.update({name: entries[name] for name in dtypes if name in member.state})
+            same = {name for name in dtypes.keys() - fresh if dtypes[name] == _dtype(member.state.get(name))}
+            member.state.update({name: entries[name] for name in same})
         return self._state(member, dtypes, frozenset(fresh), entries)
 
     def _on_disk(self, member: Member, disk: DiskState) -> _State:
@@ -168,6 +170,10 @@ class ElementUpdates:
         columns = dict(zip(dtypes, (*moments, *maximum, "master"), strict=False))
         key, weight_bytes = (member.parameter, elements), member.master.host.itemsize
         return _State(member, columns, Wanted(key, elements, dtypes, fresh, weight_bytes), entries)
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _whole(state: _State, *, in_memory: bool) -> Update:

@@ -8,8 +8,10 @@ just starting its thread; the executor then starts another one for the next job.
 import _thread
 import functools
 import signal
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -128,26 +130,42 @@ def wait_asleep(event: Any) -> None:
 
 
 def keeps_interrupts(finalizer: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a function that the garbage collector calls. Python prints and drops whatever is raised there, so a
-    Ctrl-C that strikes there is sent again, by a thread, to strike after it.
+    """Decorates a function that is called when an object is let go of. Python prints and drops whatever is raised
+    there, so a Ctrl-C that strikes there is sent again, by a thread, to strike after it. One that came before, while
+    no Python code ran, strikes as the call begins, and is dropped.
     """
 
-    @functools.wraps(finalizer)
     def call(*args: Any, **kwargs: Any) -> None:
         try:
             finalizer(*args, **kwargs)
         except KeyboardInterrupt:
             _thread.start_new_thread(_interrupt_main_thread, ())
 
-    return call
+    _finalizers.add(call.__code__)
+    return functools.wraps(finalizer)(call)
+
+
+_finalizers = {weakref.finalize.__call__.__code__}
 
 
 def _interrupt_main_thread() -> None:
-    """Does what Ctrl-C does, also to a main thread that waits in a call of the system."""
+    """Does what Ctrl-C does, also to a main thread that waits in a call of the system.
+
+    Objects that are let go of together have their finalizers called in a row: this waits until the last one is over.
+    """
+    while _is_in_finalizer(threading.main_thread().ident or 0):
+        time.sleep(_LONGEST_PAUSE_SECONDS)
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     else:  # Windows
         _thread.interrupt_main()
+
+
+def _is_in_finalizer(thread: int) -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code not in _finalizers:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _perform(told: Job[T], work: list[tuple[Callable[..., T], tuple[Any, ...], dict[str, Any]]]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import headrace
 import headrace.optim
-from headrace.errors import BudgetError
+from headrace.errors import BudgetError, StateError
 from headrace.memory.arena import Arena
 from headrace.memory.disk import StagingRing
 from headrace.optim import Adafactor, AdamW, Muon, disk_state, on_device, states
@@ -382,6 +382,33 @@ def test_a_loaded_state_is_held_once(emu_device: ModuleType, monkeypatch: pytest
     monkeypatch.setattr(DeviceUpdates, "perform", note_alive)
     optimizer.step()
     assert alive == [0]
+
+
+def test_a_step_that_fails_leaves_a_loaded_state_as_it_is(
+    emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the step keeps it in another dtype."""
+    weight = nn.Parameter(torch.ones(5000, dtype=torch.bfloat16, device="emu"))
+    weight.grad = torch.linspace(0.1, 0.9, 5000).to("emu", torch.bfloat16)
+    theirs = AdamW([weight], state_dtype="8bit", update="device")
+    theirs.step()
+    optimizer = AdamW([weight], state_dtype=torch.bfloat16, update="device")
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    before = copy.deepcopy(optimizer.state_dict()["state"][0])
+    assert before["exp_avg"].dtype == torch.float32
+
+    def fail(*_: Any) -> None:
+        raise StateError("as the test wants it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceUpdates, "perform", fail)
+        with pytest.raises(StateError, match="as the test wants it"):
+            optimizer.step()
+    after = optimizer.state_dict()["state"][0]
+    assert before.keys() == after.keys()
+    assert_same(list(before.values()), list(after.values()))
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["exp_avg"].dtype == torch.bfloat16
 
 
 def test_state_on_disk_passes_through_one_ring(

@@ -115,8 +115,14 @@ def test_another_thread_may_call_the_model_next(
         assert torch.equal(found, expected)
 
 
-def test_a_recomputation_that_was_interrupted_as_it_ended_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, it seemed to be under way for good: later calls counted as calls within it, and remove() was refused."""
+@pytest.mark.parametrize("caught_in_a_hook", [False, True])
+def test_a_recomputation_that_was_interrupted_as_it_ended_is_over(
+    monkeypatch: pytest.MonkeyPatch, *, caught_in_a_hook: bool
+) -> None:
+    """Before, it seemed to be under way for good: later calls counted as calls within it, and remove() was refused.
+
+    Also where the interrupt breaks off a nested backward alone, and the one around it completes.
+    """
     layers = [torch.nn.Linear(32, 32) for _ in range(4)]
     model = torch.nn.Sequential(*layers)
     handle = headrace.offload(model, device="cpu", device_memory=9000, blocks=layers)
@@ -132,9 +138,19 @@ def test_a_recomputation_that_was_interrupted_as_it_ended_is_over(monkeypatch: p
     def loss() -> torch.Tensor:
         return checkpoint(model, x, use_reentrant=True).sum()
 
-    monkeypatch.setattr(Engine, "_leave", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        loss().backward()
+    nested = loss()
+
+    def strike(_gradient: Any = None) -> None:
+        monkeypatch.setattr(Engine, "_leave", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            nested.backward()
+
+    if caught_in_a_hook:
+        around = model(x)
+        around.register_hook(strike)
+        around.sum().backward()
+    else:
+        strike()
     model.zero_grad()
     loss().backward()
     stats = handle.stats()

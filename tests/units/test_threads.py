@@ -1,7 +1,10 @@
 """Does Ctrl-C, at any moment of a submission or of a wait, leave others waiting for ever? Who sleeps while waiting?"""
 
+import os
+import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -9,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.memory import fork_safe
+from headrace.memory import fork_safe, locking
+from headrace.memory.disk import DiskStore, mapping
+from headrace.memory.ledger import Ledger
+from headrace.optim import devices, disk_state
 from headrace.runtime.autograd import EndOfBackward
 from headrace.runtime.process_wide import ProcessWide
-from headrace.runtime.threads import OneThread, on_headrace_thread, wait_asleep
+from headrace.runtime.threads import OneThread, keeps_interrupts, on_headrace_thread, wait_asleep
+from headrace.weights.movement.packed_loads import PackedLoads
 from tests.support.interrupts import interrupted_at
 
 LONG_SECONDS = 20
@@ -95,7 +102,61 @@ def drops_locked_memory(patch: pytest.MonkeyPatch) -> None:
     del memory
 
 
-@pytest.mark.parametrize("drop", [drops_a_user_of_a_patch, drops_the_end_of_a_backward, drops_locked_memory])
+def drops_memory_that_a_driver_locked(patch: pytest.MonkeyPatch) -> None:
+    for name in ("is_accelerator", "can_register_host_memory"):
+        patch.setattr(locking, name, lambda _device: True)
+    patch.setattr(locking, "lock", lambda *_: strike)
+    locking.host_memory(4096, torch.device("cpu"), Ledger(), "weights")
+
+
+def drops_a_mapping(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(mapping, "_unmap", lambda _address, _nbytes: strike())
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4096)
+        mapping.Mapping(file.fileno(), 0, 4096, shared=True)
+
+
+def drops_state_on_disk(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DiskStore, "close", lambda _store: strike())
+    disk_state.DiskState(tempfile.gettempdir())  # its file has no name
+
+
+def drops_many(_patch: pytest.MonkeyPatch) -> None:
+    """Their finalizers are called in a row."""
+
+    class Dropped:
+        pass
+
+    several = [Dropped() for _ in range(20)]
+    for one in several:
+        weakref.finalize(one, time.sleep, 0.01)
+    weakref.finalize(several[-1], keeps_interrupts(strike))  # the first to be called
+
+
+def drops_twins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(devices, "_close", lambda _lanes, _leaving: strike())
+    devices.HostMirror(torch.device("cpu"), pin=False, overlap=False)
+
+
+def drops_packed_loads(_patch: pytest.MonkeyPatch) -> None:
+    loads: Any = PackedLoads.__new__(PackedLoads)
+    loads._halves, loads._process, loads.finish = [None], os.getpid(), strike
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        drops_a_user_of_a_patch,
+        drops_the_end_of_a_backward,
+        drops_locked_memory,
+        drops_memory_that_a_driver_locked,
+        drops_a_mapping,
+        drops_state_on_disk,
+        drops_many,
+        drops_twins,
+        drops_packed_loads,
+    ],
+)
 def test_ctrl_c_in_a_finalizer_strikes_after_it(
     drop: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from headrace.memory.disk.requests import Request
 from headrace.memory.pages import advise, libc_call, libc_error, map_file, unmap
 from headrace.memory.ranges import Range
 from headrace.runtime.system import read_some
+from headrace.runtime.threads import keeps_interrupts
 
 _WAIT_WRITE_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_: waits for writes under way, writes dirty pages, waits for these
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(bit) for bit in (63, 62, 61))  # bits of an entry in a page map
@@ -150,7 +151,7 @@ class Mapping:
         self.memory = (ctypes.c_char * self._nbytes).from_address(self.address)  # lives as long as it is mapped
         self._mapped = _Mapped(self._nbytes, shared, origin)
         _table.add(self.address, self._mapped)
-        weakref.finalize(self.memory, _unmap, self.address, self._nbytes).atexit = False
+        weakref.finalize(self.memory, keeps_interrupts(_unmap), self.address, self._nbytes).atexit = False
 
     def before_unmap(self, call: Callable[[], Any] | None) -> None:
         """Has `call` called before the memory is unmapped."""

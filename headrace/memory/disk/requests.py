@@ -28,7 +28,7 @@ from headrace.errors import StateError
 from headrace.memory.disk.extent import Extent
 from headrace.memory.ranges import Range
 from headrace.runtime.lanes import Event
-from headrace.runtime.threads import Gate, mark_headrace_thread, wait_asleep
+from headrace.runtime.threads import Gate, keeps_interrupts, mark_headrace_thread, wait_asleep
 
 _Job = Callable[[], object]
 
@@ -132,7 +132,7 @@ class Requests:
     def __init__(self, threads: int, device: torch.device | None = None) -> None:
         self._turns = _Turns(threads, device)
         self._owner = os.getpid()
-        self._closer = weakref.finalize(self, self._turns.stop)
+        self._closer = weakref.finalize(self, keeps_interrupts(self._turns.stop))
 
     def submit(self, request: Request, after: Event | None) -> Request:
         """Lets `request` begin when its turn has come and `after` is reached. Never blocks."""
@@ -153,7 +153,8 @@ class Requests:
 
     def close(self) -> None:
         """Blocks until all requests have ended, with or without an error, and ends the threads. May be called twice."""
-        self._closer()
+        if self._closer.detach() is not None:  # not by a call of it: Ctrl-C strikes the caller
+            self._turns.stop()
 
 
 class _Turns:

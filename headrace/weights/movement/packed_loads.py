@@ -22,7 +22,7 @@ from headrace.memory.packed import Packed, pack, pack_into, unpack_on_device, un
 from headrace.runtime.host import available_host_bytes
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 from headrace.runtime.link import LinkSpeed
-from headrace.runtime.threads import OneThread
+from headrace.runtime.threads import OneThread, keeps_interrupts
 from headrace.weights.meter import Meter
 from headrace.weights.movement.block import Block
 from headrace.weights.rest.packing import is_frozen
@@ -111,6 +111,7 @@ class PackedLoads:
         self._changed = False  # whether load times have changed since the last call of `changed`
         self._process = os.getpid()
 
+    @keeps_interrupts
     def __del__(self) -> None:
         """If a model goes without `remove()`: waits, so that memory in use by loads is not reused."""
         if self._halves and self._process == os.getpid():

@@ -204,7 +204,10 @@ class Backward:
         else:
             self._executor.abandon_cycle()
             self.drop_gradients()
-            # An interrupt may have struck between a release and its note, or before a recomputation's call was ended.
+        broken_off = [call for call in self.passes.calls if call.recomputes]
+        if broken_off or not completed:
+            # An interrupt, which a hook may have caught, struck before a recomputation's call was ended, or between a
+            # release and its note.
             self.passes.calls[:] = [call for call in self.passes.calls if not call.recomputes]
             self.passes.reset_bound()
         self.passes.settle(PassState.FORWARD if self.passes.calls else PassState.AT_REST)
