@@ -204,11 +204,11 @@ class Backward:
         else:
             self._executor.abandon_cycle()
             self.drop_gradients()
-        broken_off = [call for call in self.passes.calls if call.recomputes]
-        if broken_off or not completed:
+        going_on = [call for call in self.passes.calls if not call.recomputes]
+        if not completed or len(going_on) < len(self.passes.calls):
             # An interrupt, which a hook may have caught, struck before a recomputation's call was ended, or between a
             # release and its note.
-            self.passes.calls[:] = [call for call in self.passes.calls if not call.recomputes]
+            self.passes.calls[:] = going_on
             self.passes.reset_bound()
         self.passes.settle(PassState.FORWARD if self.passes.calls else PassState.AT_REST)
         if completed:
