@@ -15,6 +15,7 @@ HOMES = {"runtime/autograd.py", "runtime/torch_rules.py", "runtime/grad_scaler.p
 OF_OTHERS = {
     "_actions",
     "_asdict",
+    "_current_frames",
     "_fields",
     "_replace",
     "_register_atexit",
