@@ -61,6 +61,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     everything.
     """
     check_model(model)
+    if path is None:
+        raise TypeError("path=None: newest() returns None where there is no complete checkpoint; train from the start")
     directory = path_of(path, "path").expanduser().absolute()
     optimizers = plain_optimizers(optimizer)
     handles = handles_of(model)

@@ -218,6 +218,8 @@ def test_paths_of_models(value: Any) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=setting):
             use()
+    with pytest.raises(TypeError, match=r"path=None: newest\(\) returns None where there is no complete checkpoint"):
+        headrace.load(None, nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="trainable=None is neither True nor False"):
         headrace.from_pretrained("model", trainable=None)  # type: ignore[arg-type]
 
