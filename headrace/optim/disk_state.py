@@ -30,8 +30,7 @@ MOST_BYTES_PER_ELEMENT = 12
 class Wanted:
     """One parameter of a step: its key, its elements, and the dtype of each of its tensors.
 
-    `weight_bytes`: per element of the weight, which may come to memory with its state. A load has no more than a slot's
-    bytes of weights.
+    `weight_bytes`: per element, if the weight comes to memory with its state; a load has a slot's bytes of it.
     """
 
     key: Any

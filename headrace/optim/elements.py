@@ -99,7 +99,11 @@ class ElementUpdates:
                     grains.performed()
 
             if disk is not None:
-                disk.stream([state.wanted for state in states], perform_parts)
+                wanted = [state.wanted for state in states]
+                if from_files:
+                    weights = [whole.weight.itemsize for whole in wholes]
+                    wanted = [replace(one, weight_bytes=size) for one, size in zip(wanted, weights, strict=True)]
+                disk.stream(wanted, perform_parts)
             else:
                 for rows in [wholes] if grains is None else grains.all():
                     perform(rows)
@@ -168,8 +172,7 @@ class ElementUpdates:
         elements = member.parameter.numel()
         moments, maximum = ("first", "second")[: len(member.rule.moments)], ("maximum",) * bool(member.rule.maximum)
         columns = dict(zip(dtypes, (*moments, *maximum, "master"), strict=False))
-        key, weight_bytes = (member.parameter, elements), member.master.host.itemsize
-        return _State(member, columns, Wanted(key, elements, dtypes, fresh, weight_bytes), entries)
+        return _State(member, columns, Wanted((member.parameter, elements), elements, dtypes, fresh), entries)
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -54,8 +54,8 @@ class Trace:
     def took(self, timings: Sequence[Timing]) -> None:
         """Called when the times of a cycle that followed a plan are known, which may be two cycles later.
 
-        Plans are made from one measured cycle. If the machine was busy then, a later cycle computes faster than any of
-        the plans allows; its times replace those. A cycle with everything on the device has one time in all.
+        Plans are made from one measured cycle. If the machine was busy then, a later cycle computes faster than
+        any plan allows; its times replace those. A cycle with everything on the device has one time in all.
         """
         known, seconds = sum(self.compute_seconds), sum(timing.compute_seconds for timing in timings)
         if not self.refined or seconds >= _QUICKER * known:
