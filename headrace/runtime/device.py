@@ -96,7 +96,11 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
         try:
             module.host_register(address, nbytes)
         except RuntimeError:
-            return None
+            try:  # Ctrl-C may have kept memory that was there before from being unlocked
+                module.host_unregister(address)
+                module.host_register(address, nbytes)
+            except RuntimeError:
+                return None
         undo = partial(module.host_unregister, address)
 
     owner = os.getpid()
@@ -105,11 +109,17 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
         if os.getpid() != owner:  # a forked process has a copy of the memory, and does not use the device
             return
         # The garbage collector may call this on any thread, whose device is to stay as it is.
-        with torch.accelerator.device_index(device.index):
-            try:
-                torch.accelerator.synchronize(device)
-            finally:
+        try:
+            with torch.accelerator.device_index(device.index):
+                try:
+                    torch.accelerator.synchronize(device)
+                finally:
+                    undo()
+        except KeyboardInterrupt:  # before the memory was unlocked, or after that: it is unmapped next
+            with contextlib.suppress(RuntimeError):
                 undo()
+            _clear_last_error(device)
+            raise
 
     return unregister
 
