@@ -29,6 +29,7 @@ from headrace.memory.disk import SavedFile, TensorAtRest, TensorInFile, origin_o
 from headrace.memory.disk.saved_file import Place, read_all, reading_memory
 from headrace.memory.disk.torch_files import TorchFile
 from headrace.optim.eight_bit import SUFFIX, is_record
+from headrace.optim.loading import lacking_options
 from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.precision import adopt_exact, take_exact
 from headrace.runtime.device import is_accelerator
@@ -269,6 +270,13 @@ class _State:
         self._saved = saved
         self._hooked = is_loaded_otherwise(optimizer)  # what they make of it is for them to check
         self._parameters = {} if self._hooked else fitting(optimizer, saved)  # by the number in the file
+        groups = optimizer.param_groups
+        lacking = [] if self._hooked else lacking_options(groups, saved.tree["param_groups"], optimizer.defaults)
+        if lacking:
+            raise CheckpointError(
+                f"{saved.file.path} has no {lacking[0]!r}, which {type(optimizer).__name__} has: another kind of"
+                " optimizer was saved; give one of that kind, or load without an optimizer"
+            )
         for number, parameter in self._parameters.items():
             for name, value in saved.tree["state"].get(number, {}).items():
                 if not isinstance(value, torch.Tensor):

@@ -18,6 +18,19 @@ def by_number(state_dict: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -
     }
 
 
+def lacking_options(
+    groups: Iterable[Mapping[str, Any]], saved_groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> list[str]:
+    """The options of an optimizer with these `groups` and `defaults` that the groups saved with it would have too.
+
+    If there are any, another kind of optimizer was saved. Flags (True, False, None) do not count: PyTorch gives them
+    their defaults when it loads what an older version saved.
+    """
+    numbers = {name for name, value in defaults.items() if not isinstance(value, bool | None)}
+    pairs = zip(groups, saved_groups, strict=False)
+    return sorted({name for group, saved in pairs for name in numbers & group.keys() - saved.keys()})
+
+
 def values_from(
     groups: list[dict[str, Any]],
     state_dict: dict[str, Any],

@@ -16,7 +16,7 @@ from headrace.optim.devices import Member
 from headrace.optim.early import EarlyUpdates
 from headrace.optim.gathered import Gathered
 from headrace.optim.kernel import Master
-from headrace.optim.loading import values_from
+from headrace.optim.loading import lacking_options, values_from
 from headrace.optim.local_shards import LocalShards
 from headrace.optim.norms import GradientNorms, clipping_of_shards
 from headrace.optim.not_finite import NotFiniteSteps
@@ -394,9 +394,9 @@ class HostOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a `state_dict()` of this optimizer or of the stock one. Moments keep their values.
 
-        Raises ValueError when groups or shapes do not match; nothing has changed then. Loading makes up for updates
-        that a failing drive cut short: steps are possible again. If parameters are assigned to ranks, each rank takes
-        the state of its own.
+        Raises ValueError when groups or shapes do not match, or another kind of optimizer was saved; nothing has
+        changed then. Loading makes up for updates that a failing drive cut short: steps are possible again. If
+        parameters are assigned to ranks, each rank takes the state of its own.
         """
         before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
         self._join_node()
@@ -406,6 +406,11 @@ class HostOptimizer(Optimizer):
         for hook in before.values():
             state_dict = hook(self, state_dict) or state_dict
         groups = self.param_groups
+        if lacking := lacking_options(groups, state_dict["param_groups"], self.defaults):
+            raise ValueError(
+                f"the state dict has no {lacking[0]!r}, which {type(self).__name__} has: another kind of optimizer was"
+                " saved; load it into one of that kind"
+            )
         state_dict["state"] = self._owners.own_part(state_dict, groups)
         elementwise = [self._rule(group, 1.0).elementwise for group in groups]
         if self._local_shards:

@@ -266,6 +266,19 @@ def test_another_model_is_refused_before_anything_changes(saved: tuple[Run, Path
         headrace.load(path, one, torch.optim.AdamW([one.table.weight]))
 
 
+@pytest.mark.parametrize("package", [torch.optim, headrace.optim])
+@pytest.mark.parametrize("name", ["SGD", "Adafactor"])
+def test_the_state_of_another_kind_of_optimizer_is_refused(saved: tuple[Run, Path], package: Any, name: str) -> None:
+    _, path = saved
+    model = Net(torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = getattr(package, name)(model.parameters(), lr=0.5)
+    with pytest.raises(headrace.CheckpointError, match=f"which {name} has: another kind of optimizer was saved"):
+        headrace.load(path, model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert optimizer.param_groups[0]["lr"] == 0.5 and not optimizer.state
+
+
 def _wider() -> Net:
     model = Net(torch.float32)
     model.layers[2] = torch.nn.Linear(65, 64)

@@ -165,6 +165,8 @@ def test_mismatches_are_refused_and_change_nothing() -> None:
         optimizer.load_state_dict(fewer)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
+    with pytest.raises(ValueError, match="no 'betas', which AdamW has: another kind of optimizer was saved"):
+        optimizer.load_state_dict(torch.optim.SGD(ours, lr=0.1, momentum=0.9).state_dict())
     assert optimizer.state[ours[1]]["exp_avg"].shape == (7, 9)
 
 
