@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _CUDA_HOST_REGISTER_PORTABLE = 1
+_locked: set[int] = set()  # addresses that register_host_memory() locked, until they are unlocked
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -85,24 +86,24 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
     of which `can_register_host_memory` is true.
     """
     module = torch.get_device_module(device)
-    undo: Callable[[], Any]
     if device.type == "cuda":
         runtime = module.cudart()
-        if int(runtime.cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE)) != 0:
-            _clear_last_error(device)
-            return None
-        undo = partial(runtime.cudaHostUnregister, address)
+        lock = partial(runtime.cudaHostRegister, address, nbytes, _CUDA_HOST_REGISTER_PORTABLE)
+        unlock = partial(runtime.cudaHostUnregister, address)
     else:
-        try:
-            module.host_register(address, nbytes)
-        except RuntimeError:
-            try:  # Ctrl-C may have kept memory that was there before from being unlocked
-                module.host_unregister(address)
-                module.host_register(address, nbytes)
-            except RuntimeError:
-                return None
-        undo = partial(module.host_unregister, address)
-
+        lock = partial(module.host_register, address, nbytes)
+        unlock = partial(module.host_unregister, address)
+    if address in _locked:  # Ctrl-C kept memory that was there before from being unlocked
+        with contextlib.suppress(RuntimeError):
+            unlock()
+    try:
+        refused = int(lock() or 0) != 0  # CUDA returns a number; others raise
+    except RuntimeError:
+        refused = True
+    if refused:
+        _clear_last_error(device)
+        return None
+    _locked.add(address)
     owner = os.getpid()
 
     def unregister() -> None:
@@ -114,11 +115,14 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
                 try:
                     torch.accelerator.synchronize(device)
                 finally:
-                    undo()
+                    unlock()
+                    _locked.discard(address)
         except KeyboardInterrupt:  # before the memory was unlocked, or after that: it is unmapped next
-            with contextlib.suppress(RuntimeError):
-                undo()
-            _clear_last_error(device)
+            if address in _locked:
+                with contextlib.suppress(RuntimeError):
+                    unlock()
+                _clear_last_error(device)
+                _locked.discard(address)
             raise
 
     return unregister

@@ -276,7 +276,8 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(saved: tuple[Run, Pat
     with pytest.raises(headrace.CheckpointError, match=f"which {name} has: another kind of optimizer was saved"):
         headrace.load(path, model, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert optimizer.param_groups[0]["lr"] == 0.5 and not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not optimizer.state
 
 
 def _wider() -> Net:

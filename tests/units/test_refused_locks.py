@@ -1,8 +1,10 @@
 """When the system page-locks no more: does everything go on, exactly, with one warning and right figures?"""
 
+import contextlib
 import gc
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -148,6 +150,27 @@ def message(emu: ModuleType) -> str:
     return str(caught[0].message)
 
 
+def test_what_cuda_still_has_locked_from_before_is_unlocked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may prevent the call that unlocks memory, which is then unmapped all the same."""
+    calls = []
+
+    def note(name: str) -> Callable[..., int]:
+        return lambda address, *_: calls.append((name, address)) or 0
+
+    runtime = SimpleNamespace(cudaHostRegister=note("lock"), cudaHostUnregister=note("unlock"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(cudart=lambda: runtime))
+    monkeypatch.setattr(device_module, "_locked", set())
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    device = torch.device("cuda", 0)
+    device_module.register_host_memory(device, 4096, 4096)
+    unlock = device_module.register_host_memory(device, 4096, 8192)
+    assert unlock is not None
+    unlock()
+    device_module.register_host_memory(device, 4096, 4096)
+    assert calls == [(name, 4096) for name in ("lock", "unlock", "lock", "unlock", "lock")]
+
+
 @pytest.mark.emu("lazy", h2d_bytes_per_second=10e9, copy_latency_seconds=0.0, launch_seconds=0.0)
 def test_the_warning_has_the_numbers(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locking, "_ledgers", WeakSet())
@@ -214,7 +237,7 @@ def test_what_cuda_refuses_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatc
         launched.append(device)
         raise torch.AcceleratorError("CUDA error: out of memory")
 
-    runtime = SimpleNamespace(cudaHostRegister=lambda address, nbytes, flags: 2)
+    runtime = SimpleNamespace(cudaHostRegister=lambda address, nbytes, flags: 2, cudaHostUnregister=lambda address: 0)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(cudart=lambda: runtime))
     monkeypatch.setattr(torch, "ones", launch)
     device = torch.device("cuda", 0)
