@@ -55,7 +55,7 @@ def child(directory: Path, host_memory: str, device_memory: str, rounds: int) ->
         os.fsync(store._file.descriptor)
         return time.perf_counter() - begin
 
-    blocks = [block for block in handle._engine.blocks if not block.rest.writable]
+    blocks = [block for block in handle.settled_blocks("this benchmark") if not block.rest.writable]
     halves = {"files": blocks[::2], "memory": blocks[1::2]}
     found: dict[str, list[float]] = {}
     for way, half in halves.items():
