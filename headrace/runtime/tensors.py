@@ -1,8 +1,9 @@
 """Which tensors are inside a module's arguments or results (containers, dataclasses, ModelOutputs) or an optimizer?"""
 
+import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -14,36 +15,44 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside `value`."""
+def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """Every tensor inside `value`. `around`: the ids of the containers it is in, which are not searched again."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+    elif id(value) not in around:
+        for item in _items_of(value):
+            yield from tensors_in(item, (*around, id(value)))
 
 
-def containers_in(value: Any) -> Iterator[Any]:
+def containers_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
     """Every list, dict and dataclass inside `value`: the containers that can be written to."""
+    if id(value) in around:
+        return
+    if isinstance(value, list | dict) or _is_dataclass(value):
+        yield value
+    for item in _items_of(value):
+        yield from containers_in(item, (*around, id(value)))
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
     if isinstance(value, list | tuple):
-        if isinstance(value, list):
-            yield value
-        for item in value:
-            yield from containers_in(item)
-    elif isinstance(value, dict):
-        yield value
-        for item in value.values():
-            yield from containers_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield value
-        for item in vars(value).values():
-            yield from containers_in(item)
+        return value
+    return _fields_of(value).values() if _is_dataclass(value) else ()
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, past its own ways to get attributes: those of a config may raise."""
+    found = {}
+    for field in dataclasses.fields(value):
+        with contextlib.suppress(AttributeError):  # not set
+            found[field.name] = object.__getattribute__(value, field.name)
+    return found
 
 
 def is_integer(tensor: torch.Tensor) -> bool:
@@ -51,10 +60,16 @@ def is_integer(tensor: torch.Tensor) -> bool:
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with each tensor replaced by `change` of it; `value` itself if no tensor changes."""
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], around: tuple[int, ...] = ()) -> Any:
+    """`value` with each tensor replaced by `change` of it; `value` itself if no tensor changes.
+
+    `around`: the ids of the containers it is in. Where one of them comes again, it stays as it is.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
+    if id(value) in around:
+        return value
+    around = (*around, id(value))
     if isinstance(value, PackedSequence):  # its batch sizes stay on the host
         indices = (value.sorted_indices, value.unsorted_indices)
         moved = [None if tensor is None else change(tensor) for tensor in indices]
@@ -62,7 +77,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         same = data is value.data and all(new is old for new, old in zip(moved, indices, strict=True))
         return value if same else PackedSequence(data, value.batch_sizes, *moved)
     if isinstance(value, MutableMapping):
-        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        changed = {key: map_tensors(item, change, around) for key, item in value.items()}
         if all(changed[key] is item for key, item in value.items()):
             return value
         if type(value) is dict:
@@ -73,13 +88,14 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
             copied[key] = item
         return copied
     if isinstance(value, list | tuple):
-        items = [map_tensors(item, change) for item in value]
+        items = [map_tensors(item, change, around) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changed = {name: map_tensors(item, change) for name, item in fields.items()}
+    if _is_dataclass(value):
+        given = {field.name for field in dataclasses.fields(value) if field.init}
+        fields = {name: item for name, item in _fields_of(value).items() if name in given}
+        changed = {name: map_tensors(item, change, around) for name, item in fields.items()}
         if all(changed[name] is item for name, item in fields.items()):
             return value
         return dataclasses.replace(value, **changed)
