@@ -106,7 +106,7 @@ def load_model(config: TrainConfig) -> LoadedModel:
 
 
 def _digest(model: PreTrainedModel, directory: Path | None) -> str:
-    """The digest of a saved model. Reading all weights takes less than a step. The settings tell a built-in model."""
+    """The digest of a saved model; reading all weights takes less than a step. Settings identify a built-in one."""
     if directory is None:
         return "built in"
     config = {name: value for name, value in saved_config(directory).items() if name not in _NOT_OF_A_MODEL}
