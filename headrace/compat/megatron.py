@@ -145,7 +145,7 @@ class OptimizerConfig(Settings):
                         " keep float32 moments; leave one of the two out"
                     )
         if self.optimizer_cuda_graph:
-            raise ValueError("optimizer_cuda_graph=True: an update on the host is no part of a graph; set it to False")
+            raise ValueError("optimizer_cuda_graph=True: an update on the host cannot be in a graph; set it to False")
 
     def optimizer_for(self, params: nn.Module | Iterable[Any], *, mesh: Any = None) -> HybridDeviceOptimizer:
         """Makes the optimizer for a model, for parameters, or for groups of parameters. Raises what `validate` raises.

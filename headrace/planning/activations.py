@@ -69,7 +69,7 @@ class ActivationProblem:
         if len(self.forward_seconds) != len(self.saved):
             raise ValueError(f"{len(self.saved)} tensors are saved, but {len(self.forward_seconds)} times are given")
         if not len(self.uses) == len(self.backward_seconds) == len(self.freed_at):
-            raise ValueError(f"{len(self.uses)} uses need as many times and ends")
+            raise ValueError(f"{len(self.uses)} uses need as many entries in backward_seconds and freed_at")
         if len(set(self.uses)) != len(self.uses) or not all(0 <= index < len(self.saved) for index in self.uses):
             raise ValueError(f"uses are {list(self.uses)}; give each of 0 to {len(self.saved) - 1} at most once")
         if len(self.other_seconds) not in (0, len(self.uses)):

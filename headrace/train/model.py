@@ -188,7 +188,7 @@ def _mapped_model(directory: Path) -> tuple[PreTrainedModel, Checkpoint]:
     if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING.values():
         weight_files.close()
         raise TrainInputError(
-            f"model directory {directory} holds a {type(model).__name__}, which is no causal language model"
+            f"model directory {directory} holds a {type(model).__name__}, which is not a causal language model"
         )
     model.name_or_path = str(directory)  # PEFT writes this name beside adapters
     return model, weight_files
