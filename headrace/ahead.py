@@ -138,7 +138,7 @@ def plan(
     updates, adapts = kind is not Training.NONE, kind is Training.ADAPTER
     decodes = not updates and spread.data == 1 and any(block.expert_parameters for block in shape.blocks)
     replicas = devices is not None or spread.data > 1
-    of_update = "for updates, and training='inference' has none; leave it out"
+    of_update = "of an update, and training='inference' has none; leave it out"
     _refuse_idle(
         ("adapter_rank", adapter_rank, adapts, "of training='adapter' alone; leave it out"),
         ("overlap", None if overlap == Overlap.NONE.value else overlap, updates, of_update),
