@@ -1,4 +1,4 @@
-"""What will a run hold and take? `plan()` says so before it, from the machine that `probe()` measured, or another."""
+"""What will a run hold, and how long will it take? `plan()` says so, for the machine here or another one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def probed_rates(device: torch.device) -> dict[str, float]:
     """Bytes per second of each lane, as `probe()` measured for `device`; empty without a valid measurement."""
     try:
         hardware = cached_probe()
-    except ValueError:  # damaged, or of another version: `plan` says so, a report does without
+    except ValueError:  # damaged, or of another version: `plan` says so; a report has no rates then
         return {}
     if not hardware.name.endswith(f"({device})"):
         return {}
@@ -138,7 +138,7 @@ def plan(
     updates, adapts = kind is not Training.NONE, kind is Training.ADAPTER
     decodes = not updates and spread.data == 1 and any(block.expert_parameters for block in shape.blocks)
     replicas = devices is not None or spread.data > 1
-    of_update = "of an update, which training='inference' has none of; leave it out"
+    of_update = "of an update, and training='inference' has none; leave it out"
     _refuse_idle(
         ("adapter_rank", adapter_rank, adapts, "of training='adapter' alone; leave it out"),
         ("overlap", None if overlap == Overlap.NONE.value else overlap, updates, of_update),
@@ -175,7 +175,7 @@ def _check_numbers(
 
 
 def _all_devices(machine: Hardware, devices: int | None, nodes: int) -> int:
-    """On all nodes. Raises ValueError where the network is not known."""
+    """The devices of all nodes together. Raises ValueError if several nodes have a network of unknown speed."""
     if nodes > 1 and not machine.node_bytes_per_second:
         raise ValueError(
             f"nodes={nodes} but the network of {machine.name} is not known; give it: Hardware.changed(network='12GB/s')"
@@ -204,7 +204,7 @@ def _state_bytes(state_dtype: torch.dtype | str) -> float:
 
 
 def machine_of(hardware: Hardware | str | None) -> Hardware:
-    """The machine of that name, or "measured"; without a name, the measured one or a 4090. Raises HardwareNotFound."""
+    """The machine of that name. Without one, the measured machine, or else a 4090. Raises HardwareNotFound."""
     if isinstance(hardware, Hardware):
         return hardware
     if hardware == MEASURED or (hardware is None and cache_path().exists()):

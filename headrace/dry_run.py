@@ -97,7 +97,7 @@ def _kind_of(name: str, layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _with_one_of_each(kinds: dict[str, tuple[Any, ...]]) -> set[str]:
-    """The layers of each stack up to the first of its last kind, because models count their layers from the first."""
+    """In each stack, the layers up to the last one of a new kind, because models count their layers from the first."""
     last: dict[str, int] = {}
     stacks: dict[str, list[str]] = {}
     met = set()
@@ -168,7 +168,7 @@ class _Watch:
         self.now = self.before
         self._model = model
         self._counted = self._counted_attention = 0
-        # By their `id`; they are kept, so that none is used again.
+        # By their `id`. They are kept, so that no other storage gets the same one.
         self._known = {id(own): own for own in (parameter.untyped_storage() for parameter in model.parameters())}
         self._shared: dict[int, torch.UntypedStorage] = {}
         self._kept: dict[int, torch.UntypedStorage] = {}

@@ -1,4 +1,4 @@
-"""Which shape has what a user calls a model: a module, a config, a path?"""
+"""What shape does a model have that a user gives as a module, a config or a path?"""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ def shape_of(
 ) -> ModelShape:
     """The shape of a module, a config, its dictionary or path, with adapters and bits as given.
 
-    What a token saves and computes is that of sequences of this length. Raises ValueError for what cannot be counted.
+    What a token saves and computes depends on `sequence_length`. Raises ValueError for what cannot be counted.
     """
     adapts = work is Training.ADAPTER
     if isinstance(model, ModelShape):
@@ -79,7 +79,7 @@ def _counted(config: str, sequence_length: int, adapts: bool) -> ModelShape:
 def _shape_of_module(model: "torch.nn.Module", sequence_length: int, adapts: bool) -> ModelShape:
     """Counts parameters, and sees in a dry run what the model saves and computes, if it is a text model.
 
-    With adapters (`adapts`) it saves what they get, and not what only gradients of frozen weights would need.
+    With adapters (`adapts`) it saves their inputs, and not what only gradients of frozen weights would need.
     """
     names = layers_of(model)
     if getattr(model, "main_input_name", None) != "input_ids" or not names:

@@ -195,7 +195,7 @@ def _direct(machine: Machine) -> Iterator[Finding]:
         os.close(os.open(probe, os.O_RDONLY | flag))
     except OSError as error:
         yield Finding(
-            f"{machine.disk} refuses direct access ({error.strerror}): reads pass the page cache, at half the rate",
+            f"{machine.disk} refuses direct access ({error.strerror}): reads use the page cache, at half the rate",
             "use ext4 or xfs on the drive itself; overlay, encrypted and network file systems refuse it",
         )
     finally:

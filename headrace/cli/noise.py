@@ -1,4 +1,4 @@
-"""Which messages of other libraries does the command line leave out? Empty ones that importing transformers causes.
+"""Which messages of other libraries does the command line leave out? Pointless ones, caused by importing transformers.
 
 transformers imports torchao, where it is installed, with the first model class. Without an accelerator, torchao warns
 that its kernels cannot be loaded, and PyTorch warns of how torchao registers its enums.

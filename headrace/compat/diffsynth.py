@@ -161,7 +161,7 @@ class PinnedBuffer:
 
 
 class PinnedArenaPool:
-    """Page-locked host memory for many tensors: `total_bytes`, and `min_chunk_size` or more whenever it is full."""
+    """Page-locked host memory for many tensors: `total_bytes`; it grows by `min_chunk_size` or more when it is full."""
 
     def __init__(self, total_bytes: int, min_chunk_size: int = 2**20, device: Device = None) -> None:
         self.device, self.min_chunk_size = resolve_device(device), min_chunk_size

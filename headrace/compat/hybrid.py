@@ -21,7 +21,7 @@ from headrace.runtime.tensors import parameters_of
 
 __all__ = ["HybridDeviceOptimizer", "TorchSteps", "tensor_of"]
 
-# Arguments that change no result: how it is computed, or (adam_w_mode) what has chosen the rule already.
+# Arguments that change no result: they say how it is computed, or (adam_w_mode) have already chosen the rule.
 _SAY_NOTHING = ("adam_w_mode", "fused", "foreach", "capturable", "differentiable")
 _NOT_BY_PARAMETER = {"LBFGS": "it needs the closure many times in a step", "SparseAdam": "its gradients are sparse"}
 
@@ -63,7 +63,7 @@ def _our_arguments(settings: dict[str, Any], tensors: Iterable[torch.Tensor]) ->
 
 
 # any class of PyTorch ------------------------------------------------------------------------------------------------
-_EACH_ITS_OWN = "of_each_class"  # the key in a param group for settings it was not given whose defaults differ
+_EACH_ITS_OWN = "of_each_class"  # a group's key for settings not given, whose defaults differ by class
 
 
 class TorchSteps(HostOptimizer):
@@ -120,7 +120,7 @@ def _torch_step(
     parameter.grad = gradient
     inner = kind([{"params": [parameter], **settings}])
     inner.state[parameter] = {name: value for name, value in state.items() if name not in (REMAINDER, FULL)}
-    # Without the hooks on all optimizers' steps: the optimizer that this is a part of has called them.
+    # Without the hooks on all optimizers' steps: the hybrid optimizer, which runs this, has called them.
     step = kind.func.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
     state.update(inner.state[parameter])
@@ -143,7 +143,7 @@ class HybridDeviceOptimizer(HostOptimizer):
     Raises ValueError for a fraction outside [0, 1], for LBFGS and SparseAdam, and for arguments that do not exist here.
     """
 
-    _corrects = True  # whether moments are corrected for their beginning at zero
+    _corrects = True  # whether moments are corrected for starting at zero
 
     def __init__(
         self,

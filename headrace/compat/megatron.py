@@ -73,7 +73,7 @@ class CPUOffloadConfig(Settings):
         """Raises ValueError for settings that cannot work."""
         if self.fine_grained_activation_offloading and self.cpu_offloading:
             raise ValueError(
-                "fine_grained_activation_offloading=True with cpu_offloading=True says for a second time what leaves;"
+                "fine_grained_activation_offloading=True with cpu_offloading=True says a second time what leaves;"
                 " set one of them to False (headrace.offload_activations(model, layers=N, modules=[...]) takes both)"
             )
         if self.fine_grained_activation_offloading and not self.offload_modules:
@@ -145,7 +145,7 @@ class OptimizerConfig(Settings):
                         " keep float32 moments; leave one of the two out"
                     )
         if self.optimizer_cuda_graph:
-            raise ValueError("optimizer_cuda_graph=True: an update on the host is no part of a graph; set it to False")
+            raise ValueError("optimizer_cuda_graph=True: an update on the host cannot be in a graph; set it to False")
 
     def optimizer_for(self, params: nn.Module | Iterable[Any], *, mesh: Any = None) -> HybridDeviceOptimizer:
         """Makes the optimizer for a model, for parameters, or for groups of parameters. Raises what `validate` raises.
@@ -180,7 +180,7 @@ class OptimizerConfig(Settings):
         )
 
     def _class_and_settings(self) -> tuple[Any, dict[str, Any]]:
-        """The class of PyTorch's, and the settings that only this class has."""
+        """PyTorch's class, and the settings that only this class has."""
         if self.optimizer == "sgd":
             return torch.optim.SGD, {"momentum": self.sgd_momentum, "fused": True}
         if self.optimizer == "muon":
@@ -199,7 +199,7 @@ class TrainingConfig(Settings):
     micro_batch_size: int = 1
 
     def validate(self) -> None:
-        """Raises ValueError for settings that cannot work, TypeError for a number that is no whole one."""
+        """Raises ValueError for settings that cannot work, TypeError for a number that is not an integer."""
         for name in ("train_iters", "global_batch_size", "micro_batch_size"):
             check_count(getattr(self, name), name)
         if self.global_batch_size % self.micro_batch_size:
@@ -229,9 +229,9 @@ def apply(
     """Makes `model` do what `config.cpu_offloading...` says, without a context, as Megatron's layers do by themselves.
 
     With `cpu_offloading_weights` the model should be on the CPU: weights of offloaded layers then visit the
-    accelerator, and the others go there to stay. With `fine_grained_activation_offloading`, what leaves is what modules
-    save whose names contain one of `offload_modules`. Returns the handle, or None if there is nothing to offload. The
-    other settings are as in `get_cpu_offload_context`, which also says what is raised.
+    accelerator, and the others go there to stay. With `fine_grained_activation_offloading`, a tensor leaves if the
+    module that saves it has one of `offload_modules` in its name. Returns the handle, or None if there is nothing to
+    offload. The other settings are as in `get_cpu_offload_context`, which also says what is raised.
     """
     config.validate()
     settings = saving_settings(device_memory, min_bytes)

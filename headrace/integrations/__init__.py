@@ -1,1 +1,1 @@
-"""How do other libraries' models and loops meet headrace? Over their public names, and over ours."""
+"""How do other libraries' models and loops meet headrace? Through their public names, and through ours."""

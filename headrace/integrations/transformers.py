@@ -255,8 +255,8 @@ def _class_of(config: "PreTrainedConfig") -> Any:
 
 
 def _dtype_to_load(config: "PreTrainedConfig", checkpoint: Checkpoint) -> torch.dtype | str:
-    """The dtype of the config if the files have it, and else the one of most bytes there. Weights of other dtypes are
-    converted, and take host memory. "auto" means the config's dtype, or for quantised weights the one that computes.
+    """The config's dtype if the files have it, or else the dtype of most of their bytes. Weights of other dtypes are
+    converted, and take host memory. "auto": the config's dtype, or for quantised weights the one that computes.
     """
     nbytes: Counter[torch.dtype] = Counter()
     for record in checkpoint.records.values():

@@ -67,7 +67,7 @@ class AdamW(HostOptimizer, torch.optim.AdamW):
       are added up. All ranks get the first rank's weights when the optimizer is made. Clip with `max_grad_norm`, and
       set gradients to None. Raises ValueError without `mesh` and for offloaded models. Raises StateError for models in
       DistributedDataParallel, and at `step()` for gradients that no backward has averaged. Once a backward has raised,
-      every `step()` raises it.
+      every `step()` raises StateError.
 
     Raises ValueError for settings that are not available and for parameters of two offloaded models, LayoutError for
     parameters that are not plain bytes (tensor subclasses, sparse, on meta), and RuntimeError at `step()` for sparse or

@@ -1,4 +1,4 @@
-"""How are parameters updated that live on an accelerator? Gradients come to the host, updated weights go back.
+"""How are parameters on an accelerator updated in host memory? Gradients come to the host, updated weights go back.
 
 Each such parameter has a twin in page-locked host memory, in the parameter's own dtype, which the update writes.
 Batches of parameters pass through three stages: while one batch is updated, gradients of later ones arrive and weights
@@ -51,7 +51,7 @@ class DeviceShare:
         self._stays: dict[torch.Tensor, bool] = {}
 
     def assign(self, parameters: Sequence[torch.Tensor], device_fraction: float | str, state_bytes: int) -> None:
-        """Decides for new ones among the parameters, all on one device. `state_bytes`: per element.
+        """Decides for the new parameters among these, which are all on one device. `state_bytes`: per element.
 
         The fraction "auto" means as much as fits on the device.
         """

@@ -117,7 +117,7 @@ class DiskState:
         return StagingRing(STAGED_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, device, self._ledger)
 
     def lock_for(self, device: torch.device) -> None:
-        """Called before an update: has state pass through memory that is page-locked for a device which performs it."""
+        """Called before `device` updates: from now on, state passes through memory that is page-locked for it."""
         with self._busy:
             if self._device.type == "cpu":  # memory that is page-locked for one accelerator is so for all
                 self._ring = self._ring_for(device)

@@ -1,7 +1,7 @@
 """How do elementwise rules update? Rows of all parameters at once, in one pass over memory.
 
-A row is a run of one parameter's elements. Its columns are weight, gradient, master and moments, each of which is in
-host memory, on an accelerator, or in a file and a part at a time in memory. All rows are updated in the same way.
+A row is a run of one parameter's elements. Its columns are weight, gradient, master and moments. Each column is in host
+memory, on an accelerator, or in a file from which a part at a time is in memory. All rows are updated in the same way.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class _State:
     """The part of a member's state that takes part in its update."""
 
     member: Member
-    columns: dict[str, str]  # the column of an `Update` that each tensor is, by the tensor's name
+    columns: dict[str, str]  # by the name of each tensor: which column of an `Update` it is
     wanted: Wanted
     entries: dict[str, Any]  # if not on disk; becomes the parameter's state after the update
 
@@ -133,8 +133,8 @@ class ElementUpdates:
     def _in_memory(self, member: Member, lock_for: torch.device | None) -> _State:
         """A parameter's state in a copy of its dict, so that the dict's values are unchanged if the update fails.
 
-        `lock_for`: the device for which its memory is page-locked. Values that were kept as they are lie there in the
-        dict, too, so that both have the same memory.
+        `lock_for`: the device for which its memory is page-locked. Values that needed no conversion are moved to that
+        memory in the dict itself, too, so that dict and copy share it.
         """
         entries: dict[str, Any] = dict(member.state)
         rule, master = member.rule, member.master

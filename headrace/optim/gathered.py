@@ -1,8 +1,8 @@
-"""How is a whole matrix updated, of which each rank has a shard? On one rank, for all.
+"""How is a matrix updated as a whole, if each rank has only a shard of it? On one rank, for all.
 
 Each matrix is owned by one rank. For an update, the other ranks send it their shards of weights and gradients. It
-updates the matrix in a *stand-in*, which has memory only meanwhile, and sends the weights back into the shards. The
-owner keeps the state, whole.
+updates the matrix in a *stand-in*, which has memory only during the update, and sends the weights back into the shards.
+The owner keeps the whole state.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""How are weights on disk updated? Grain by grain: each is read, updated and written, past the page cache.
+"""How are weights on disk updated? Grain by grain: each is read, updated and written, bypassing the page cache.
 
 A grain is the bytes that have one checksum. While one grain is updated, later ones are read, with their gradients if
 these rest on disk too, and earlier ones are written. Through mapped memory, all of that would be page faults.
@@ -61,7 +61,7 @@ def in_files(members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
 
 
 def mark_written_in_place(members: Sequence[Member]) -> None:
-    """Called when members were updated in their files: one of each unit says so as soon as it counts as written."""
+    """Called when members were updated in their files: one of each unit tells the unit, when the step is done."""
     for member in {id(unit_of(member.parameter)): member for member in members}.values():
         member.master.in_files = unit_of(member.parameter)
 
@@ -188,7 +188,7 @@ class Grains:
     def _gradient(self, gradient: torch.Tensor, grain: _Grain) -> torch.Tensor:
         """The gradient itself, or if it rests on disk, the memory into which it is read with the grain.
 
-        Of pages that gradients share, each would have a copy: gradients smaller than a page are read when touched.
+        Gradients that share a page would each read a copy of it, so those smaller than a page are read when touched.
         """
         shown = origin_of(gradient)
         if shown is None or gradient.nbytes < DISK_ALIGNMENT_BYTES:

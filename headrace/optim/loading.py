@@ -21,7 +21,7 @@ def by_number(state_dict: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -
 def lacking_options(
     groups: Iterable[Mapping[str, Any]], saved_groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> list[str]:
-    """The options of an optimizer with these `groups` and `defaults` that the groups saved with it would have too.
+    """The options that an optimizer with these `groups` and `defaults` has, and that its saved groups lack.
 
     If there are any, another kind of optimizer was saved. Flags (True, False, None) do not count: PyTorch gives them
     their defaults when it loads what an older version saved.

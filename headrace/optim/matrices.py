@@ -192,7 +192,7 @@ def _check_for_adamw(name: str, value: Any) -> None:
     try:
         torch.optim.AdamW([torch.zeros(1)], **{name: value})
     except (TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"adamw_{name}={value!r} is no setting of AdamW: {error}") from error
+        raise ValueError(f"adamw_{name}={value!r} is not valid for AdamW: {error}") from error
 
 
 def _goes_by_muon(parameter: torch.Tensor, name: str | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""What is the norm of all gradients? The norm of most is taken when they have come to the host, beside backward."""
+"""What is the norm of all gradients? Most gradients' own norms are taken once they are on the host, beside backward."""
 
 import os
 import weakref
@@ -43,8 +43,8 @@ class GradientNorms:
     def __init__(self, run: Callable[..., "Future[None]"]) -> None:
         self._run = run
         self._jobs: deque[Future[None]] = deque()
-        self._norms: dict[Any, tuple[object, torch.Tensor]] = {}  # each with what `complete` took it for
-        self._latest: dict[Any, object] = {}  # by the last `complete`; older jobs may end after it
+        self._norms: dict[Any, tuple[object, torch.Tensor]] = {}  # each with the call of `complete` that it belongs to
+        self._latest: dict[Any, object] = {}  # the last such call; jobs of older calls may end after it
         self._seen: dict[Any, SeenGradient] = {}  # as they were when backward ended
         self._process = os.getpid()
         grad_scaler_leaves_traces.use(self)
@@ -82,7 +82,7 @@ class GradientNorms:
         """Does nothing: norms count only for gradients that are delivered."""
 
     def wait(self) -> None:
-        """Blocks until no norm is being taken: till then a gradient has one more user. Raises an error of a job."""
+        """Blocks until no norm is being taken: meanwhile a gradient has one more user. Raises an error of a job."""
         if self._process != os.getpid():  # a fork: the parent's jobs never end here
             self._process = os.getpid()
             self._jobs.clear()
@@ -154,9 +154,10 @@ def _take(waiting: deque[tuple[Any, torch.Tensor]], keep: Callable[[Any, torch.T
 
 
 def _is_alike_on_all_threads(gradient: torch.Tensor) -> bool:
-    """Whether the norm has the same bits on each thread: PyTorch takes that of such a tensor on one thread.
+    """Whether the norm has the same bits, whichever thread takes it.
 
-    It cuts others into a part for each thread that the caller may use; callers may differ in that.
+    PyTorch takes the norm of such a tensor on one thread. It cuts any other tensor into one part for each thread that
+    the caller may use, and callers may differ in the number of these.
     """
     on_host = gradient.device.type == "cpu"
     return on_host and gradient.dtype in (torch.float32, torch.bfloat16) and gradient.is_contiguous()

@@ -2,7 +2,7 @@
 
 import torch
 
-_UNDER_WAY = 2  # at most so many steps have updates under way: the current step, and one whose updates were put off
+_UNDER_WAY = 2  # at most this many steps have updates under way: the current step, and one whose updates were put off
 
 
 class NotFiniteSteps:

@@ -1,4 +1,4 @@
-"""How does an accelerator update what rests in host memory? Piece by piece, in some memory that it keeps for that.
+"""How does an accelerator update what rests in host memory? Piece by piece, in device memory kept for that.
 
 While one piece is updated, the next one arrives and the one before leaves. Order comes from events alone; the host
 waits for pieces that have left, and at the end for all.
@@ -58,11 +58,11 @@ class _UnderWay:
 
 
 def device_bytes(parameters: Mapping[torch.Tensor, bool]) -> int:
-    """The device memory that updates of these parameters take. The values: whether a rule needs one as a whole."""
+    """The device memory that updates of these parameters take. The values say whether a rule needs a whole one."""
     least = 0
     for parameter, whole in parameters.items():
-        # Rules for whole parameters have a gradient, a master, and one moment, or two factors that are as large
-        # together, unless one of them is a moment already.
+        # Rules for whole parameters have a gradient, a master, and one moment or two factors of it. Together, these
+        # are no larger than the moment, unless the matrix has a single row or column.
         wide = max(4, parameter.itemsize)
         columns = _MOST_COLUMNS - 1 if not whole else 4 if 1 in parameter.shape[-2:] else 3
         nbytes = parameter.numel() * (parameter.itemsize + columns * wide)

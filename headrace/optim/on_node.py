@@ -12,7 +12,7 @@ from headrace.optim.ownership import Ownership
 from headrace.runtime.pending import OWNER, OtherRanks, Unit, unit_of
 from headrace.runtime.ranks import Ranks
 
-_SEEN = 64  # at most so many elements of each gradient are compared between ranks
+_SEEN = 64  # at most this many elements of each gradient are compared between ranks
 
 
 class OnNode(Ownership):

@@ -35,7 +35,7 @@ class Updater:
         """Has the thread update parameters of `unit`, once `arrived` has returned there. Never blocks.
 
         Updates of these parameters that were submitted before, by any optimizer, come first. `others` perform parts of
-        the update. It lets go of the gradients at its end; if it fails, they become the parameters' `.grad` again.
+        the update. An update lets go of the gradients at its end; if it fails, they become `.grad` again.
         """
         self._under_way = [pending for pending in self._under_way if not pending.done()]
         held = list(members)

@@ -1,4 +1,4 @@
-"""Which parameters, gradients and states does no optimizer of headrace take? Those that are not plain bytes, too."""
+"""Which parameters, gradients and states do all optimizers of headrace refuse? Mainly ones that are not plain bytes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

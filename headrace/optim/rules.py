@@ -1,7 +1,7 @@
 """What does one update do? A rule works element by element, for the kernel and in PyTorch, or on a whole parameter.
 
-The kernel and PyTorch give the same bits: the kernel follows PyTorch's fused CPU optimizers, and in PyTorch rules call
-these.
+The kernel and PyTorch give the same bits: the kernel follows PyTorch's fused CPU optimizers, and in PyTorch, the rules
+call these.
 """
 
 import math
@@ -45,7 +45,7 @@ class ElementRule(ABC):
         """The rule of a param group at one step. `more`: settings that a group does not have."""
         beta1, beta2 = map(float, group.get("betas", (0, 0)))
         settings = {**group, "beta1": beta1, "beta2": beta2, "lr": float(group["lr"]), "step": step}
-        read = {field.name for field in fields(cls)} - {"bias_correction"}  # which groups of others have, too
+        read = {field.name for field in fields(cls)} - {"bias_correction"}  # groups of other optimizers have it, too
         return cls(**{name: settings[name] for name in read if name in settings}, **more)
 
     @property

@@ -4,7 +4,8 @@ A float32 weight is its own exact value. A low-precision one has a master: in sp
 full (a float32 tensor beside it). In full form each element shows by itself whether it was written: the master counts
 if it rounds to the weight that is there. In split form, the weight's `_version`, its address, and a checksum of what
 was written last show it.
-A write that leaves no trace (`p.data.copy_(w)`) then counts as w plus less than half a unit of bfloat16's last place.
+A write that leaves no trace (`p.data.copy_(w)`) is not noticed in split form. It counts as w plus the old remainder,
+which is at most half a unit of bfloat16's last place.
 """
 
 from typing import Any

@@ -44,8 +44,8 @@ class ActivationProblem:
       `backward_seconds[j]`: compute from that use to the next, or to the end; `freed_at[j]`: the position of the use
       after which the tensor of the j-th use is freed.
     - `budget_bytes`: ceiling for these tensors on the device. None: as few stay as copies can hide behind compute.
-    - `all_leave`: every tensor that may leave does, even if compute waits, and comes back as early as that helps.
-    - `offload_bytes`: at most so many leave; `most_in_flight`: at most so many copies out at once. None: no limit.
+    - `all_leave`: every tensor that may leave leaves, even if compute waits, and comes back as early as is useful.
+    - `offload_bytes`: the most bytes that may leave; `most_in_flight`: the most copies out at once. None: no limit.
     - `other_seconds[j]`: how long other loads (weights), issued between the use before and the j-th, take the onload
       lane. Empty: there are none.
     - `forward_other_bytes[k]`, `backward_other_bytes[j]`: the most that other things (values on their way, gradients)
@@ -69,7 +69,7 @@ class ActivationProblem:
         if len(self.forward_seconds) != len(self.saved):
             raise ValueError(f"{len(self.saved)} tensors are saved, but {len(self.forward_seconds)} times are given")
         if not len(self.uses) == len(self.backward_seconds) == len(self.freed_at):
-            raise ValueError(f"{len(self.uses)} uses need as many times and ends")
+            raise ValueError(f"{len(self.uses)} uses need as many entries in backward_seconds and freed_at")
         if len(set(self.uses)) != len(self.uses) or not all(0 <= index < len(self.saved) for index in self.uses):
             raise ValueError(f"uses are {list(self.uses)}; give each of 0 to {len(self.saved) - 1} at most once")
         if len(self.other_seconds) not in (0, len(self.uses)):
@@ -98,7 +98,7 @@ class ActivationPlan:
     `releases[k]`: tensors whose device memory is released right after the k-th save. `reloads[j]`: tensors whose
     reloads are issued at the j-th use, in this order, behind the one that the use itself needs. `offloaded`: all
     tensors that leave; the others are not copied. `peak_bytes`: the most that saved tensors take on the device at once;
-    `saving_bytes`: by how much the device's peak, with all else that it holds, is lower than if all stayed.
+    `saving_bytes`: how much lower the device's peak, with all else that it holds, is than if all tensors stayed.
     `beyond_bytes`: bytes that neither fit `budget_bytes` nor hide behind compute; `recompute` names the modules whose
     recomputation (gradient checkpointing) would save at least that.
     """
@@ -122,15 +122,15 @@ class ActivationPlan:
 
 
 def plan_activations(problem: ActivationProblem) -> ActivationPlan:
-    """The plan: what fits stays, what hides behind compute leaves; a budget is kept to even if compute waits."""
-    if problem.all_leave:  # with the lowest peak in backward that makes it no slower
+    """The plan: under a budget, what fits stays and the rest leaves; without one, as much leaves as compute hides."""
+    if problem.all_leave:  # of the walks that are no slower, the one with the lowest peak in backward
         fastest = _Walk(problem, 0, problem.nbytes)
         return _plan(problem, _lowest(problem, lambda ceiling: _Walk(problem, 0, ceiling), fastest.seconds))
     hidden = _lowest(problem, lambda ceiling: _Walk(problem, ceiling, waits=False), problem.compute_seconds)
     budget_bytes = problem.budget_bytes
     if budget_bytes is None:
         return _plan(problem, hidden)
-    # What exceeds the budget the least, then the faster one: with too many copies, tensors stay or wait.
+    # The walk that exceeds the budget less, or the faster one. With too many copies under way, tensors stay or wait.
     walks = [_Walk(problem, budget_bytes, waits=waits) for waits in (False, True)]
     walk = min(walks, key=lambda walk: (max(0, walk.peak_bytes - budget_bytes), walk.seconds))
     stalls = walk.seconds - problem.compute_seconds > _HIDDEN_SHARE * problem.compute_seconds
@@ -228,7 +228,7 @@ class _Walk:
         ends: dict[int, float] = {}
         flying: deque[int] = deque()  # tensors that leave, until their copies are done
         ready: list[int] = []  # a heap of tensors that may go
-        held_until: dict[int, list[int]] = defaultdict(list)  # tensors that others hold, by the save that ends it
+        held_until: dict[int, list[int]] = defaultdict(list)  # tensors that others hold, by the last such save
         reloadable = set(problem.uses)
         left_bytes = problem.nbytes if problem.offload_bytes is None else problem.offload_bytes
         for index, saved in enumerate(problem.saved):

@@ -15,10 +15,10 @@ Note "four bounds". The steady state of any schedule takes, per cycle, at least
    This sees that a forward pass waits for its loads although a long backward pass behind it leaves the lane idle;
 4. the smallest cycle time T whose memory has room for the loads in flight: over a cycle the budget offers budget * T
    byte seconds; each visit takes its bytes times its compute, each load its bytes times its time on the lane, and each
-   block kept through a gap its bytes times the gap's length (at least its compute, and what must be loaded in it by
-   bound 3; not T less the visit: where cycles take turns, the gaps that keep may be the short ones). Keeping frees the
-   lane, which must load all the rest within T. The best choice of what to keep, relaxed to fractions, is a knapsack;
-   what is feasible for T is feasible for more.
+   block kept through a gap its bytes times the gap's length. That length is at least the gap's compute, and the time of
+   what must be loaded in it by bound 3. (T less the visit would be too much: blocks may take turns, and be kept through
+   short gaps only.) Keeping frees the lane, which must load all the rest within T. The best choice of what to keep,
+   relaxed to fractions, is a knapsack. What is feasible in time T is feasible in any longer time.
 """
 
 import heapq
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from headrace.planning.problem import Problem
 from headrace.planning.tape import Gap, Tape, make_tape
 
-_SLOTS_OF_BELADY = 8000  # the byte-wise rule walks at most so many slots in search of its period
+_SLOTS_OF_BELADY = 8000  # the byte-wise rule walks at most this many slots in search of its period
 
 
 def lower_bound(problem: Problem) -> float:
@@ -127,9 +127,9 @@ def _most_saved(choices: list[tuple[float, float]], room: float) -> float:
 
 
 class _Load(NamedTuple):
-    """What a use of a block adds to the loads of a window: all of it if the window begins at `certain` or before.
+    """What a use of a block adds to the loads of a window: the whole block if the window begins at `certain` or before.
 
-    Else, if it begins behind `possible`, unless the bytes are there already when it begins.
+    Otherwise, if the window begins after `possible`, the use adds the bytes that are not there yet at that time.
     """
 
     block: int
@@ -144,18 +144,18 @@ def _best_windows(tape: Tape, cut: int) -> float:
     slots = tape.slots
     loads: list[list[_Load]] = [[] for _ in range(2 * slots)]  # of the slots of two rounds
     for gap in tape.gaps:
-        for boundary in (0, slots):  # behind which the block has expired, if it does
+        for boundary in (0, slots):  # if the block expires, it has done so behind this one
             until = -1 if gap.keepable else boundary
             behind = (gap.begin + boundary if gap.keepable else -1) if gap.size else math.inf
             loads[gap.end + boundary].append(_Load(gap.block, gap.size, gap.seconds, until, behind))
     steps = [*zip(loads, tape.compute * 2, strict=True)]
     best = [0.0] * (slots + 1)  # best[k]: the first k slots behind the cut
-    for begin in range(slots):  # of windows of one slot, two, ...; plans take long here
+    for begin in range(slots):  # of windows of one slot, two slots, ...; much of the time of planning is spent here
         known, last, first = best[begin], begin, cut + begin
         compute = certain = possible = densest = 0.0
         shortest = math.inf
         before = {load.block: load.size for load in loads[(first - 1) % slots] if load.size}
-        room = tape.budget - sum(before.values())  # less the bytes of the visit before that are not used again yet
+        room = tape.budget - sum(before.values())  # without blocks of the visit before, until they are used again
         for own, seconds in steps[first : cut + slots]:
             compute += seconds
             for block, size, load_seconds, certain_until, possible_from in own:

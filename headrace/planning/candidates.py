@@ -1,9 +1,10 @@
 """Which sets of kept blocks are worth a try before any search? What Belady's rule keeps, with room for loads in flight.
 
 Belady's rule (evict what is used farthest in the future) moves the fewest bytes when nothing is loaded ahead. Loading
-ahead needs room. It is left in one of two ways:
+ahead needs room. There are two ways to leave it:
 
-- `reserve` bytes stay free at every slot: newcomers with a far next use do not stay, so the same blocks do every cycle;
+- `reserve` bytes stay free at every slot: newcomers whose next use is far do not stay, so each cycle keeps the same
+  blocks;
 - there is room for what the next `lookahead` visits lack: the block used farthest ahead gives way at that moment, the
   newcomer stays, and kept blocks may take turns from cycle to cycle. That saves bytes: a cycle of n equal blocks with
   room for k misses n (n - k) / (n - 1) per cycle instead of n - k + 1.

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable
 
 Key = tuple[int, int]  # layer, expert
 
-# How much an expert is worth: log2 of what its uses count together, plus the call of its layer at which they were
-# counted over _HALF_LIFE; and that call. All uses lose value alike from call to call, so this order of a layer's
-# experts changes only by uses. Where two are worth the same, the one that was used longer ago goes.
+# How much an expert is worth: log2(the sum of its decayed uses) + call / _HALF_LIFE, and `call`, the number of its
+# layer's call that used it last. All uses decay alike from call to call, so only a use changes the order of a layer's
+# experts. If two are worth the same, the one that was used longer ago goes.
 _Worth = tuple[float, int]
 _UNUSED: _Worth = -math.inf, 0
 
-_HALF_LIFE = 64  # after so many calls of its layer, a use counts half
+_HALF_LIFE = 64  # after this many calls of its layer, a use counts half
 _NEARLY_ALL = 3 / 4  # of a layer's experts
 
 
@@ -38,13 +38,13 @@ class Keeping:
         self._calls: Counter[int] = Counter()  # by layer
         self._worth: dict[Key, _Worth] = {}  # of all that were used, held or not
         self._held: defaultdict[int, set[Key]] = defaultdict(set)  # by layer
-        # By layer, the worth of each held expert, ascending. Entries of what has gone, or was worth that much before,
+        # By layer, the worth of each held expert, ascending. Entries of experts that have gone, and outdated entries,
         # are skipped (`_holds`): so each change is one step, which Ctrl-C cannot leave half done.
         self._order: defaultdict[int, list[tuple[_Worth, Key]]] = defaultdict(list)
         self._passing: dict[Key, None] = {}  # experts that came for calls that use nearly all of a layer, in order
 
     def resize(self, room: int) -> None:
-        """From now on there is room for so many experts."""
+        """From now on there is room for this many experts."""
         self._share = room / self._layers
 
     def came(self, key: Key, *, passing: bool = False) -> None:
@@ -98,8 +98,8 @@ class Keeping:
         return None
 
     def _first(self, layer: int, kept: Collection[Key]) -> tuple[float, int, Key] | None:
-        """Of the layer's experts that are not kept, the one that is worth least: its worth by now, minus the number of
-        calls since it was used, and its key.
+        """The expert that is worth least among the layer's that are not kept: what it is worth now, the number of calls
+        since it was used (negated), and its key.
         """
         order, calls = self._order[layer], self._calls[layer]
         del order[: next((place for place, entry in enumerate(order) if self._holds(entry)), len(order))]

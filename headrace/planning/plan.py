@@ -39,7 +39,7 @@ class Plan:
     `cycles[c]` has one Step for each visit and, last, one for the boundary behind them. A cyclic plan repeats after
     `len(cycles)` cycles (one, unless it saves time that kept blocks take turns). `start` has the blocks that are
     present, or in flight, when the first cycle begins in the steady state (a changing resident only if its reload was
-    issued). The plan is safe from any part of `start`: missing blocks are loaded when the cycle begins, and after one
+    issued). The plan may begin with any part of `start`: missing blocks are loaded when the cycle begins, and after one
     round the state is the steady one.
     """
 

@@ -39,7 +39,7 @@ class Problem:
     - `changing`: blocks whose host bytes change at the end of each cycle (optimizer step). Their device copies expire
       there; the boundary is the first step that may load them again. A resident that changes is loaded again in place.
     - `cyclic`: the cycle repeats. False: one pass, and nothing is loaded for what comes after it.
-    - `max_ahead`: a block is loaded at most so many visits before its use (0: on demand only). None: no limit.
+    - `max_ahead`: a block is loaded at most this many visits before its use (0: on demand only). None: no limit.
     - `by_rows`: tables that travel row by row, outside of the plan, in memory that does not count in the budget.
 
     Raises ValueError for invalid numbers, and BudgetError when a visit does not fit.

@@ -2,11 +2,11 @@
 
 Note "choices decide all". Each gap of the tape gets one choice: KEEP the block, load it AHEAD, or load it LATE (at its
 own visit, or LATE + d: d slots before it). The loads ahead are served in the order of their uses: serving a later use
-first on one serial lane only delays the earlier one. The exception is why LATE exists: a short load whose bytes are
-worth more to a long one behind it. The memory profile is then known slot by slot, so each load ahead is issued at the
-first slot from which it fits until its use. Issuing earlier is never later in time (every event is a maximum of earlier
-ones plus a constant) and takes memory only from loads that come behind it in the lane. So the search in `search.py` is
-over one choice per gap and nothing else.
+first on one serial lane only delays the earlier one. LATE is for the exception, a short load that had better leave its
+memory to a long load behind it. The memory profile is then known slot by slot, so each load ahead is issued at the
+first slot from which it fits until its use. Issuing it earlier delays nothing (every event is a maximum of earlier
+events plus a constant) and takes memory only from loads behind it in the lane. So the search in `search.py` is over one
+choice per gap and nothing else.
 """
 
 import math
@@ -21,7 +21,7 @@ from headrace.planning.tape import Gap, Tape
 AHEAD: Final = 0
 KEEP: Final = 1
 LATE: Final = 2  # LATE + d: issued d slots before the use
-_ROUNDS = 200  # at most so many are simulated; after that, a change is less than a round in 200
+_ROUNDS = 200  # at most this many are simulated; after that, a change is less than a round in 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,14 @@ def evaluate(
 def _issue_slots(tape: Tape, loads: Sequence[Gap], held: Sequence[int]) -> list[int] | None:
     """The first slot from which each load fits until its use, in lane order. None when a ring does not settle.
 
-    No load is issued before the one in front of it, so at a slot from there on lie all loads before that end behind it.
-    A load fits there if all bytes until it, itself included, are at most the slot's room: what the budget leaves beside
-    `held`, and all loads that have ended. What has too little room for one load has too little for all behind it.
+    No load is issued before the load in front of it. So a slot between a load's issue and its use holds all loads in
+    front of it whose uses come after the slot. The load fits there if the bytes of all loads so far, its own included,
+    are at most the slot's room: what the budget leaves beside `held`, plus the bytes of all loads whose uses have come.
+    A slot without room for one load has none for any load behind it.
     """
     spare = [tape.budget - nbytes for nbytes in held]
     before: list[int] = []
-    rooms: deque[tuple[int, int]] = deque()  # room and slot, without those behind which there is less room
+    rooms: deque[tuple[int, int]] = deque()  # room and slot; slots are left out if a later one has no more room
     last = seen = placed = 0
     for offset in range(0, 8 * tape.slots if tape.carries else 1, tape.slots):
         issues = []

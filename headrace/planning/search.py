@@ -17,11 +17,11 @@ CLOSE = 1.005  # times the lower bound: good enough to stop
 FAR = 1.02  # times the goal: beyond it, a search from each candidate is worth it
 TURNING_MAY_WIN = 1.05  # a plan of several cycles is improved if it takes at most this much of the one-cycle plan
 TURNING_MUST_SAVE = 0.995  # and taken if it then takes less than this much of it
-TRIALS = 1000  # at most so many schedules are tried to improve one,
-_TRIED_SLOTS = 48_000  # with so many slots in all of them together,
-_TRIED_PAIRS = 9_600_000  # and so many pairs of slots, because each load is placed by a walk over slots
-_SHORT = 40  # up to so many slots, every candidate is improved, and a one-cycle plan is tried over several cycles
-_LONG = 120  # up to so many slots, a plan of several cycles is improved
+TRIALS = 1000  # at most this many schedules are tried to improve one,
+_TRIED_SLOTS = 48_000  # with this many slots in all of them together,
+_TRIED_PAIRS = 9_600_000  # and this many pairs of slots, because each load is placed by a walk over slots
+_SHORT = 40  # up to this many slots, every candidate is improved, and a one-cycle plan is tried over several cycles
+_LONG = 120  # up to this many slots, a plan of several cycles is improved
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -61,7 +61,7 @@ def _peak_bytes(problem: Problem, steps: tuple[tuple[Step, ...], ...], start: fr
 def _best_schedule(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
     """The best steady state or single pass that the search finds. `bound`: seconds that no schedule can beat."""
     tape, goal = make_tape(problem, ring=problem.cyclic), bound * CLOSE
-    leaders: dict[int, tuple[Tape, Schedule]] = {}  # number of cycles -> the best schedule over so many
+    leaders: dict[int, tuple[Tape, Schedule]] = {}  # number of cycles -> the best schedule over them
     singles: list[Schedule] = []
     for shape, kept in candidates(tape):
         schedule = evaluate(shape, kept)

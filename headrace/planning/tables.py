@@ -1,6 +1,6 @@
 """Does an embedding's table travel by rows, where not all weights stay on the device? And what room do rows have?"""
 
-FEWEST_ROWS = 16  # the device has room for at least so many rows; a lookup of more may have to take turns
+FEWEST_ROWS = 16  # the device has room for at least this many rows; a lookup of more may have to take turns
 
 _MOST_SHARE = 1 / 4  # of the room for weights: more rows evict blocks
 _FROZEN_SHARE = 1 / 4  # of the largest block: a smaller table saves too little for a wait of the host
@@ -9,9 +9,9 @@ _FROZEN_SHARE = 1 / 4  # of the largest block: a smaller table saves too little 
 def goes_by_rows(table_bytes: int, largest_bytes: int, *, trained: bool) -> bool:
     """Whether only the rows that are looked up should travel, beside blocks of up to `largest_bytes`.
 
-    A trained table must be larger than every other block: only then does it set the least budget. The bytes that it
-    saves cost about as much time, as the host clears its dense gradient. Of a frozen one only rows ever come, and it
-    costs no more than a wait.
+    A trained table must be larger than every other block: only then does it determine the least budget. It saves no
+    time, because the host has to clear its dense gradient, which takes about as long as the loads that are saved. Of a
+    frozen table, only rows ever come, and each lookup costs no more than a wait.
     """
     return table_bytes > largest_bytes if trained else table_bytes >= largest_bytes * _FROZEN_SHARE
 

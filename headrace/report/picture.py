@@ -42,12 +42,12 @@ def draw(record: RunRecord, path: str | os.PathLike[str]) -> None:
     figure.suptitle(record.title)
     lanes.set_title(f"one step of {record.step_seconds * 1e3:.4g} ms; red: compute waits")
     for tier in ("device", "host", "disk"):
-        sizes = [getattr(sample, f"{tier}_bytes") / 1e6 for sample in record.samples]
+        sizes = [getattr(sample, f"{tier}_bytes") / 2**20 for sample in record.samples]
         if any(sizes):
             memory.step([sample.seconds * 1e3 for sample in record.samples], sizes, where="post", label=tier)
-        if any(sizes) and record.budgets.get(tier, math.inf) < 2e6 * max(sizes):
-            memory.axhline(record.budgets[tier] / 1e6, linestyle=":", linewidth=1, label=f"{tier}, at most")
-    memory.set_ylabel("MB held")
+        if any(sizes) and record.budgets.get(tier, math.inf) < 2**21 * max(sizes):
+            memory.axhline(record.budgets[tier] / 2**20, linestyle=":", linewidth=1, label=f"{tier}, at most")
+    memory.set_ylabel("MiB held")
     memory.set_xlabel("ms")
     if record.samples:
         memory.set_ylim(bottom=0)

@@ -158,7 +158,7 @@ class RunRecord:
 
 
 def _read(hint: Any, value: Any, within: str) -> Any:
-    """`value`, read from JSON as this type. Checks it, or a report would break off half way."""
+    """`value`, read from JSON as this type. It is checked here, or else a report would break off half way."""
     kinds = get_args(hint)
     if hint in (int, float):
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:

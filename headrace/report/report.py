@@ -15,7 +15,7 @@ from headrace.report.record import RunRecord
 from headrace.report.rows import Row, rows_text
 from headrace.report.timeline import write_trace
 
-_SHOWN = 5  # at most so many stalls
+_SHOWN = 5  # at most this many stalls
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,7 +11,7 @@ VOCABULARY_SIZE = 258
 
 
 def encode_bytes(text: str) -> np.ndarray:
-    """What the tokenizer below makes of a text, as int32. Made by that, a file of 5 MB would take a gigabyte."""
+    """The ids that the tokenizer below gives a text, as int32. It would itself need a gigabyte for a file of 5 MB."""
     return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
 
 

@@ -64,8 +64,9 @@ class Conversations:
             before, after = self._render(messages[:index], prompt=True), self._render(messages[: index + 1])
             if not (whole.startswith(after) and after.startswith(before)):
                 raise TrainInputError(
-                    f"{where}: the chat template cannot be cut into turns: turn {index + 1} is rendered otherwise once"
-                    " others follow it, or than its prompt announces; mark what the assistant says in the template"
+                    f"{where}: the chat template cannot be cut into turns: turn {index + 1} is rendered in another"
+                    " way when others follow it, or does not begin with its prompt; mark what the assistant says in the"
+                    " template"
                     " with {% generation %}"
                 )
             turns.append((len(before), len(after)))
@@ -94,7 +95,7 @@ def _messages(example: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    given = {key: value for key, value in turn.items() if value is not None}  # None: a column of other turns
+    given = {key: value for key, value in turn.items() if value is not None}  # None: only other turns have it
     if "from" in given:
         speaker = given.get("from")
         known = ", ".join(_SPEAKERS)

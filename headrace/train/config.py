@@ -82,7 +82,7 @@ class TrainConfig:
     lora_rank: int | None = setting(
         None, "train adapters of this rank (PEFT) and not the weights", group="LoRA", least=1
     )
-    lora_alpha: float = setting(16.0, "their scale is this by rank", above=0)
+    lora_alpha: float = setting(16.0, "their scale is this, divided by the rank", above=0)
     lora_dropout: float = setting(0.0, "before them, in training", metavar="P")
     lora_targets: tuple[str, ...] = setting(
         ("all-linear",), "modules that get one, such as q_proj v_proj", metavar="NAME"
@@ -104,8 +104,8 @@ class TrainConfig:
     gradient_checkpointing: bool = setting(False, "recompute activations in backward")
     micro_batches_together: int | Literal["all"] | None = setting(
         None,
-        "so many micro-batches of a step (--accumulate), or 'all', go through each block before the next one comes, so"
-        " that weights come once for all of them; what backward needs is then there for all of them, too",
+        "this many micro-batches of a step (--accumulate), or 'all', go through each block before the next one comes,"
+        " so that weights come once for all of them; what backward needs is then there for all of them, too",
         least=1,
     )
     offload_activations: tuple[str, ...] | None = setting(

@@ -169,7 +169,7 @@ def read_sequences(
     sequences = Sequences(datasets.concatenate_datasets(parts), files=len(files), pad=pad)
     if sequences.tokens == 0 and dropped:
         raise TrainInputError(
-            f"no conversation in {files[0]} says anything of the assistant's within {config.sequence_length} tokens;"
+            f"no conversation in {files[0]} has a turn of the assistant within {config.sequence_length} tokens;"
             " give a larger --sequence-length, or --packing"
         )
     if sequences.tokens == 0:
@@ -199,7 +199,7 @@ def _load(kind: Kind, files: Sequence[Path]) -> datasets.Dataset:
 def _encode_text(
     example: Mapping[str, Any], where: str, *, tokenizer: PreTrainedTokenizerBase, by_bytes: bool
 ) -> dict[str, Any]:
-    """Token ids of one text, which are its labels, too; none of white space. `where` says in errors which it is.
+    """Token ids of one text, which are its labels, too; white space alone gives none. `where` names it in errors.
 
     `by_bytes`: the tokenizer is the built-in one.
     """

@@ -106,7 +106,7 @@ def load_model(config: TrainConfig) -> LoadedModel:
 
 
 def _digest(model: PreTrainedModel, directory: Path | None) -> str:
-    """The digest of a saved model. Reading all weights takes less than a step. The settings tell a built-in model."""
+    """The digest of a saved model; reading all weights takes less than a step. Settings identify a built-in one."""
     if directory is None:
         return "built in"
     config = {name: value for name, value in saved_config(directory).items() if name not in _NOT_OF_A_MODEL}
@@ -188,7 +188,7 @@ def _mapped_model(directory: Path) -> tuple[PreTrainedModel, Checkpoint]:
     if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING.values():
         weight_files.close()
         raise TrainInputError(
-            f"model directory {directory} holds a {type(model).__name__}, which is no causal language model"
+            f"model directory {directory} holds a {type(model).__name__}, which is not a causal language model"
         )
     model.name_or_path = str(directory)  # PEFT writes this name beside adapters
     return model, weight_files

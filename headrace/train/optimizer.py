@@ -1,6 +1,7 @@
 """What updates the weights of a run, and at which rate? An optimizer of headrace.optim (PyTorch's own in a plain run).
 
-Schedules are as those of transformers with the same names, to the last bit; importing these would import PEFT, too.
+Schedules give the same rates, to the last bit, as those of transformers with the same names. Importing these would
+import PEFT, too.
 """
 
 import math

@@ -14,7 +14,7 @@ from headrace.errors import TrainInputError
 if TYPE_CHECKING:
     from headrace.train.evaluation import Evaluation
 
-LINES = 12  # a whole run prints about so many without a terminal
+LINES = 12  # a whole run prints about this many without a terminal
 
 
 @dataclass(frozen=True, kw_only=True)

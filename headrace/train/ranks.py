@@ -46,7 +46,7 @@ class World:
         return self.own == 0
 
     def in_turn(self, mine: Sequence[T]) -> list[T]:
-        """All ranks' items of something dealt out in turn, in its order. All ranks call this and the four below."""
+        """The items of a sequence that was dealt out to ranks in turn. All ranks call this and the four below."""
         every = self._every(list(mine))
         return [one for turn in itertools.zip_longest(*every) for one in turn if one is not None]
 
@@ -64,7 +64,7 @@ class World:
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """A context that the first rank runs while the others wait. They run it then, and find what it has made."""
+        """A context that the first rank runs while the others wait. Then they run it, and find what it has made."""
         if not self.is_first:
             self.wait()
         try:

@@ -22,7 +22,7 @@ from headrace.train.run import Run
 
 FINISHED = "training.json"  # in the output directory, once the model is saved
 _TERMS = "run.json"  # beside the checkpoints
-# Settings of which another value changes no bit of the result, or of which `Terms` has what the value comes to.
+# Settings whose value changes no bit of the result, or is compared by what follows from it, which `Terms` has.
 _MAY_DIFFER = {
     *("text", "include", "exclude", "model", "output", "device", "device_memory", "host_memory", "disk", "blocks"),
     *("resident", "prefetch", "gradient_checkpointing", "micro_batches_together", "offload_activations"),
@@ -138,7 +138,7 @@ def tell_changes(checkpoint: Path, terms: Terms, past: Past, note: Callable[[str
         note(f"--eval-text {now}: what was measured before does not count for OUTPUT/best any more")
         past.evaluations.clear()
     if terms.settings["device_fraction"] == "auto":
-        note("--device-fraction auto is measured anew; a number would keep the last bits of what follows")
+        note("--device-fraction auto is measured anew, and may change the last bits of what follows; a number does not")
 
 
 def _shown(value: Any) -> str:
@@ -156,7 +156,7 @@ def save_checkpoint(
 ) -> headrace.Saving | None:
     """Saves all that determines the rest of the run, in a directory that appears as a whole or not at all.
 
-    One process goes on while it is written. Of several ranks, the first writes it all while the others wait.
+    A single process trains on while it is written. Of several ranks, the first writes it all while the others wait.
     """
     if isinstance(run.optimizer, HostOptimizer):
         run.optimizer.consolidate_state_dict(to=0)  # of the state that is dealt out to the ranks

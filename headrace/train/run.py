@@ -49,7 +49,7 @@ class Run:
         self._seed = config.seed
         self.optimizer = make_optimizer(model, config, plain=self.plain)
         self._max_grad_norm = config.max_grad_norm
-        # Muon sums up norms in an order of its own, so its gradients are clipped here, to the bits of PyTorch's loop.
+        # Muon sums up norms in its own order. Its gradients are clipped here, for the same bits as in PyTorch's loop.
         clips = isinstance(self.optimizer, HostOptimizer) and config.optimizer != "muon"
         self._clipped = [] if clips else [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._schedule = make_schedule(self.optimizer, config, steps=steps)
@@ -82,8 +82,8 @@ class Run:
     def _in_turn(self, batches: Sequence[Batch], shares: Sequence[float]) -> list[torch.Tensor]:
         """Runs forward and backward of this rank's micro-batches; returns their losses.
 
-        Each rank takes one of as many micro-batches as there are ranks. If fewer are left, ranks without one compute
-        the last one, with no weight in the gradients.
+        Each rank takes one of as many micro-batches as there are ranks. If fewer are left, the other ranks compute the
+        last one, too, with no weight in the gradients.
         """
         losses = []
         for first in range(0, len(batches), self._world.count):

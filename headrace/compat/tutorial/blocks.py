@@ -34,8 +34,8 @@ class DiskSettings:
 class DiskBlocks:
     """Tensors of at most `most_bytes` each on disk, and the blocks of host memory that they pass through.
 
-    Blocks are fewer and smaller if they would take more than a quarter of the ledger's host budget. Tensors are fetched
-    as blocks of a model are; `meter` counts what was read.
+    Blocks are made fewer and smaller if they would take more than a quarter of the ledger's host budget. Tensors are
+    fetched as a model's blocks are; `meter` counts what was read.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class NVMeConfig:
 
     - `nvme_path`: a directory on a local drive; each manager takes one of its own in it.
     - `block_size`: bytes of one request, whole pages. `aio_queue_depth`: requests in flight, at most.
-    - `prefetch_depth`: `load_to_gpu` begins to load so many of the following parameters, if there is room.
+    - `prefetch_depth`: `load_to_gpu` begins to load this many of the following parameters, if there is room.
     - `pin_memory`: the memory that blocks pass through is page-locked.
     - `gpu_memory_limit`, `cpu_memory_limit`: ceilings in bytes; None: none. Not in the tutorial.
     """
@@ -89,7 +89,7 @@ class OffloadSystemConfig:
 
     - `offload_optimizer_states`, `offload_gradients`: such tensors, added with `add(kind=...)`, never rest on the GPU.
     - `offload_parameters`: parameters rest in `parameter_offload_tier` or below; False: in the first tier with room.
-    - `prefetch_count`: `ensure_gpu` begins to load so many following tensors; the GPU keeps room for them and one more.
+    - `prefetch_count`: `ensure_gpu` loads this many following tensors ahead; the GPU keeps room for them and one more.
     - `pin_memory`: memory of the CPU tier is page-locked. `num_io_threads`: threads that read and write the drive.
     - `nvme_path`: a directory on a local drive, used when a tensor has room nowhere else.
     - `use_compression`: bfloat16 weights rest on disk in three quarters of their bytes, without loss.

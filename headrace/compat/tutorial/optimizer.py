@@ -51,7 +51,7 @@ class CPUOffloadOptimizer(AdamW):
     ) -> None:
         config = config or OffloadConfig()
         if config.num_threads < 1:
-            raise ValueError(f"num_threads={config.num_threads}: the update needs 1 thread at least")
+            raise ValueError(f"num_threads={config.num_threads}: the update needs at least 1 thread")
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError(f"no parameter of this {type(model).__name__} is trained; set requires_grad of some")

@@ -290,7 +290,7 @@ class TieredTensors:
         entry = self._entries.get(name)
         if entry is None:
             some = ", ".join(list(self._entries)[:3])
-            raise KeyError(f"no tensor {name!r} among {len(self._entries)} ({some}, ...); give a name of these")
+            raise KeyError(f"no tensor {name!r} among {len(self._entries)} ({some}, ...); give one of these names")
         return entry
 
     def _refuse_closed(self) -> None:

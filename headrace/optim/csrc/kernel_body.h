@@ -57,7 +57,7 @@ struct SplitWeights {  // ties up in the bits: then 16 more bits tell all floats
   INLINE_MEMBER SplitWeights from(int i) const { return {weight + i, remainder + i, factor + 2u * (uint32_t)i}; }
 };
 
-struct FullWeights {  // the master counts where it rounds to the weight, ties to either side; else somebody wrote that
+struct FullWeights {  // the master counts where it rounds to the weight, ties to either side; else somebody wrote it
   uint16_t *RESTRICT weight;
   float *RESTRICT master;
   INLINE_MEMBER float load(int i) const {

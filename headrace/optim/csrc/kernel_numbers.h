@@ -51,7 +51,7 @@ INLINE uint16_t to_bfloat16_stochastic(float value, uint32_t random) {
 }
 
 // 8-bit state: the largest magnitude of a run of 128 elements, and for each element the upper bits of a float, that of
-// its magnitude relative to the largest, plus an offset. Near nothing this is linear, else logarithmic, 16 codes for
+// its magnitude relative to the largest, plus an offset. Near zero this is linear, else logarithmic, 16 codes for
 // each power of two. A run with a value that is not finite is NaN as a whole. See eight_bit.py.
 enum { RUN = 128, RECORD = RUN + 4 };
 
@@ -96,7 +96,7 @@ INLINE void store_run(const float *RESTRICT from, uint8_t *RESTRICT record, uint
     code = code < C::largest ? code : C::largest;
     if (SIGNED)
       code |= as_bits(from[i]) >> 24 & 0x80u;
-    else  // its weight would be divided by nothing
+    else  // its weight would be divided by zero
       code |= (code == 0u) & (magnitude > 0u);
     record[i] = (uint8_t)code;
   }

@@ -68,7 +68,7 @@ def best_run(considered: list[Option]) -> Run | None:
             runs[place] = forecast_of(option)
             if weighed(option, runs[place].seconds) < limit:
                 best = place
-    # One that was not enough faster than a simpler one may be simpler than what was.
+    # Options passed over above may be simpler than the best one, and nearly as fast as the fastest.
     nearly = _SIMPLER * min((weighed(run, run.seconds) for run in runs.values()), default=0.0)
     for place, option in fitting:
         if place < best and weighed(option, option.floor_seconds) <= nearly:
@@ -135,7 +135,7 @@ def helps(run: Run, considered: list[Option]) -> list[Help]:
 
     def consider(change: str, tokens: float = 1.0, **changed: Any) -> None:
         option = option_of(replace(case, **changed))
-        seconds = tokens * run.seconds  # with the change, the step is no quicker than its floor
+        seconds = tokens * run.seconds  # the step with the change takes at least its floor
         if option.lacks or seconds <= _HELPS * option.floor_seconds:
             return
         gain = seconds / forecast_of(option).seconds

@@ -26,7 +26,7 @@ LLAMAS = ("llama", "mistral", "qwen2", "qwen3")  # what `shape_of_config` knows
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for numbers that no model can have, before one is made. A Llama's must not be left out."""
+    """Raises ValueError for numbers that no model can have, or that a Llama lacks, before a model is made."""
     numbers = _Numbers(config)
     if numbers.kind in LLAMAS:
         for name in ("hidden_size", "layers", "heads", "intermediate", "vocabulary"):

@@ -36,7 +36,7 @@ class Decoding:
       rate for the share that the caller gave.
     - `whole`: the rate with whole layers. It applies if no experts come one by one.
     - `disk_share`: the share of travelling weights that rests on disk; `experts_disk_share`: the share of loaded
-      experts that is read from disk. The others are in host memory, where the device gave them up.
+      experts that is read from disk. The others went to host memory when the device gave them up.
     """
 
     sequences: int
@@ -148,7 +148,7 @@ class _Token:
     def rate(
         self, there: float, visiting_bytes: float, experts: Sequence[PartLoads], from_disk: float = 0.0
     ) -> DecodingRate:
-        """The rate, if missing experts come while nothing computes, and then visiting weights come beside compute."""
+        """The rate if first missing experts come, while nothing computes, and then visiting weights, beside compute."""
         hardware, visits = self.hardware, 0.0
         expert_bytes, read_bytes = sum(load.nbytes for load in experts), self.read_share * visiting_bytes
         if visiting_bytes:

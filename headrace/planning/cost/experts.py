@@ -1,4 +1,4 @@
-"""Which experts travel one by one, how many does the device have room for, and what do calls load of them?
+"""Which experts travel one by one, how many does the device have room for, and how many do calls load?
 
 What `weights/model/partition.py` and `weights/movement/slices.py` decide, in numbers: see docs/design/experts.md.
 """
@@ -58,7 +58,7 @@ class ExpertCut:
     def hit_rate(self, wanted: float) -> float:
         """The share of a call's experts that are on the device, if each layer wants `wanted` and routing is even.
 
-        The other layers lack what the layer before has taken beyond its part of the room.
+        The layer called before holds all that it wanted; the other layers share the slots that are left.
         """
         left = max(0.0, self.slots - wanted) / max(1, self.layers - 1)
         return min(self.held_share, left / self.count)
@@ -144,7 +144,7 @@ NO_EXPERTS = PartLoads(nbytes=0.0, link_seconds=0.0, disk_seconds=0.0)
 def loads_of(
     block: BlockShape, tokens: int, hit_rate: float, hardware: Hardware, *, from_disk: float = 0.0
 ) -> PartLoads:
-    """What a call loads, if `hit_rate` of its experts are on the device, and `from_disk` of the others on disk.
+    """What a call loads if the share `hit_rate` of its experts is on the device, and `from_disk` of the rest on disk.
 
     The host first reads the router's result, which takes one transfer's latency. `hardware` is the device's share of
     the node.
@@ -160,10 +160,10 @@ def loads_of(
 
 
 def pass_loads(block: BlockShape, case: Case, cut: ExpertCut | None, from_disk: float) -> PartLoads:
-    """The experts that a visit loads in a forward, and again in a backward. `from_disk`: the share that is read there.
+    """The experts that a visit loads in a forward, and again in a backward. `from_disk`: the share read from disk.
 
-    A prompt finds the experts that the prompt before it has left. In training, backward and the next forward each begin
-    with the experts of as many layers on the device as there are banks.
+    A prompt finds the experts that the prompt before it left on the device. In training, backward and the next forward
+    each begin with the experts of as many layers on the device as there are banks.
     """
     if cut is None or not block.experts:
         return NO_EXPERTS

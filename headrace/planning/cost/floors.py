@@ -13,7 +13,7 @@ from headrace.planning.cost.work import Activations, Case, Training
 class Floors:
     """Seconds per step of each lane alone; `sum_seconds` is the update's part that adds up the gradients of devices.
 
-    `crossing_seconds`: what an update by the device takes of the link, the longer way.
+    `crossing_seconds`: how long an update by the device takes the link, in the direction that takes longer.
     """
 
     compute_seconds: float

@@ -14,11 +14,11 @@ from headrace.planning.cost.work import Overlap
 from headrace.planning.plan import Plan
 from headrace.planning.problem import Phase, Visit
 
-_GRADIENT_PARTS = 4  # a block's gradients leave in at most so many, while the rest of its backward still computes
+_GRADIENT_PARTS = 4  # a block's gradients leave in at most this many, while the rest of its backward still computes
 _GRADIENT_PART_BYTES = 4 * 2**20
-_UPDATE_PARTS = 8  # in which a block is updated by the device; each part's kernels take next to no time
-_UPDATE_PIECE_BYTES = 16 * 2**20  # of the pieces that really come, at most
-_PLANNED_PARTS = 256  # about so many in a whole step
+_UPDATE_PARTS = 8  # the device updates a block in this many; kernels take next to no time
+_UPDATE_PIECE_BYTES = 16 * 2**20  # the pieces of a real update have at most this many
+_PLANNED_PARTS = 256  # about this many in a whole step
 
 
 class StepGraph:
@@ -36,7 +36,7 @@ class StepGraph:
             CostLane.FETCH: (disk, hardware.disk_read_bytes_per_second),
             CostLane.SPILL: (disk, hardware.disk_write_bytes_per_second),
         }
-        self.updates = any(own.update_in_bytes for own in traffic)  # by the device, on a thread of their own
+        self.updates = any(own.update_in_bytes for own in traffic)  # whether the device updates
         self.tasks: list[Task] = []
         # Block on the device -> its load (-1: it was there at the start).
         self.arrival: dict[int, int] = dict.fromkeys(plan.start | plan.problem.residents, -1)
@@ -261,8 +261,8 @@ class StepGraph:
     def _update_on_device(self, block: int, waits: Sequence[int]) -> int:
         """Adds the copies of an update by the device, in parts: some leave while others arrive, a piece behind them.
 
-        Their thread submits few ahead, so that loads come in between. Beside passes, it ends each block's before it
-        begins the next one's, which costs the way back of the last piece.
+        Their thread submits only a few ahead, so that loads come in between. Beside passes, it waits for the last copy
+        of each block before it begins with the next block: this costs the time of the last piece's way back.
         """
         into, out = self.traffic[block].update_in_bytes, self.traffic[block].update_out_bytes
         ends_each = self.overlap is not Overlap.NONE and self.updated >= 0
@@ -344,8 +344,8 @@ class StepGraph:
         return len(self.tasks) - 1
 
     def _submit(self, number: int) -> None:
-        """Notes when a task is submitted: by the thread of updates, when it can begin; by that of the pass, when the
-        host has waited for all updates that it comes after. What comes from disk is submitted when it has been read.
+        """Notes when a task is submitted. The thread of updates submits it when it can begin. The thread of the pass
+        does when the host has waited for all updates before it; a load from disk, when it has been read.
         """
         task, key = self.tasks[number], (self.tasks[number].lane, self.tasks[number].thread)
         if task.thread == UPDATE_THREAD:
@@ -362,5 +362,5 @@ class StepGraph:
 
 
 def _back(tasks: Sequence[int], count: int) -> list[int]:
-    """The task `count` places back, if there are so many. When it ends, its place is free."""
+    """The task `count` places back, if there is one. When it ends, its place is free."""
     return [tasks[-count]] if len(tasks) >= count else []

@@ -208,7 +208,7 @@ DRIVES: dict[str, Part] = _CATALOGUE["drives"]
 
 # The shares of sold figures that a run reaches.
 COMPUTE_SHARE = 0.6  # matrix products within a transformer's step, of the dense tensor peak
-LINK_SHARE = 0.8  # page-locked copies of megabytes, of the link's raw rate (25 of 31.5 GB/s on PCIe 4); of networks
+LINK_SHARE = 0.8  # of the raw rate (25 of 31.5 GB/s on PCIe 4), for page-locked copies of megabytes; also of networks
 DRAM_SHARE = 0.75  # streams of reads and writes on all cores, of channels times rate
 DISK_SHARE = 0.9  # direct reads and writes of megabytes, of the sequential rate
 
@@ -278,7 +278,7 @@ def _with_drives(hardware: Hardware, drive: str, drives: int) -> Hardware:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Words that name what is most like `name`, such as "h100" for "NVIDIA H100 80GB"; empty when nothing is."""
+    """Words that name the closest match to `name`, such as "h100" for "NVIDIA H100 80GB"; empty if there is none."""
     asked = re.sub("[^a-z0-9]", "", name.lower())
     within = [one for one in known if re.sub("[^a-z0-9]", "", one) in asked]
     close = sorted(within, key=len)[-1:] or difflib.get_close_matches(name.lower(), known, n=1)

@@ -36,8 +36,8 @@ class Task:
 
     `after`: indices of the tasks that must have ended; all are smaller than its own. `run_lanes` says when it runs.
 
-    A lane runs its tasks in the order in which they are submitted. Each thread submits its own in their order. Between
-    threads, each is submitted when the tasks of `submitted_after` have ended.
+    A lane runs its tasks in the order in which they are submitted. Each thread submits its own in their order. Among
+    those of several threads, each task is submitted when the tasks of `submitted_after` have ended.
     """
 
     lane: CostLane
@@ -150,7 +150,7 @@ class _Clock:
         return first
 
     def _speeds(self) -> dict[CostLane, float]:
-        """For each running task, the seconds of its work that are done in one second. Empty: one, of all tasks."""
+        """For each running task, the seconds of its work that are done in one second. Empty: all run at full speed."""
         asked, speeds = self.asked, {}
         total = sum(asked.values())
         if total > self.dram_rate:

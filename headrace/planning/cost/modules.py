@@ -28,7 +28,7 @@ def layers_of(model: Module) -> list[str]:
 
 
 def adapted_of(model: Module) -> frozenset[str]:
-    """The names of the matrices of layers that adapters go on; beside experts, those of attention alone."""
+    """The names of the layers' matrices that get adapters. The modules that hold experts get none."""
     matrices = [name for name, parameter in model.named_parameters() if len(parameter.shape) >= 2]
     beside = tuple({found[1] for name in matrices if (found := _EXPERTS.match(name))}) or ("\0",)
     return frozenset(name for name in matrices if _REPEATED.match(name) and not name.startswith(beside))
@@ -53,7 +53,7 @@ def shape_of_module(model: Module, *, first: Collection[str] | None = None) -> M
         size = tuple(int(length) for length in parameter.shape)
         counted.setdefault(key, []).append((name, size, int(parameter.nbytes), bool(parameter.requires_grad)))
     if first is not None:
-        counted["head"] = counted.pop("head", [])  # the last
+        counted["head"] = counted.pop("head", [])  # moved to the end
     adapted = adapted_of(model)
     blocks = tuple(_block(key, parameters, experts, routed, adapted) for key, parameters in counted.items())
     return ModelShape(name=type(model).__name__, blocks=blocks)

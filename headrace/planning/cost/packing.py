@@ -7,7 +7,7 @@ from headrace.planning.cost.work import Case, Place, Training
 
 _PACKED_SHARE = 0.75  # of the bytes: 12 bits of 16; trained weights have been measured at 12.006 to 12.101
 _UNPACKED_BYTES_PER_SECOND = 38e9  # by one thread in its caches, with AVX2
-# That rate must be so many times the drive's: from memory it is only a third, and compute runs beside it.
+# The rate above must be this many times the drive's: from memory, only a third is reached, and compute runs beside it.
 TIMES_AS_FAST = 4
 LEFT_FREE_BYTES = 1 << 30  # on the drive, for what must be written there later
 
@@ -21,7 +21,7 @@ def packs(case: Case) -> bool:
 
 
 def read_share(block: BlockShape) -> float:
-    """The share of a block's bytes that is read if weights are packed: 16-bit weights that are read whole are."""
+    """The share of a block's bytes that is read if a run packs: 16-bit weights are packed if they are read whole."""
     in_parts = block.experts or block.kind is BlockKind.EMBEDDING
     return _PACKED_SHARE if block.weight_bits == 16 and not in_parts else 1.0
 

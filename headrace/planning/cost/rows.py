@@ -25,7 +25,7 @@ def tables_of(case: Case) -> Tables:
 
 
 def without_tables(case: Case, tables: Tables) -> Case:
-    """The case with what visits the device: none of these tables, but the gradients of rows."""
+    """The case with what visits the device: not these tables, only the gradients of their rows."""
 
     blocks = list(case.shape.blocks)
     for index in tables:
@@ -34,14 +34,14 @@ def without_tables(case: Case, tables: Tables) -> Case:
 
 
 def without_table(block: BlockShape, tokens: int) -> BlockShape:
-    """What visits the device of an embedding whose table travels by rows, for lookups of so many tokens."""
+    """What visits the device of an embedding whose table travels by rows, for lookups of this many tokens."""
     return replace(block, parameters=0, trainable=min(block.trainable, _looked_up(block, tokens)))
 
 
 def row_loads(block: BlockShape, case: Case, tokens: int, from_disk: float) -> PartLoads:
-    """What a lookup of so many different tokens loads, `from_disk` of it from there.
+    """What a lookup of this many different tokens loads; the share `from_disk` of it is read from disk.
 
-    The host first waits for their numbers, as for a router's.
+    The host first waits for the tokens' numbers, as it does for a router's result.
     """
     nbytes = _looked_up(block, tokens) * block.weight_bits / 8
     if not nbytes:
@@ -55,11 +55,11 @@ def row_loads(block: BlockShape, case: Case, tokens: int, from_disk: float) -> P
 
 
 def room_for_rows(case: Case, tables: Tables, tokens: int) -> int:
-    """Bytes on the device that plans leave free for lookups of so many different tokens."""
+    """Bytes on the device that plans leave free for lookups of this many different tokens."""
     blocks = (case.shape.blocks[index] for index in tables)
     return sum(round(_looked_up(block, max(tokens, FEWEST_ROWS)) * block.weight_bits / 8) for block in blocks)
 
 
 def _looked_up(block: BlockShape, tokens: int) -> int:
-    """Parameters of the rows of so many different tokens."""
+    """Parameters of the rows of this many different tokens."""
     return min(tokens * block.row_parameters, block.parameters)

@@ -257,7 +257,7 @@ def _plain(settings: object) -> dict[str, Any]:
 NOT_RUN = "headrace does not run this yet"
 _LINE = 72  # columns of the time line
 _NOTICED = 0.05  # latency is named from this share of a lane's time on
-_SHOWN = 4  # so many stalls, and so many helps
+_SHOWN = 4  # at most this many stalls, and as many helps
 _BOUND = 0.85  # what is in use for a larger share of the step bounds it
 _TOLD_SHARE = 0.99  # packing is not named if a larger share of the bytes on disk is read
 _USED = 0.1  # what is in use for a smaller share is not named
@@ -368,7 +368,7 @@ def _tiers(plan: RunPlan) -> list[str]:
 
 
 def _logits_bytes(plan: RunPlan) -> float:
-    """The part of the activations on the device that the head makes; 0 where a layer, computed again, needs more."""
+    """The head's part of the activations on the device; 0 if a layer needs more, and the two are not there together."""
     case = plan._option.case.grouped()
     tokens, recomputed = case.work.tokens, case.method.activations is Activations.RECOMPUTED
     sizes = [(block.kind, block.activation_bytes(tokens)) for block in case.shape.blocks]

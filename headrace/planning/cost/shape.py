@@ -69,7 +69,7 @@ class BlockShape:
         return round(self.expert_parameters * self.weight_bits / 8 / self.experts) if self.experts else 0
 
     def wanted_experts(self, tokens: int) -> float:
-        """How many different experts so many tokens go to, if each token's are drawn evenly."""
+        """How many different experts this many tokens go to, if each token's are drawn evenly."""
         share = min(1.0, self.experts_per_token / max(1, self.experts))
         return self.experts * (1.0 - (1.0 - share) ** tokens)
 

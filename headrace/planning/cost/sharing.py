@@ -35,7 +35,7 @@ class Crossing:
 
     - `load_bytes` cross at each load (None: the whole block); gathering the others' ranges then takes `gather_seconds`.
     - Each time that gradients leave, `gradient_bytes` cross after `reduce_seconds` among devices (`reduces_always`: in
-        each micro-batch, not only in the last). The host then reads and writes `sum_bytes` to add up all devices' ones.
+      each micro-batch, not only in the last). The host then reads and writes `sum_bytes` to add up all devices' own.
     - Once a step, `network_bytes` cross for the sum over nodes, and `pass_on_seconds` send updated weights to others.
     """
 
@@ -58,8 +58,8 @@ class Crossing:
 class Sharing:
     """How `ranks` devices on each of `nodes` nodes share one copy.
 
-    Of `loaded` blocks, the weights of `gathered` cross with the help of the other devices; of `trained` blocks, the
-    gradients of `reduced`.
+    The other devices help with the weights of `gathered` of the `loaded` blocks, and with the gradients of `reduced` of
+    the `trained` blocks.
     """
 
     ranks: int
@@ -125,7 +125,7 @@ def crossing_of(block: BlockShape, case: Case) -> Crossing:
     gathers = gather is not None and gather < _TIE * _load_seconds(loaded, hardware)
     reduce = _helped_seconds(left, part, hardware.offload_bytes_per_second, hardware)
     reduces = reduce is not None and reduce < _TIE * _bounce_seconds(left, part, hardware)
-    # Gradients of what the device updates are summed up among all devices when they leave; the host's share: as above.
+    # Gradients of what the device updates are summed up among all devices; those of what the host updates, as above.
     by_devices = among * method.device_share / case.sent_in
     on_host = left + part * (2 if work.micro_batches > 1 else 1)
     sent = 2 * leaves / spread.ranks * (spread.nodes - 1) / spread.nodes

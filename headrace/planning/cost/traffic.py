@@ -25,9 +25,9 @@ class BlockTraffic(Crossing):
       `load_seconds`, those of its slowest hop. Before each load, `fetch_bytes` of weights that rest on disk are read.
     - Each micro-batch computes for `forward_seconds` and `backward_seconds` (with recomputation). `activation_bytes`
       leave after forward and return before backward; if `activations_spill`, they go on to disk.
-    - Where micro-batches go together in several rounds, each round but the first adds to the gradients of those before
-      on the device, where `sum_begins_bytes` come for it. The backward of its first micro-batch, which adds to them,
-      takes `first_batch_seconds`.
+    - Where micro-batches go together in several rounds, each round but the first loads `sum_begins_bytes` of gradients
+      to the device, and adds to these sums of the rounds before. The backward of its first micro-batch, which adds to
+      them, takes `first_batch_seconds`.
     - Once a step, `norm_bytes` are read for the norm of all gradients, as each arrives. The update takes `update_bytes`
       of DRAM traffic on the host, and `device_update_seconds` on the device. If the device updates what rests on the
       host, `update_in_bytes` go there for it, and `update_out_bytes` come back. `state_bytes`, and `spill_bytes` of

@@ -26,7 +26,7 @@ Wanted = dict[str, Any]  # the parts of a method, and its `host_share`, that are
 def wanted(method: str | None, optimizer_fraction: float | None) -> Wanted:
     """What `headrace plan --method` and `--optimizer-fraction` ask for.
 
-    Raises ValueError naming the choices, TypeError for a method that is no text.
+    Raises ValueError naming the choices, TypeError for a method that is not text.
     """
     asked: Wanted = {}
     if not isinstance(method, str | None):
