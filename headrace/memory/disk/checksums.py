@@ -70,7 +70,7 @@ class Checksums:
     def forget(self, extent: Extent) -> None:
         """Forgets the checksums of the extent and of its parts, which may change without notice from now on."""
         begin, end = extent.offset, extent.offset + extent.capacity_bytes
-        for known in list(self._known):  # at once: threads of the disk note other extents meanwhile
+        for known in list(self._known):  # a copy: threads of the disk note other extents meanwhile
             if begin <= known.offset < end:
                 self._known.pop(known, None)
 

@@ -20,8 +20,8 @@ class TensorsOnDisk(TorchFunctionMode):
     """Within this context, large CPU tensors of `torch.empty` lie in files in `path`; each file goes with its tensor.
 
     Modules make their parameters by `torch.empty`, and then draw the values in place, so the values are the same as in
-    RAM. The kernel writes pages to the drive when it needs their memory. Tensors that are made of others (experts of a
-    checkpoint, joined into one tensor) go to the drive as soon as they are made; then `made_one` is called.
+    RAM. The kernel writes pages to the drive when it needs their memory. Tensors that are made from others (experts of
+    a checkpoint, joined into one tensor) go to the drive as soon as they are made; then `made_one` is called.
 
     Raises DiskError if the drive is full.
     """
