@@ -8,7 +8,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 _AFTER_SECONDS = 3.0
-_LEAST_BYTES = 2**28  # fewer are there before a bar would be
+_LEAST_BYTES = 2**28  # fewer are done before a bar would appear
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]

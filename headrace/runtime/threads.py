@@ -77,9 +77,9 @@ class Job(Future[T]):
 class OneThread(ThreadPoolExecutor):
     """Runs jobs in the order of their submission on one thread, which is started at once: no job can start a second.
 
-    `device`: the device of the jobs' streams and events, if any. It becomes the thread's current device. Otherwise that
-    would be the first device, and on CUDA a thread that touches an event of another one makes a context of half a
-    gigabyte on its current one.
+    `device`: the device of the jobs' streams and events, if any. It becomes the thread's current device. Otherwise its
+    current device would be the first one, and on CUDA a thread that touches an event of another device makes a context
+    of half a gigabyte on its current one.
 
     A destructor ends it by `shutdown(wait=False)`: the garbage collector may run while another thread begins or ends
     and holds a lock of `threading` that waiting for a thread takes, too. At exit, the thread is waited for in any case.
@@ -130,9 +130,9 @@ def wait_asleep(event: Any) -> None:
 
 
 def keeps_interrupts(finalizer: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a function that is called when an object is let go of. Python prints and drops whatever is raised
-    there, so a Ctrl-C that strikes there is sent again, by a thread, to strike after it. One that came before, while
-    no Python code ran, strikes as the call begins, and is dropped.
+    """Decorates a function that is called when an object is let go of. Python prints and drops whatever is raised in
+    it, so a thread sends a Ctrl-C that interrupts it again when it is over. A Ctrl-C that came before, while no Python
+    code ran, takes effect as the call begins, and is lost.
     """
 
     def call(*args: Any, **kwargs: Any) -> None:
