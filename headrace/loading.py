@@ -113,7 +113,7 @@ _Wanted = Sequence[tuple[TensorInFile, torch.Tensor]]  # tensors of files, and t
 
 
 def _make_writable(blocks: Sequence[Block], wanted: _Wanted) -> None:
-    """Moves the homes that will be written to where they can be: homes in a checkpoint are read-only."""
+    """Moves blocks that will be written from a checkpoint, which is only read, to disk; and notes the writes."""
     written = {id(tensor) for _, tensor in wanted}
     for block in blocks:
         loaded = [id(param.home) in written for param in block.params]

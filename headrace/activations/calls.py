@@ -104,7 +104,7 @@ class Calls(Participant):
             completed = True
         finally:
             if self._block is mine:
-                # No call comes before these assignments: Ctrl-C strikes at calls, and would leave the block open.
+                # No call comes before these assignments: Ctrl-C takes effect at calls, and would leave the block open.
                 forward, self._forward = self._forward, None
                 self._block = self._thread = None
                 _end(forward, completed=completed)

@@ -38,7 +38,7 @@ class Decisions(Protocol):
         """Whether the item's copy to the host begins now that it is saved."""
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        """The items whose device memory is freed now that `item` is saved, after a copy out if none has begun."""
+        """The items whose device memory is freed now that `item` is saved; what was not copied yet is copied first."""
 
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
         """The items whose copies back begin now that backward uses `item`."""

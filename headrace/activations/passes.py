@@ -70,7 +70,7 @@ class Passes:
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _use(self, item: Item) -> None:
-        """Brings an item that backward needs to the device."""
+        """Brings to the device an item that backward needs."""
         backward = self._backward()
         if backward is None:  # somebody looks at a node's saved tensors, outside of a backward
             backward_round = next(self._rounds)

@@ -195,7 +195,7 @@ class Stash:
             self._lost.popleft()
 
     def _forget(self, item: Item) -> None:
-        """Frees all memory of an item. Compute is ordered behind its copies, so the memory at both ends is free."""
+        """Frees all memory of an item. Compute is ordered behind its copies, so both ends may be reused."""
         self.let_go(item)
         self.put_back(item)
         self._give_up(item)

@@ -140,7 +140,7 @@ def _memory_for(path: Path, file_bytes: int, key: str, stored: TensorStorageMeta
     nbytes = math.prod(stored.size) * stored.properties.dtype.itemsize
     if nbytes > file_bytes:
         raise CheckpointError(
-            f"{key!r} should have {nbytes} bytes, but all files of {path} have {file_bytes}; {path} is unsound"
+            f"{key!r} is of {nbytes} bytes, it says, and all files of {path} have {file_bytes}; {path} is unsound"
         )
     return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
 

@@ -51,7 +51,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError if it is damaged, or a file is missing or not whole."""
+    """The manifest of a checkpoint. Raises CheckpointError if it or a file's size is wrong, or a file is missing."""
     path = directory / MANIFEST
     try:
         content: dict[str, Any] = json.loads(_small_file(path))

@@ -93,7 +93,7 @@ class TensorSource:
             self._tensor = self._original.to("cpu", copy=True)
         self._ready: torch.Event | None = None  # when its device has computed what was submitted so far
         if is_accelerator(self._tensor.device):
-            with torch.accelerator.device_index(self._tensor.device.index):  # this thread may have another one
+            with torch.accelerator.device_index(self._tensor.device.index):  # perhaps not this thread's current one
                 self._ready = torch.accelerator.current_stream().record_event()
 
     @property

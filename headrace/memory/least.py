@@ -6,7 +6,7 @@ import math
 class LeastTree:
     """Numbers by index, from 0 on; infinity where none was put.
 
-    They are a binary tree in one list: its second half holds the numbers, and place k the lesser of 2k and 2k + 1.
+    They are a binary tree in one list: the second half holds the numbers, place k the lesser of places 2k and 2k + 1.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class Tier(StrEnum):  # a string's hash is faster than an Enum's
 
 
 class _Change(NamedTuple):
-    """Bytes that come or (negative) go. `locked`: True if page-locked, False if refused, None if need not be."""
+    """Bytes that come or (negative) go. `locked`: True if page-locked, False if refused, None: no need."""
 
     tier: Tier
     purpose: str

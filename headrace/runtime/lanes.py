@@ -297,7 +297,7 @@ class ThreadLanes(Lanes):
         super().__init__(device)
         self._threads = {lane: OneThread(f"headrace-{lane.value}") for lane in Lane}
         self._copying = {lane: threading.Lock() for lane in Lane}
-        # The last job of each thread, by a weak reference: a job that failed keeps the memory that it was to copy.
+        # The last job of each thread, by a weak reference: a failed job keeps the memory that it should have copied.
         self._last: dict[Lane, weakref.ref[Future[float]]] = {}
 
     def mark(self) -> Event:

@@ -50,7 +50,7 @@ class Participant(Protocol):
         """Called while PyTorch's compiler traces a call: whether it must stop, not trace the call without us."""
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
-        """Called when the module's calls are to be compiled. Whether this compiled something else in their place."""
+        """Called to compile the module's calls. Returns whether it has compiled something else in their place."""
         return False
 
     def stopped(self, module: nn.Module) -> None:
@@ -245,7 +245,7 @@ def take_part(module: nn.Module, participant: Participant) -> None:
 
 
 def withdraw(module: nn.Module, participant: Participant) -> None:
-    """The inverse of `take_part`. If Ctrl-C cuts it short, the participant stays until it is called again."""
+    """The inverse of `take_part`. If Ctrl-C cuts it short, the participant stays until this is repeated."""
     calls = _calls_of(module)
     others = tuple(one for one in calls.participants if one is not participant)
     _take_off(module, calls, participant.methods)

@@ -135,7 +135,7 @@ class Node:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the node's first rank, which does what is to be done once on each node."""
+        """Whether this is the node's first rank, which does what needs doing once on each node."""
         return self.rank == 0
 
     def part(self, count: int, rank: int | None = None) -> slice:

@@ -63,7 +63,7 @@ class Checksums:
                     errno.EBADMSG,
                     f"{extent.name!r}: {last - first} bytes at offset {extent.offset + first} of {file} are not those"
                     f" that were written (checksum {found:016x}, not {known:016x}): the drive or another program"
-                    " changed them, or a write to memory that nobody could notice (call handle.refresh() after those)."
+                    " changed them, or memory was written unnoticed (call handle.refresh() after such writes)."
                     " Start again from the last checkpoint, on another drive if it was the drive.",
                 )
 

@@ -186,7 +186,7 @@ class _Turns:
                 thread.join()
 
     def enter(self, request: Request, after: Event | None) -> None:
-        """Queues `request` behind the earlier requests that it must not run beside. On the thread of turns."""
+        """Queues `request` behind the earlier requests that it must not overlap with. On the thread of turns."""
         if self._stopped:
             request.error = _closed(request)
             request.begin()

@@ -1,4 +1,4 @@
-"""What is a tensor in a file, and how do the bytes of files come to where they belong? In pieces, past the page cache.
+"""What is a tensor in a file, and how do its bytes get to where they belong? In pieces, past the page cache.
 
 Tensors lie anywhere in a file, and direct I/O requires whole pages. So threads read pieces into memory of their own,
 compare checksums if the file has them, and copy the bytes to the tensors from there.

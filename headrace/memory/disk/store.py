@@ -44,7 +44,7 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
 
     With `node`, its ranks share one file, which the first one makes. All of them make this store and its extents in the
     same order, and each books its part. They have to agree on who writes what: mappings show writes to all ranks at
-    once; `read` shows what has been handed over. `device` is that of the events that requests wait for.
+    once; `read` shows what has been handed over. `device`: where the events are that requests wait for.
 
     Reads and writes of the same bytes happen in the order of their submission; reads may run at once. `read` verifies
     bytes that `write` wrote, and bytes that were written through a mapping if they have been handed over.

@@ -2,7 +2,7 @@
 
 Native code packs and unpacks. It is called through ctypes, by addresses; other threads run meanwhile.
 
-    header   64 bytes: 15 exponents and a zero, then the number of words and that of escapes (uint32, little-endian)
+    header   64 bytes: 15 exponents and a zero, then the numbers of words and of escapes (uint32, little-endian)
     groups   192 bytes for each 128 words: sign and mantissa in 8 bits, the exponent's place in the header in 4
     escapes  uint32 each, in order of their words: 256 times the word's number, and its exponent
 
