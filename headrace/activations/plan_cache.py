@@ -182,7 +182,7 @@ def _forward_bytes(others: list[Others], least: int) -> tuple[int, ...]:
 
 
 def _backward_bytes(uses: list[UseRecord], least: int) -> tuple[int, ...]:
-    """The other bytes on the device from each use to the next: gradients that come in, go out, or are the weights'.
+    """The other bytes on the device from each use to the next: incoming and outgoing gradients, and the weights' own.
 
     Where layers are recomputed, the recomputed values and incoming gradients coexist with the first outgoing gradient.
     """

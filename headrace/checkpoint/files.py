@@ -151,7 +151,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
     except (CheckpointError, pickle.PicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{name} would hold what cannot be read back safely: {str(error).splitlines()[0]}; give the optimizer plain"
-            " values and tensors (a NumPy number is none: float(lr) is)"
+            " values and tensors (a NumPy number is not plain, but float(lr) is)"
         ) from error
     finally:
         skeleton.unlink(missing_ok=True)

@@ -155,7 +155,7 @@ running_node: Callable[[], Any] = torch._C._current_autograd_node
 FunctionNode: Any = torch.autograd.function.BackwardCFunction
 
 
-# Whether the backward that this thread runs computes a node of the graph, or has computed it already. Relies on nodes
+# Whether the backward that this thread runs will compute a node of the graph, or has done so already. Relies on nodes
 # in Python being the graph's own.
 runs_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
 

@@ -1,4 +1,4 @@
-"""How does a user see that something long goes on? By a bar of tqdm, once it has taken some seconds."""
+"""How does a user see that something long is going on? By a bar of tqdm, once it has taken some seconds."""
 
 import os
 import sys

@@ -20,7 +20,7 @@ def unpack_on_device(packed: Packed, into: torch.Tensor) -> None:
     """
     words = into.view(-1).view(torch.uint8).view(torch.int16)
     if words.numel() != packed.words:
-        raise ValueError(f"{packed.words} words are packed, but the destination has room for {words.numel()}")
+        raise ValueError(f"{packed.words} words are packed, and {words.numel()} have room where they go")
     if unpacks_by_kernel(words.device):
         from headrace.memory.packed.triton_kernel import unpack_by_triton
 
