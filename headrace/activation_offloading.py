@@ -1,4 +1,4 @@
-"""How are a model's activations offloaded? `offload_activations()` wires it, and its handle shows what it did."""
+"""How are a model's activations offloaded? `offload_activations()` sets it up; the handle shows what was done."""
 
 import os
 import time
@@ -213,7 +213,7 @@ class ActivationOffloading(Handle):
         if self._removed:
             return
         self._removed = True
-        closing = ExitStack()  # in the reverse order; none of it refers to the stash itself
+        closing = ExitStack()  # runs in reverse order; none of it refers to the stash itself
         if not self._shares:
             closing.callback(self._lanes.close, wait=False)
             if self._store is not None:
@@ -225,7 +225,7 @@ class ActivationOffloading(Handle):
         finally:
             if self._shares:
                 closing.close()
-            else:  # a backward may still come: when nothing can ask for an activation any more, the stash is gone
+            else:  # a backward may still come: the stash ends when nothing can ask for an activation any more
                 weakref.finalize(self._stash, keeps_interrupts(closing.close))
 
     # calls ------------------------------------------------------------------------------------------------------------

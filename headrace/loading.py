@@ -57,7 +57,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     MiB if weights rest on disk, and room for the few tensors that are read at a time if any has to be converted.
 
     Raises CheckpointError when the checkpoint is damaged (naming file and tensor) or does not fit the model or the
-    optimizer, StateError within a forward or backward, and DiskError when a drive fails. If an error comes while
+    optimizer, StateError within a forward or backward, and DiskError when a drive fails. If an error occurs while
     tensors are being written, calls of the model and `save` raise StateError until a later `load` has loaded
     everything.
     """
@@ -68,7 +68,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     optimizers = plain_optimizers(optimizer)
     handles = handles_of(model)
     blocks = [block for handle in handles for block in handle.settled_blocks("headrace.load")]
-    for saving in tuple(last_saving):  # which reads what is about to be written
+    for saving in tuple(last_saving):  # it reads what is about to be written
         saving.ended()
     for each in optimizers:
         if isinstance(each, HostOptimizer):
@@ -113,7 +113,7 @@ _Wanted = Sequence[tuple[TensorInFile, torch.Tensor]]  # tensors of files, and t
 
 
 def _make_writable(blocks: Sequence[Block], wanted: _Wanted) -> None:
-    """Moves homes to be written to where writes are kept."""
+    """Moves blocks that will be written from a checkpoint, which is only read, to disk; and notes the writes."""
     written = {id(tensor) for _, tensor in wanted}
     for block in blocks:
         loaded = [id(param.home) in written for param in block.params]
@@ -123,11 +123,11 @@ def _make_writable(blocks: Sequence[Block], wanted: _Wanted) -> None:
                 param.touch()
 
 
-_Image = list[tuple[int, TensorInFile]]  # of a block: the first byte of each tensor in it
+_Image = list[tuple[int, TensorInFile]]  # of a block: where each tensor begins in it, and the tensor in its file
 
 
 def _images(blocks: Sequence[Block], wanted: _Wanted) -> list[tuple[Block, DiskRest, _Image]]:
-    """The blocks on disk whose bytes are all loaded as they are in files."""
+    """The blocks on disk whose bytes all come from files, unchanged."""
     plain = {id(t): saved for saved, t in wanted if t.dtype == saved.dtype and t.is_contiguous()}
     found = []
     for block in blocks:
@@ -147,7 +147,7 @@ def _fill(rest: DiskRest, image: _Image) -> None:
             if begin < stop:
                 tensor.read(begin - place, memory[begin - first : stop - first])
 
-    rest.flush([])  # what was written through memory before does not come behind it
+    rest.flush([])  # earlier writes through memory must not come after this one
     rest.fill(lambda first, end: partial(lay_out, first, end))
 
 
@@ -165,7 +165,7 @@ def _read_weights(
                 aligned = saved.offset % saved.dtype.itemsize == 0
                 files[saved.file].append((saved, filling(tensor, saved.dtype, aligned=aligned)))
         try:
-            for device in devices:  # threads fill tensors after all that it was told before, on any stream
+            for device in devices:  # threads fill tensors after all work that it was given, on any stream
                 torch.accelerator.synchronize(device)
             for _, rest, image in images:
                 _fill(rest, image)
@@ -176,18 +176,18 @@ def _read_weights(
         finally:
             for device in devices:
                 torch.accelerator.synchronize(device)
-            # Memory was written past PyTorch; autograd and optimizers are to see that.
+            # Memory was written past PyTorch; autograd and optimizers have to see that.
             torch.autograd.graph.increment_version([tensor for _, tensor in wanted if not tensor.is_inference()])
             for handle in handles:
                 handle.refresh()
         for block, _, _ in images:
             block.note_flushed()
         for handle in handles:
-            handle.settled_blocks("headrace.load")  # what a drive did not take is told here
+            handle.settled_blocks("headrace.load")  # raises the error of a write that failed
 
 
 def _belongs_to_a_weight(name: str, weights: Collection[str]) -> bool:
-    """Whether it names a part of a weight, as bitsandbytes' modules save them: `weight.absmax`."""
+    """Whether `name` is that of a part of a weight, as bitsandbytes' modules save them: `weight.absmax`."""
     parts = name.split(".")
     return any(".".join(parts[:end]) in weights for end in range(1, len(parts)))
 
@@ -263,12 +263,12 @@ def _check_names(contents: Contents, saved: set[str], present: Mapping[str, Any]
 
 
 class _State:
-    """The state of one optimizer, on its way. Raises CheckpointError when it does not fit the optimizer."""
+    """The saved state of one optimizer, to be loaded. Raises CheckpointError when it does not fit the optimizer."""
 
     def __init__(self, optimizer: Optimizer, saved: TorchFile) -> None:
         self._optimizer = optimizer
         self._saved = saved
-        self._hooked = is_loaded_otherwise(optimizer)  # what they make of it is for them to check
+        self._hooked = is_loaded_otherwise(optimizer)  # then hooks or its class check the state themselves
         self._parameters = {} if self._hooked else fitting(optimizer, saved)  # by the number in the file
         groups = optimizer.param_groups
         lacking = [] if self._hooked else lacking_options(groups, saved.tree["param_groups"], optimizer.defaults)
@@ -290,7 +290,7 @@ class _State:
                     )
 
     def check(self, converted: Mapping[int, TensorInFile]) -> None:
-        """Raises CheckpointError where `load` would have to change what hooks are to see as it was saved."""
+        """Raises CheckpointError if `load` would have to convert state that hooks need as it was saved."""
         strange = [p for p in parameters_of(self._optimizer) if id(p) in converted]
         if self._hooked and strange and isinstance(self._optimizer, HostOptimizer):
             saved = converted[id(strange[0])]
@@ -301,7 +301,7 @@ class _State:
             )
 
     def load(self, converted: Mapping[int, TensorInFile]) -> None:
-        """Into the optimizer. `converted`: by id, the parameters whose values have another dtype in the checkpoint."""
+        """Loads into the optimizer. `converted`, by a parameter's id: values with another dtype in the checkpoint."""
         tree: Mapping[str, Any] = self._saved.tree
         on_disk: dict[Any, dict[str, TensorAtRest]] = {}
         ours = self._optimizer if isinstance(self._optimizer, HostOptimizer) and not self._hooked else None
@@ -342,7 +342,7 @@ class _State:
             if not isinstance(value, torch.Tensor):
                 return value
             if not _is_as_in_file(value):
-                return value.resolve_conj().resolve_neg().clone()  # of another program: ours have none
+                return value.resolve_conj().resolve_neg().clone()  # only in files of other programs
             memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             if value.numel():
                 flat = memory.as_strided((memory.numel(),), (1,))
@@ -355,7 +355,7 @@ class _State:
 
 
 def _is_as_in_file(tensor: torch.Tensor) -> bool:
-    """Whether its bytes in the file are its elements, in order."""
+    """Whether the tensor's bytes in the file are exactly its elements."""
     return torch.ops.aten.is_non_overlapping_and_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -1,4 +1,4 @@
-"""How is training saved? `save()`: weights, optimizer, random numbers and the rest, beside training or not."""
+"""How is training saved? `save()`: weights, optimizer, random states and the rest, while training waits or goes on."""
 
 import io
 import os
@@ -30,8 +30,8 @@ from headrace.runtime.tensors import map_tree
 
 __all__ = ["Saving", "save"]
 
-_HOST_BYTES = 32 << 20  # that a checkpoint passes through where training waits for it
-_HOST_BYTES_BESIDE = 256 << 20  # and where it goes on
+_HOST_BYTES = 32 << 20  # of the buffers that a checkpoint passes through, if training waits for it
+_HOST_BYTES_BESIDE = 256 << 20  # and if training goes on
 
 
 def save(
@@ -120,7 +120,7 @@ def save(
 def _laid_out(
     directory: Path, saved: SavedModel, optimizers: Sequence[Optimizer], extra: Any, files: Mapping[str, bytes]
 ) -> tuple[list[Layout], Callable[..., Manifest]]:
-    """The files of a checkpoint that is made in `directory`, and its manifest once their records are known."""
+    """The files of a checkpoint that is made in `directory`, and a function from their records to the manifest."""
     configuration = [path for path in sorted(directory.rglob("*")) if path.is_file()]
     layouts = [literal(str(path.relative_to(directory)), path.read_bytes()) for path in configuration]
     for path in configuration:

@@ -23,7 +23,7 @@ from headrace.runtime.module_calls import Participant, participant_of, refuse_ex
 
 
 class Calls(Participant):
-    """The calls of one model and of its modules `watched`. `check` raises where the model cannot be offloaded now."""
+    """The calls of one model and of its modules `watched`. `check` raises if the model cannot be offloaded now."""
 
     outer = True
 
@@ -44,7 +44,7 @@ class Calls(Participant):
         self._check = check
         self._block: object | None = None  # the forward block or outermost call that is under way
         self._thread: int | None = None  # the thread that runs it
-        self._task = NO_TASK  # the backward around it, by autograd's number: calls in a backward within it do not count
+        self._task = NO_TASK  # the backward around it, by autograd's number: calls in a nested backward do not count
         self._forward: Forward | None = None  # the forward that it has begun
         for module in watched:
             take_part(module, self)
@@ -64,7 +64,7 @@ class Calls(Participant):
             return forward(*args, **kwargs)
 
     def stops_compiler(self, module: nn.Module) -> bool:
-        """A layer may be compiled through; the model may not."""
+        """The compiler may trace through a layer, but not through the model."""
         if module is self._model():
             refuse_export()
             torch.compiler.disable(_refuse_compilation_of_all)()  # not at import: `disable` loads the compiler
@@ -104,7 +104,7 @@ class Calls(Participant):
             completed = True
         finally:
             if self._block is mine:
-                # No call comes before these assignments: Ctrl-C strikes at calls, and would leave the block open.
+                # No call comes before these assignments: Ctrl-C takes effect at calls, and would leave the block open.
                 forward, self._forward = self._forward, None
                 self._block = self._thread = None
                 _end(forward, completed=completed)

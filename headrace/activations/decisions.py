@@ -1,9 +1,9 @@
 """What leaves at a save, and what comes back at a use? As planned; under another plan's ceiling; or a few at a time.
 
-Inputs of random length, and experts that get other tokens at every step, save sizes that no plan has seen. Then the
-plan of another forward gives the ceiling and the share that leaves, and the walk of planning/activations.py is made
-with the items that are there: the earliest saved go first, and come back in reverse order, as early as the ceiling
-allows.
+With inputs of random length, or experts that get different tokens at every step, autograd saves sizes that no plan has
+seen. Then the plan of another forward gives the ceiling and the share that leaves, and the rule of
+planning/activations.py is applied to the items that are there: the earliest saved leave first, and items come back in
+reverse order, as early as the ceiling allows.
 """
 
 import itertools
@@ -38,10 +38,10 @@ class Decisions(Protocol):
         """Whether the item's copy to the host begins now that it is saved."""
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
-        """The items whose device memory goes now that `item` is saved; a copy that has not begun is made first."""
+        """The items whose device memory is freed now that `item` is saved; what was not copied yet is copied first."""
 
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
-        """The items that are sent for now that backward uses `item`."""
+        """The items whose copies back begin now that backward uses `item`."""
 
 
 class AsPlanned:
@@ -104,7 +104,7 @@ class Unplanned:
 
 
 class ByCeiling:
-    """Keeps to the ceiling of a plan for other sizes. Without `budget_bytes`, that is scaled to this forward's sizes.
+    """Keeps to the ceiling of a plan for other sizes. Without `budget_bytes`, it is scaled to this forward's sizes.
 
     `items`: the items of the trace. Those that are there at construction were saved as planned.
     """
@@ -120,7 +120,7 @@ class ByCeiling:
         self._saved_bytes = self._planned_bytes[count]
         self._sent_bytes = sum(problem.saved[index].nbytes for index in plan.offloaded if index < count)
         self._largest_bytes = max((saved.nbytes for saved in problem.saved[:count]), default=0)
-        # The first save in each module, by its name: there, the bytes saved so far are compared with the planned ones.
+        # The first save in each module, by the module's name: there, saved bytes are compared with the planned ones.
         self._begins = {saved.name: index for index, saved in reversed(list(enumerate(problem.saved)))}
         self._reached = count  # the index in the plan's saves at which that was done last
         self._factor = 1.0 if count else None

@@ -91,8 +91,8 @@ class Item:
 
     @property
     def is_alone(self) -> bool:
-        """Whether only this item, and items of other parts of the same storage, hold the device memory: it is free when
-        all of them have let go of it."""
+        """Whether only this item, and items of other parts of the same storage, hold the device memory, which is then
+        freed once all of them have let go of it."""
         if self.memory is None:
             return False
         others = _references(self.memory) - _SOLE_REFERENCES

@@ -30,7 +30,7 @@ class ActivationMeter:
         self.lane_use = lane_use
         self._waits: deque[Waited] = deque(maxlen=_REMEMBERED)  # the waits whose seconds have been read
         self._unread_waits: deque[Waited] = deque()  # the waits after them
-        # The passes since the first forward after a backward; and the passes before that, up to the backward.
+        # The passes from the last forward that followed a backward; and those before it, up to that backward.
         self._passes: deque[_Pass] = deque(maxlen=_REMEMBERED_PASSES)
         self._last_passes: tuple[_Pass, ...] = ()
         self._copies: dict[Lane | CollectiveLane, deque[Moved]] = {lane: deque(maxlen=_REMEMBERED) for lane in Lane}
@@ -60,7 +60,7 @@ class ActivationMeter:
         self.lane_use.activations_bytes += nbytes
 
     def arrived(self, transfer: Transfer | LateTransfer, name: str) -> None:
-        """Keeps a copy that compute waits for, or will wait for: timelines and the link's speed are made of these."""
+        """Records a copy that compute waits for, now or later: for timelines, and to measure the link's speed."""
         copy = Moved(transfer.lane, _described(name), transfer.nbytes, transfer.begun, transfer.done)
         self._copies[transfer.lane].append(copy)
 
@@ -99,7 +99,7 @@ class ActivationMeter:
         return self._stall_seconds
 
     def speeds(self) -> tuple[LinkSpeed, LinkSpeed]:
-        """The link's speed to the host, and to the device, by the last copies. Blocks until these are done."""
+        """The link's speeds to the host and to the device, measured by the last copies. Blocks until these are done."""
         offload, onload = (
             LinkSpeed([(nbytes, self._lanes.seconds(begun, done)) for _, _, nbytes, begun, done in self._copies[lane]])
             for lane in (Lane.OFFLOAD, Lane.ONLOAD)

@@ -1,7 +1,7 @@
-"""What is one forward, and what is one backward, to activations? Each is told apart by autograd's own marks.
+"""Where do one forward and one backward begin and end, for activations? Autograd's own marks tell.
 
-A forward opens a trace and puts saved-tensor hooks on top, which need not stay there all the time. A backward begins
-with the first use of an item. It ends when autograd's engine calls back, or lets go of the callback without a call.
+A forward opens a trace and pushes saved-tensor hooks, which need not stay on top all the time. A backward begins with
+the first use of an item. It ends when autograd's engine calls back, or drops the callback without calling it.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Passes:
         self.plans = PlanCache(config, lanes, self.meter)
         self._lanes = lanes
         self._rounds = itertools.count()
-        # The backwards under way, by autograd's number of their graph task, which keeps them alive.
+        # The backwards under way, by the number of their graph task, which keeps them alive.
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
         self._whole: _Backward | None = None  # the backward under way that consists of several
 
@@ -70,7 +70,7 @@ class Passes:
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _use(self, item: Item) -> None:
-        """Makes an item present that backward needs."""
+        """Brings to the device an item that backward needs."""
         backward = self._backward()
         if backward is None:  # somebody looks at a node's saved tensors, outside of a backward
             backward_round = next(self._rounds)
@@ -98,7 +98,7 @@ class Passes:
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:
-        """Surrounds a part of a backward in which nested backwards count as parts of it."""
+        """Surrounds a part of a backward: backwards nested in it count as parts of that backward."""
         self._whole = self._backward()
         try:
             yield

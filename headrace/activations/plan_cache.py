@@ -1,4 +1,4 @@
-"""What will the next forward save, and what is planned for it? What goes into the model tells."""
+"""What will the next forward save, and what is planned for it? The model's inputs and modes tell."""
 
 import itertools
 import warnings
@@ -17,7 +17,7 @@ from headrace.runtime.lanes import Lanes, Tick
 from headrace.runtime.link import LinkSpeed
 from headrace.runtime.tensors import tensors_in
 
-_MOST_ENTRIES = 64  # how many shapes of inputs are remembered, and kinds of shapes; the least recently used goes first
+_MOST_ENTRIES = 64  # how many entries are remembered, and how many kinds of them; the least recently used goes first
 
 
 def entry_of(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Entry:
@@ -34,7 +34,7 @@ def _kind_of(entry: Entry) -> Entry:
 
 @dataclass
 class _Known:
-    """What is known of one entry: its plan, or how many more forwards go without one (next time: `patience`)."""
+    """What is known of one entry: its plan, or how many more forwards go without one (`left`, `patience` at first)."""
 
     plan: ActivationPlan | None = None
     is_refined: bool = False
@@ -43,7 +43,7 @@ class _Known:
 
 
 class PlanCache:
-    """Plans by entry. A plan is made of the recorded forward and refined once, when its own first trace is timed.
+    """Plans by entry. A plan is made from a recorded forward, and refined once: from the first forward that follows it.
 
     A new entry keeps to the ceiling of a similar one and gets a plan only when it comes again, because the host waits
     while a plan is made. An entry whose forwards stray from their plan gets another one after two, four, ... forwards.
@@ -182,9 +182,9 @@ def _forward_bytes(others: list[Others], least: int) -> tuple[int, ...]:
 
 
 def _backward_bytes(uses: list[UseRecord], least: int) -> tuple[int, ...]:
-    """The other bytes on the device from each use to the next: gradients that come in, go out, or are the weights'.
+    """The other bytes on the device from each use to the next: incoming and outgoing gradients, and the weights' own.
 
-    Where layers are recomputed, the recomputed values and the incoming gradients are there with the first outgoing one.
+    Where layers are recomputed, the recomputed values and incoming gradients coexist with the first outgoing gradient.
     """
     ends = [*(use.others for use in uses[1:]), Others(uses[-1].others.gradient_bytes, least)] if uses else []
     return tuple(

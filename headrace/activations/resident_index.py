@@ -1,8 +1,8 @@
 """Which items of a forward are on the device now, and which of them may go first? Counted as they change.
 
-A look at all items at every save and use would take the host longer the more items there are. So changes are noted,
+Looking at all items at every save and use would take the host longer the more items there are. So changes are noted,
 and only changed items are looked at. Code that moves an item notes it; a weak reference notes an item that ends. A note
-stays until it has been dealt with, which may be done twice: see Interrupts in docs/design/activations.md.
+stays until it has been dealt with, which may happen twice: see Interrupts in docs/design/activations.md.
 """
 
 import math

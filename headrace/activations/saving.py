@@ -1,4 +1,4 @@
-"""What does autograd get instead of an activation? A handle: which item, and how the tensor lies in it.
+"""What does autograd get instead of an activation? A handle, which knows the item and how the tensor lies in it.
 
 These hooks are active while the outermost call runs. The hooks of a block's visit (weights/passes/handles.py) lie on
 top of them, keep weights to themselves, and hand everything else on to these. A checkpoint inside the call puts its own
@@ -27,11 +27,11 @@ from headrace.runtime.autograd import (
     unseen,
 )
 
-_WHOLE_SHARE = 0.5  # if the first view of a storage has at least this share, all of it is saved: others mostly follow
+_WHOLE_SHARE = 0.5  # if the first view saved of a storage has this share, all of that is saved: others mostly follow
 
 
 class _Kept(NamedTuple):
-    """A tensor that stays where it is, and its version: hooks bypass autograd's own check."""
+    """A tensor that stays where it is, and its version: hooks bypass autograd's own check of versions."""
 
     tensor: torch.Tensor
     version: int
@@ -140,7 +140,7 @@ class Forward:
         self._stash.settle()
         storage = tensor.untyped_storage()
         start, nbytes = _range_of(tensor)
-        # Tensors with a common version counter surely are the same memory. Others may not be: recurrent cells write
+        # Tensors with a common version counter surely share memory. Others may not: recurrent cells write
         # into parts of a storage whose other parts were saved, through views that know nothing of each other.
         root = tensor if tensor._base is None else tensor._base
         memory = (address_of(storage), address_of(root), tensor._version)
@@ -167,7 +167,7 @@ class Forward:
         return handle
 
     def _same_memory(self, tensor: torch.Tensor, address: int) -> Item | None:
-        """The item of the whole storage at this address, unless its version counters tell of a write since the save.
+        """The item of the whole storage at this address, unless the version counters show a write since the save.
 
         Compiled code saves a tensor and returns another one over the same memory, with a counter of its own.
         """

@@ -37,7 +37,7 @@ class _Calls(threading.local):
 
 
 class Selection:
-    """Decides for each saved tensor. `layers`, `modules`: it must be saved inside of one of each; None: anywhere."""
+    """Decides for each saved tensor. `layers`, `modules`: it must be saved inside one of each; None: anywhere."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Selection:
         # Storages of parameters and buffers, which stay; None: not looked up yet.
         self._own: frozenset[int] | None = None
         self._calls = _Calls(len(self._filters))
-        self.skipped_kinds = 0  # tensors of kinds that cannot be taken apart into bytes
+        self.skipped_kinds = 0  # tensors that are not plain, or are parts of a storage without a common version counter
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""How do activations rest on disk? They pass through a little host memory, written behind and read ahead.
+"""How do activations rest on disk? They pass through a little host memory, with write-behind and read-ahead.
 
 The host memory of an item is reused as soon as the disk has the bytes. A copy back is submitted on a separate thread,
 when the read before it is done.
@@ -100,7 +100,7 @@ class DiskStash(Stash):
         if item.slab is not None or item.extent is None:
             return super()._copy_back(item, memory, after)
         staged = self._fetched[item].memory[: item.nbytes]
-        # Copies that used this host memory before were waited for by compute, so they are before `after`.
+        # Compute has waited for the copies that used this host memory before, so they precede `after`.
         reading = self._store.read(item.extent, staged, after=after)
 
         lanes, meter = self.lanes, self.meter  # not the stash, which must not end on that thread
@@ -139,7 +139,7 @@ class DiskStash(Stash):
 
     # room -------------------------------------------------------------------------------------------------------------
     def _staged(self, item: Item, *, needed: bool, must_be: bool) -> Slab | None:
-        """Host memory on the way to or from disk. The host waits for writes; if it is `needed`, it also gives up reads.
+        """Host memory on the way to or from disk. Waits for writes to free it; if it is `needed`, also gives up reads.
 
         Returns None when there is no room, or with `must_be` raises BudgetError.
         """
@@ -169,8 +169,8 @@ class DiskStash(Stash):
             failed.synchronize()
 
     def _end_spill(self) -> Request | None:
-        """Ends the oldest spill; its host memory is reused. If the write failed, the host keeps an item that is still
-        in use, and the request is returned, which raises the error when it is waited for."""
+        """Ends the oldest spill; its host memory is reused. If the write failed and the item is still in use,
+        the host keeps the item, and this returns the request, which raises the error when it is waited for."""
         spill = self._spills[0]
         spill.request.settle()
         self._spills.popleft()

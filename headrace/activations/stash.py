@@ -1,4 +1,4 @@
-"""How do activations move between device and host? Each move submits a copy or lets compute wait for one.
+"""How do activations move between device and host? Each move submits a copy or makes compute wait for one.
 
 The order across lanes is the subject of docs/design/activations.md.
 """
@@ -95,7 +95,7 @@ class Stash:
         self._drop(item)
 
     def send_for(self, item: Item, *, needed: bool) -> None:
-        """Allocates device memory and submits the copy back; if it is not `needed` yet, only when the way is open."""
+        """Allocates device memory and submits the copy back. Without room, an item that is not `needed` yet stays."""
         if item.presence is not Presence.AWAY or not item.sent or not self._is_open(item, needed=needed):
             return
         with self.lanes.computing_on(item.stream):
@@ -123,7 +123,7 @@ class Stash:
         return self.streams.copy_of(item.memory, item.stream)
 
     def put_back(self, item: Item) -> None:
-        """Lets go of device memory that was copied back: its users hold it, and the host has the bytes too."""
+        """Lets go of the device memory of an item that came back: its users hold it, and the host has the bytes."""
         if item.returned and item.memory is not None:
             self.arrive(item)
             self._drop(item)
@@ -164,8 +164,8 @@ class Stash:
 
     # ends -------------------------------------------------------------------------------------------------------------
     def note_handle(self, item: Item, handle: object) -> HandleRef:
-        """Notes a handle. When autograd lets go of it, on any thread at any time, it is only appended to `_lost`: a
-        Python function that ran then could be ended by Ctrl-C in silence."""
+        """Notes a handle. When autograd lets go of it, on any thread at any time, the reference is only appended to
+        `_lost`: Ctrl-C could silently end a Python function that ran then."""
         weak_item = weakref.ref(item)
         ref = HandleRef(handle, self._lost.append)
         ref.item = weak_item
@@ -195,7 +195,7 @@ class Stash:
             self._lost.popleft()
 
     def _forget(self, item: Item) -> None:
-        """Frees all memory of an item. Compute is ordered behind its copies, so both ends of them may be used again."""
+        """Frees all memory of an item. Compute is ordered behind its copies, so both ends may be reused."""
         self.let_go(item)
         self.put_back(item)
         self._give_up(item)

@@ -1,4 +1,4 @@
-"""On which streams does the model compute? Mostly on one; if on several, each step of an item counts for all of them.
+"""On which streams does the model compute? Mostly on one; if on several, all of them wait for each copy.
 
 Backward uses an item on the stream that saved it, so the memory into which it comes back belongs to that stream. But
 memory that is let go of, on the device or the host, may be given out on another stream: so all streams wait.

@@ -23,7 +23,7 @@ _MOST_LOOKS = 512  # about how often, at most, a forward and its backward look a
 
 @dataclass
 class SaveRecord:
-    """One save as it happened, with ticks of the compute lane before and after the work that was done at it."""
+    """One save as it happened, with ticks of the compute lane before and after what headrace did at it."""
 
     nbytes: int
     name: str
@@ -125,8 +125,8 @@ class ForwardTrace:
             self.look_who_is_alone()
 
     def _look_at_others(self) -> Others:
-        """What else the device holds. Only a trace that refines a plan looks, and a long one not every time: a look is
-        at every item."""
+        """What else the device holds. Only a trace that refines a plan looks, and a long one not every time, because
+        a look goes through all items."""
         looks = len(self.saves) + len(self.uses)
         if self.plan is not None and looks % (1 + len(self.plan.problem.saved) // _MOST_LOOKS) == 0:
             self._others = self._others_now()

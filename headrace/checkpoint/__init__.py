@@ -1,4 +1,4 @@
-"""How does training survive its process? Checkpoints: whole or not there, checked, from any tier and into any."""
+"""How does training survive its process? Checkpoints: complete or absent, checked, from any tier and into any."""
 
 from headrace.checkpoint.directory import newest
 

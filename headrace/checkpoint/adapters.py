@@ -1,4 +1,4 @@
-"""Which weights are a PEFT model's adapters, and what are they called in the files that PEFT writes of them?
+"""Which weights are a PEFT model's adapters, and what are their names in the files that PEFT writes?
 
 `adapter_model.safetensors` has one adapter, without its name: `lora_A.weight` for `lora_A.default.weight`.
 """
@@ -60,7 +60,7 @@ def with_names_of(contents: Contents, model: nn.Module, tensors: Mapping[str, to
 
 
 def _only(contents: Contents, model: Any, adapters: Mapping[str, Any]) -> str:
-    """The name of the adapter whose file has no directory of its own, chosen as Trainer does."""
+    """The name of the adapter whose file has no directory of its own, as Trainer chooses it."""
     if contents.path.name in adapters:
         return contents.path.name
     if "default" in adapters and len(contents.adapters) > 1:

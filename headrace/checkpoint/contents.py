@@ -6,7 +6,7 @@
 | accelerate's `save_state` | the same | optimizer.bin, optimizer_1.bin | scheduler |
 | Lightning's `.ckpt` | state_dict | optimizer_states | everything else in it |
 | a file of torch.save | itself, or its model_state_dict or model | optimizer_state_dict, optimizer | everything else |
-| what PEFT saved, alone or of Trainer | its adapters, in directories of their names | optimizer.pt | as above |
+| what PEFT saved, alone or with Trainer | its adapters, in directories of their names | optimizer.pt | as above |
 | a safetensors file, index or directory | all | none | None |
 """
 
@@ -38,7 +38,7 @@ class Contents:
     path: Path
     weights: Mapping[str, TensorInFile]  # by name in the model
     adapters: Mapping[str, Mapping[str, TensorInFile]] = field(default_factory=dict)  # adapters of PEFT, by directory
-    shared: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor: the saved name
+    shared: Mapping[str, str] = field(default_factory=dict)  # by further name of a tensor: the saved name
     trained_only: bool = False  # whether weights that are not trained were left out
     optimizers: Sequence[TorchFile] = ()  # their trees are the state_dicts
     module_state: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Contents:
 
 
 def contents_of(path: Path, stack: ExitStack) -> Contents:
-    """What is in `path`. Its files are open until `stack` ends. Raises CheckpointError if it is none of these kinds."""
+    """What is in `path`. Its files are open until `stack` ends. Raises CheckpointError if it is of no kind above."""
     is_own = any((path / name).exists() for name in (MANIFEST, EXTRA))
     return _own(path, stack) if is_own else _foreign(path, stack)
 

@@ -13,10 +13,10 @@ _PLAIN = (torch.Tensor, torch.nn.Buffer)
 
 
 def filling(tensor: torch.Tensor, dtype: torch.dtype, *, aligned: bool = True) -> Callable[[int, torch.Tensor], None]:
-    """A function `put(begin, memory)` that takes the bytes from `begin` on of a contiguous tensor and fills `tensor`.
+    """A function `put(begin, memory)` that fills `tensor`: `memory` holds a saved tensor's bytes from `begin` on.
 
-    The bytes are of `dtype` and `tensor`'s shape; another dtype is converted, as by `copy_`. `put` may be called on
-    several threads; with `aligned`, each call brings whole elements.
+    The saved tensor is contiguous, and has `tensor`'s shape and the dtype `dtype`, which is converted as by `copy_`.
+    `put` may be called on several threads; with `aligned`, each call brings whole elements.
     """
     is_plain = type(tensor) in _PLAIN or isinstance(tensor, torch.nn.Parameter)
     if not is_plain or tensor.is_conj() or tensor.is_neg():
@@ -49,7 +49,7 @@ def _memory_of(tensor: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
 
 
 class _Whole:
-    """Fills a tensor whose elements lie in another order: collects all bytes before it copies any."""
+    """Fills a tensor that cannot be filled in parts: collects all bytes before it copies any."""
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         self._tensor = tensor

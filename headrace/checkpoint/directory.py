@@ -1,4 +1,4 @@
-"""How does a directory come into being at one stroke? It is made under another name and exchanged when it is complete.
+"""How does a directory appear atomically? It is made under another name, and takes its place when it is complete.
 
 Whatever ends the process, either the old directory or the new one is there, with all that others put into it. What a
 killed process left is removed when the next process on its host saves beside it, or looks for the newest checkpoint.
@@ -39,7 +39,7 @@ class NewDirectory:
         try:
             _make_parents(path.parent)
             restore_interrupted(path.parent)
-            _remove(path.parent / f"{_BEFORE}{path.name}")  # left of a replacement that was completed
+            _remove(path.parent / f"{_BEFORE}{path.name}")  # left over from a replacement that was completed
             _remove_stale(path.parent)
             if path.exists() and not _is_replaceable(path):
                 raise DiskError(
@@ -57,7 +57,7 @@ class NewDirectory:
         try:
             replaces = self.target.exists()
             if replaces:
-                with contextlib.suppress(BlockingIOError):  # the lock of anyone keeps it from being taken for stale
+                with contextlib.suppress(BlockingIOError):  # a lock of any process keeps it from being taken for stale
                     self._locks.append(lock_directory(self.target))
                 _keep_others(self.target, self.path)
             _flush_directories(self.path)
@@ -128,8 +128,8 @@ def remove_older(path: Path, keep: int) -> None:
 
 
 def check_keep(path: Path, keep: int) -> None:
-    """Raises TypeError if `keep` is no whole number, ValueError if it is less than 1 or no number, by which older ones
-    would be known, ends `path`'s name.
+    """Raises TypeError if `keep` is no whole number, and ValueError if it is less than 1, or if `path`'s name does not
+    end in a number, which tells the older ones.
     """
     check_count(keep, "keep")
     if _NUMBER.fullmatch(path.name) is None:
@@ -271,7 +271,7 @@ def _remove_stale(parent: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swaps two directories at one stroke. If the filesystem cannot, `restore_interrupted` makes up for a crash."""
+    """Swaps two directories atomically, or else by renaming, where `restore_interrupted` makes up for a crash."""
     rename = getattr(libc(), "renameat2", None)
     if rename is not None:
         if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:

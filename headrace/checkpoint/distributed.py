@@ -1,7 +1,7 @@
 """How is a checkpoint of torch.distributed.checkpoint loaded? By its own reader, in place, however many ranks wrote it.
 
 PyTorch's own reader unpickles `.metadata`, and its planner unpickles values that are not tensors: both would call
-whatever a file names. Here, these pickles name data alone. Saving needs no code: `dcp.save(get_state_dict(model,
+whatever a file names. Here, these pickles may name only data. Saving needs no code: `dcp.save(get_state_dict(model,
 optimizer))` works with an offloaded model as with any other.
 """
 
@@ -111,7 +111,7 @@ def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, 
 def _places_in(
     optimizer: Optimizer, path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, Any]
 ) -> dict[str, tuple[str, int, str]]:
-    """Where what has a key in the checkpoint belongs in the optimizer's state_dict: a part of it, a number, a name."""
+    """Where each key of the checkpoint belongs in the optimizer's state_dict: a part of it, a number, a name."""
     places: dict[str, tuple[str, int, str]] = {}
     numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
     by_name = {name: numbers[tensor] for name, tensor in state.items() if tensor in numbers}
@@ -134,7 +134,7 @@ def _places_in(
 
 
 def _memory_for(path: Path, file_bytes: int, key: str, stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
-    """Memory for what is stored under `key`: it is made only if the directory has as many bytes, `file_bytes`."""
+    """Memory for what is stored under `key`. Raises CheckpointError if all files together, `file_bytes`, have less."""
     if not isinstance(stored, TensorStorageMetadata):
         return None
     nbytes = math.prod(stored.size) * stored.properties.dtype.itemsize
@@ -150,7 +150,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"):
-            return PurePosixPath  # the path of the directory in which it was saved, which nobody reads
+            return PurePosixPath  # the directory that it was saved to, which nobody reads
         found = getattr(importlib.import_module(module), name, None) if module in ("torch", *_NAMED) else None
         if name in _NAMED.get(module, ()) or (module == "torch" and isinstance(found, torch.dtype)):
             return found
@@ -158,14 +158,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _DataReader(FileSystemReader):
-    """PyTorch's own reader of the directory `path`, with a metadata file that can only describe."""
+    """PyTorch's own reader of the directory `path`, with a metadata file that may only describe."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._file = path / ".metadata"
 
     def read_metadata(self, *args: Any, **settings: Any) -> Metadata:
-        """Reads the metadata. Raises CheckpointError if it is not only a description, or leads out of the directory."""
+        """Reads the metadata. Raises CheckpointError if it holds more than a description, or leads outside."""
         try:
             metadata = _Unpickler(io.BytesIO(self._file.read_bytes())).load()
         except Exception as error:  # unpicklers raise errors of many kinds

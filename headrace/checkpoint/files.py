@@ -80,7 +80,7 @@ def weight_files(tensors: Mapping[str, torch.Tensor], stem: str) -> tuple[list[L
 
 
 def _safetensors(name: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
-    # The format wants the elements of each dtype at its own alignment: wide ones come first.
+    # The format wants elements aligned to their size: tensors of wide dtypes come first.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -106,7 +106,7 @@ class Owned:
 
 
 def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
-    """The layout of the file that `torch.save(tree)` would write, in which TensorAtRest are tensors.
+    """The layout of the file that `torch.save(tree)` would write, with each TensorAtRest as a tensor.
 
     Every tensor has a storage of its own in it. `scratch`: a directory for a temporary file.
     """
@@ -140,7 +140,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
             settings.fill_uninitialized_memory = fills
 
     try:
-        # On a separate thread: `skip_data` sets something for one thread, and Ctrl-C does not strike there.
+        # On a separate thread: `skip_data` changes a setting of one thread, and Ctrl-C does not interrupt this one.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(write).result()
         with contextlib.closing(SavedFile(skeleton)) as file:
@@ -151,7 +151,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
     except (CheckpointError, pickle.PicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{name} would hold what cannot be read back safely: {str(error).splitlines()[0]}; give the optimizer plain"
-            " values and tensors (a NumPy number is none: float(lr) is)"
+            " values and tensors (a NumPy number is not plain, but float(lr) is)"
         ) from error
     finally:
         skeleton.unlink(missing_ok=True)

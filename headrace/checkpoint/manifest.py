@@ -17,7 +17,7 @@ MANIFEST = "headrace.json"
 EXTRA = "extra.pt"  # the file of everything but weights and optimizers
 EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state, which may be of any kind
 _FORMAT = 1
-_MOST_BYTES = 256 << 20  # the largest manifest; that of 10 TB is a fifth of it
+_MOST_BYTES = 256 << 20  # the largest manifest: five times that of a checkpoint of 10 TB
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Manifest:
 
     files: Mapping[str, FileRecord]
     weights: Mapping[str, tuple[str, str]]  # (file, name in it)
-    shared: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor: the saved name
+    shared: Mapping[str, str] = field(default_factory=dict)  # by further name of a tensor: the saved name
     trained_only: bool = False  # whether only the weights of adapters, and others that are trained, were saved
     optimizers: Sequence[str] = ()  # the file of each optimizer
     made_by: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError, also if a file is missing or not of its full size."""
+    """The manifest of a checkpoint. Raises CheckpointError if it or a file's size is wrong, or a file is missing."""
     path = directory / MANIFEST
     try:
         content: dict[str, Any] = json.loads(_small_file(path))

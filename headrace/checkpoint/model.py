@@ -21,15 +21,15 @@ _STATISTICS_BYTES = 1 << 20
 class SavedModel:
     """What is saved of a model. Names are those in its state_dict."""
 
-    files: dict[str, dict[str, str]] = field(default_factory=dict)  # by stem of a file: name there, name in the model
+    files: dict[str, dict[str, str]] = field(default_factory=dict)  # by file stem: names in the model, by name there
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)  # further names of a tensor: the saved name
+    shared: dict[str, str] = field(default_factory=dict)  # by further name of a tensor: the saved name
     extra_state: dict[str, Any] = field(default_factory=dict)  # the extra state of modules
     trained_only: bool = False
 
 
 def saved_model(model: nn.Module, directory: Path) -> SavedModel:
-    """What is saved of `model`. Its configuration is written into `directory`, as its library does.
+    """What is saved of `model`. Its configuration is written into `directory`, as its library writes it.
 
     Of a PEFT model, adapters and what else is trained or may change are saved. Raises CheckpointError for tensors that
     are not plain bytes (on meta, sparse, lazy).
@@ -122,11 +122,11 @@ def _may_change(tensor: torch.Tensor) -> bool:
 
 
 def _write_configuration(model: nn.Module, directory: Path) -> str:
-    """Writes what `from_pretrained` needs beside the weights, if the model's library has it; the weights' file stem."""
+    """Writes what `from_pretrained` needs beside the weights, if it can read them. Returns their file's stem."""
     transformers, diffusers = sys.modules.get("transformers"), sys.modules.get("diffusers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         with _without_progress(transformers):
-            if getattr(model, "_hf_peft_config_loaded", False):  # with these it would save adapters alone
+            if getattr(model, "_hf_peft_config_loaded", False):  # with it, save_pretrained would save adapters alone
                 model.config.save_pretrained(directory)
             else:
                 model.save_pretrained(directory, state_dict={}, save_original_format=False)

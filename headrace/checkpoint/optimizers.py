@@ -50,7 +50,7 @@ def state_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Mapping[str, An
 
 
 def _is_made_otherwise(optimizer: Optimizer) -> bool:
-    """Whether hooks, or its class, have a part in its state_dict."""
+    """Whether hooks, or its class, may change the state_dict that it gives."""
     hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
     return any(hooks) or not type(optimizer).state_dict.__module__.startswith(_PLAIN)
 
@@ -64,7 +64,7 @@ def is_loaded_otherwise(optimizer: Optimizer) -> bool:
 def fitting(optimizer: Optimizer, saved: TorchFile) -> dict[Any, Any]:
     """The optimizer's parameters, by their number in the state_dict that was saved.
 
-    Raises CheckpointError if it is none, is of other groups, or has tensors larger than their storage.
+    Raises CheckpointError if `saved` is no such state_dict, has other groups, or tensors larger than their storage.
     """
     tree = saved.tree
     state, groups = (tree.get("state"), tree.get("param_groups")) if isinstance(tree, Mapping) else (None, None)

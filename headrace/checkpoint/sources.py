@@ -14,7 +14,7 @@ from headrace.memory.disk import origin_of, read_bytes
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.lanes import entered
 
-SMALL_BYTES = 1 << 14  # tensors up to this size are copied at once
+SMALL_BYTES = 1 << 14  # tensors up to this size are copied when saving begins
 
 
 class NotPlainError(CheckpointError):
@@ -93,7 +93,7 @@ class TensorSource:
             self._tensor = self._original.to("cpu", copy=True)
         self._ready: torch.Event | None = None  # when its device has computed what was submitted so far
         if is_accelerator(self._tensor.device):
-            with torch.accelerator.device_index(self._tensor.device.index):  # this thread may have none of its own
+            with torch.accelerator.device_index(self._tensor.device.index):  # perhaps not this thread's current one
                 self._ready = torch.accelerator.current_stream().record_event()
 
     @property
@@ -133,7 +133,7 @@ class TensorSource:
             raise self.write_error()
 
     def _read_elements(self, begin: int, memory: torch.Tensor) -> None:
-        """Copies as few rows of the first dimension as hold the bytes into contiguous CPU memory, and from there."""
+        """Copies the rows of the first dimension that hold the bytes to CPU memory, and then the bytes from there."""
         tensor, end = self._tensor, begin + memory.nbytes
         if tensor.is_contiguous():
             tensor = tensor.view(-1)

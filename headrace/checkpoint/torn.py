@@ -11,7 +11,7 @@ from headrace.errors import StateError
 
 
 class _Torn:
-    """A hook before the forward of each module."""
+    """A hook that raises before the forward of each module."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -28,8 +28,8 @@ def is_written(model: nn.Module, path: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         torn = _Torn(
-            f"headrace.load of {path} failed midway ({type(error).__name__}): weights and optimizer may be those of"
-            " before in part; load a checkpoint with headrace.load, this one or another, before you go on"
+            f"headrace.load of {path} failed midway ({type(error).__name__}): weights and optimizer may be partly"
+            " those from before; load a checkpoint with headrace.load, this one or another, before you go on"
         )
         raise
     finally:

@@ -48,7 +48,7 @@ last_saving: list["Saving"] = []  # the last checkpoint of this process, which m
 
 
 class Piece:
-    """A piece of a file, which is read and written at once."""
+    """A piece of a file, which is read and written as a whole."""
 
     def __init__(self, file: str, begin: int, end: int) -> None:
         self.file, self.begin, self.end = file, begin, end
@@ -87,7 +87,7 @@ class Reading:
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self.pieces: list[Piece] = []
         self.waited_seconds = 0.0  # for how long writers of parameters were held up
-        self.error: StateError | None = None  # tells of a parameter that was written to, and nobody had asked
+        self.error: StateError | None = None  # for a parameter that was written to without asking first
         self._of: dict[Any, list[Piece]] = defaultdict(list)
         self._tensors: dict[Any, list[TensorSource]] = defaultdict(list)
         self._urgent: SimpleQueue[Piece] = SimpleQueue()
@@ -148,7 +148,7 @@ class Reading:
     def _touched(self, parameters: Iterable[Any]) -> list[Any]:
         """The owners whose bytes change when these parameters do: they, and those that share memory (`p.data = t`)."""
         found = list(parameters)
-        with without_overrides():  # asks parameters of an offloaded model themselves
+        with without_overrides():  # reads an offloaded model's parameters as they are
             memories = [memory_of(parameter) for parameter in found]
         for memory in memories:
             if memory is not None:
@@ -156,13 +156,13 @@ class Reading:
         return list(dict.fromkeys(found))
 
     def forget(self) -> None:
-        """Lets go of all memory; what was waited is kept."""
+        """Lets go of all memory; `waited_seconds` is kept."""
         self.pieces, self._of, self._tensors, self._neighbours = [], {}, {}, _Ranges()
         self._in_order, self._urgent = iter(()), SimpleQueue()
 
 
 class Saving:
-    """A checkpoint that is being written. Writing begins when the object is made."""
+    """A checkpoint that is being written, as `headrace.save` returns it."""
 
     nbytes = 0
     """The bytes of the checkpoint."""
@@ -236,7 +236,7 @@ class Saving:
         reading = self._reading
         devices = (source.device for source in reading.tensors())
         mark_headrace_thread(next(filter(is_accelerator, devices), None))
-        captured = ExitStack()  # ends with reading, or with what is before that
+        captured = ExitStack()  # ends when reading ends, or fails to begin
         captured.callback(end_capture, reading)
         try:
             with (
@@ -273,7 +273,7 @@ class Saving:
         self._done.open()
 
     def _cause(self, error: BaseException) -> BaseException:
-        """The error to report: a false checksum of bytes on disk means a write to a tensor, if one was written to."""
+        """The error to report: a wrong checksum of bytes on disk comes from a write to a tensor, if there was one."""
         if isinstance(error, DiskError) and error.errno == errno.EBADMSG:
             written = next((source for source in self._reading.tensors() if source.was_written), None)
             return error if written is None else written.write_error()
@@ -305,7 +305,7 @@ class Saving:
         self._free.put(memory)
 
     def _end_file(self, name: str, file: DirectFile) -> None:
-        """Closes the file; if nothing failed, makes it safe from a loss of power before."""
+        """Closes the file; if nothing failed, first makes it safe from a loss of power."""
         try:
             try:
                 if self._error is None:

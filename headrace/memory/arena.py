@@ -11,9 +11,9 @@ import torch
 from headrace.memory.ledger import Ledger
 from headrace.memory.locking import host_memory
 
-ALIGNMENT_BYTES = 64  # of every tensor in an arena or a block: a cache line, and any dtype's own alignment
-# Of all but small tensors. Libraries choose kernels by alignments up to this one: with a lesser alignment, another
-# kernel than in the plain run could be chosen, and results could differ in the last bit.
+ALIGNMENT_BYTES = 64  # of every tensor in an arena or a block: a cache line, which is enough for any dtype
+# Of all but small tensors. Libraries choose kernels by alignment, up to this one: with a smaller one, they could choose
+# another kernel than in the plain run, and results could differ in the last bit.
 KERNEL_ALIGNMENT_BYTES = 256
 
 
@@ -39,7 +39,7 @@ class Arena:
     `pinned` is False if `device` is the CPU, or if the system refuses to lock memory.
 
     The memory lives as long as any tensor made by `tensor` does, and is booked in `ledger` under `purpose` until then.
-    Raises BudgetError, before anything is allocated, if it exceeds the ledger's host budget.
+    Raises BudgetError, before anything is allocated, if the arena would exceed the ledger's host budget.
     """
 
     def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:

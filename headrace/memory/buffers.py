@@ -1,4 +1,4 @@
-"""Where do visiting blocks lie on the device? In buffers: device bytes of one block."""
+"""Where do visiting blocks lie on the device? In buffers: each is the device bytes of one block."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ from headrace.runtime.lanes import entered
 _PURPOSE = "weights"
 _VIEWS = "headrace_views"  # attribute of a buffer: its views, so that they live as long as it does
 SAVED = "headrace_saved"  # attribute of a buffer: the views that autograd has saved, for the same reason
-_MOST_SAVED = 64  # saved views kept with one buffer: if slices differ in each pass, there would be ever more
+_MOST_SAVED = 64  # the most saved views that a buffer keeps: slices that differ in each pass would pile up
 _OWN = "headrace_own"  # attribute of a buffer: how many of its views refer to its memory (empty ones do not)
 
 SavedView = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # dtype; size, stride and offset in its elements
@@ -53,7 +53,7 @@ class DeviceBuffers:
         self._budget_bytes = budget_bytes
         self._on_cpu = not is_accelerator(device)
         self._free: list[torch.Tensor] = []  # released buffers that are kept, the latest last
-        # On an accelerator: the stream that all buffers are allocated on, and whose memory they are again when freed.
+        # On an accelerator: the stream on which all buffers are allocated. Their memory returns to it when freed.
         self._home: torch.Stream | None = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ class DeviceBuffers:
         return buffer
 
     def views(self, buffer: torch.Tensor, kind: object, layouts: Iterable[Viewed]) -> list[torch.Tensor]:
-        """The views that `layouts` make of a buffer; it keeps them. `kind` is the same for equal layouts."""
+        """The views that `layouts` make of a buffer; the buffer keeps them. `kind` is the same for equal layouts."""
         known: dict[object, list[torch.Tensor]] = buffer.__dict__.setdefault(_VIEWS, {})
         if kind not in known:
             known[kind] = views = [layout.view(buffer).detach() for layout in layouts]
@@ -115,7 +115,7 @@ class DeviceBuffers:
         return held_bytes + nbytes > self._budget_bytes
 
     def _of_home(self, nbytes: int) -> torch.Tensor:
-        """Memory from the accelerator's allocator. The present stream waits for its earlier users."""
+        """Memory from the accelerator's allocator. The current stream waits for the memory's earlier users."""
         current = torch.accelerator.current_stream(self._device)
         self._home = self._home or current
         if self._home == current:
@@ -134,7 +134,7 @@ class DeviceBuffers:
 
 
 def saved_view(buffer: torch.Tensor, view: SavedView) -> torch.Tensor:
-    """A view of a buffer: the same one each time, as the buffer keeps it. Frequent callers look at `SAVED` first."""
+    """A view of a buffer: one that the buffer keeps (at most `_MOST_SAVED`), or a new one. Hot paths read `SAVED`."""
     known: dict[SavedView, torch.Tensor] = buffer.__dict__.setdefault(SAVED, {})
     if view in known:
         return known[view]
@@ -149,8 +149,8 @@ def saved_view(buffer: torch.Tensor, view: SavedView) -> torch.Tensor:
 def references_beside(buffer: torch.Tensor) -> int:
     """How many references to the memory of a buffer there are, beside the buffer and the views that it keeps.
 
-    A reference to one of these views counts, too: a graph that a backward with `create_graph=True` has made may have
-    one, or a Function that keeps what it saved.
+    A reference to one of these views counts, too, such as that of a graph made by a backward with `create_graph=True`,
+    or of a Function that keeps what it saved.
     """
     storage = buffer.untyped_storage()  # counted: tensors in C++, and references to its one Python object
     own: int = buffer.__dict__.get(_OWN, _looking)
@@ -176,9 +176,9 @@ _looking_at_view = _references_to_kept_view()
 
 def plain_tensors() -> contextlib.AbstractContextManager[object]:
     """Within this context, new tensors are plain even in inference mode and in `torch.func` transforms, and no dispatch
-    mode sees what is done, also no FakeTensorMode. Inference tensors would make a leaf untrainable for good; a
-    transform's tensors would end with it; and a selective checkpoint counts operators, of which forward may have needed
-    others.
+    mode sees what is done, not even a FakeTensorMode. Inference tensors would make a leaf untrainable for good; a
+    transform's tensors would end with it; and a selective checkpoint counts operators, and those used here may differ
+    between forward and recomputation.
     """
     if not torch.is_inference_mode_enabled() and not in_transform() and not dispatch_modes():
         return _AS_THEY_ARE

@@ -1,8 +1,8 @@
-"""How does page-locked memory get through fork()? It lies in a file in memory, which is mapped shared.
+"""How does page-locked memory survive fork()? It lies in an in-memory file (memfd) that is mapped shared.
 
-When a process forks, as for each DataLoader worker, Linux copies every page-locked page of its private memory: some
-seconds and as much memory again, for each child. Pages of shared mappings are not copied. The child maps the same file
-in the same place as private memory: it reads what the parent has there, and what it writes stays its own.
+When a process forks, as for each DataLoader worker, Linux copies every page-locked page of its private memory. For each
+child, that takes some seconds and as much memory again. Pages of shared mappings are not copied. The child maps the
+same file at the same address as private memory: it reads what the parent has there, and its own writes stay its own.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from headrace.memory.pages import (
 from headrace.runtime.system import after_fork
 from headrace.runtime.threads import keeps_interrupts
 
-# Linux's own. Gives whole ranges large pages, whatever the system's setting for shared memory is (Linux 6.1 and later).
+# MADV_COLLAPSE (Linux 6.1 and later) gives whole ranges large pages, whatever is set for shared memory.
 _COLLAPSE = 25
 _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE: frees pages of the file
 
 
 class _File:
-    """A file in memory of this process: one descriptor for all mappings. Each has a range of its own, used once.
+    """This process's in-memory file: one descriptor for all mappings. Each mapping has its own range, used once.
 
-    A range that is no longer mapped is given back to the system as soon as no child lives that may read it.
+    A range that is no longer mapped is given back to the system as soon as no child that may read it is alive.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class _File:
         self._end = 0
         self._unmapped: list[tuple[int, int]] = []  # offset and bytes of ranges that have yet to be given back
         self._pipe: tuple[int, int] | None = None  # of the fork that is under way
-        # For each child, the end of a pipe that hangs up when it and its own children have ended.
+        # For each child, the end of a pipe that hangs up when the child and its own children have ended.
         self._children: list[int] = []
         self._is_unwatched = False  # whether there was a fork without a pipe: then nothing is given back
         self._owner = os.getpid()
@@ -73,7 +73,7 @@ class _File:
 
     @keeps_interrupts
     def unmap(self, address: int) -> None:
-        """Called when nobody refers to a mapping any more; in a child, too, which has only the mapping."""
+        """Called when nobody refers to a mapping any more; in a child, too, which has the mapping but not the file."""
         offset, nbytes = self.offsets.pop(address)
         unmap(address, nbytes)
         if os.getpid() == self._owner:
@@ -81,12 +81,12 @@ class _File:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Gives back what no child may read. Called by finalizers, on any thread."""
+        """Gives back the unmapped ranges if no child can read them. Called by finalizers, on any thread."""
         poll = select.poll()
         for end in self._children:
             poll.register(end, 0)
         for end, _hung_up in poll.poll(0):
-            with contextlib.suppress(ValueError):  # another thread may have seen it, too
+            with contextlib.suppress(ValueError):  # another thread may have removed it
                 self._children.remove(end)
                 os.close(end)
         punch = libc_call("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -95,13 +95,13 @@ class _File:
                 punch(self._descriptor, _PUNCH_HOLE, *self._unmapped.pop())
 
     def before_fork(self) -> None:
-        """Makes a pipe that tells how long the child lives, as the child keeps its other end open."""
+        """Makes a pipe that shows how long the child lives: the child keeps its other end open."""
         self._pipe = None
         with contextlib.suppress(OSError):  # no descriptor is left
             self._pipe = os.pipe()
 
     def in_parent(self) -> None:
-        """Called after a fork, also after one that failed: then the pipe hangs up at once."""
+        """Called after a fork, even one that failed: then the pipe hangs up at once."""
         if self._pipe is None:
             self._is_unwatched = True
             return
@@ -111,7 +111,7 @@ class _File:
         self._give_back()
 
     def in_child(self) -> None:
-        """Makes the child's mappings private, in the same places."""
+        """Makes the child's mappings private, at the same addresses."""
         try:
             for address, (offset, nbytes) in list(self.offsets.items()):
                 map_file(self._descriptor, offset, nbytes, shared=False, at=address)
@@ -127,9 +127,9 @@ _making = threading.Lock()
 def map_fork_safe(nbytes: int) -> tuple[Any, int]:
     """Maps `nbytes` of zeros, whole pages that are taken at once, to be page-locked. Returns their owner and address.
 
-    The owner has Python's buffer interface, and the memory lives as long as it does: what `weakref.finalize` has called
-    at its end is called before the memory is unmapped. Systems without files in memory give private memory. Raises
-    OSError if the system has no memory.
+    The owner supports Python's buffer protocol, and the memory lives as long as the owner: callbacks that callers give
+    to `weakref.finalize(owner, ...)` run before the memory is unmapped. Where the system has no in-memory files, the
+    memory is private. Raises OSError if the system has no memory.
     """
     global _file
     if not hasattr(os, "memfd_create"):

@@ -6,7 +6,7 @@ import math
 class LeastTree:
     """Numbers by index, from 0 on; infinity where none was put.
 
-    They are a binary tree in one list: its second half has the numbers, place k the lesser of places 2k and 2k + 1.
+    They are a binary tree in one list: the second half holds the numbers, place k the lesser of places 2k and 2k + 1.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class LeastTree:
         if index >= count:
             return None
         place = index + count
-        while least[place] > most:  # on to the part of the tree to the right of this one
+        while least[place] > most:  # go on with the subtree to the right
             while place % 2:
                 place //= 2
             if place == 0:

@@ -1,8 +1,8 @@
 """How many bytes does headrace hold, in which tier and for what? Counted as they come and go, with the peaks.
 
-Ctrl-C may strike the main thread at any call, and the garbage collector may run on any thread, even amid the counting.
-So each change is put into a queue by one C call, and is counted from there by replacing all sums at once: each entry
-counts exactly once.
+Ctrl-C may interrupt the main thread at any call, and the garbage collector may run on any thread, even in the middle of
+a count. So one C call puts each change into a queue, and counting a change replaces all sums at once: each entry counts
+exactly once.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ class Tier(StrEnum):  # a string's hash is faster than an Enum's
 
 
 class _Change(NamedTuple):
-    """Bytes that come or (negative) go. `locked`: True if page-locked, False if refused, None if they need not be."""
+    """Bytes that come or (negative) go. `locked`: True if page-locked, False if refused, None: no need."""
 
     tier: Tier
     purpose: str
     nbytes: int
     locked: bool | None = None
-    until: "_End | None" = None  # the end of the object with which they go again
+    until: "_End | None" = None  # the end of the object's life, when the bytes go again
 
 
 class _End(weakref.ref[Any]):
@@ -80,7 +80,7 @@ class Ledger:
     """Counts bytes by tier and purpose ("weights", "gradients", ...). Safe to call from any thread.
 
     `counted_to_budget` names the purposes that count to the device budget; their sum has a peak of its own.
-    `host_budget_bytes` caps the host tier; None: no cap. It is the share of one of `ranks` in what the user set.
+    `host_budget_bytes` caps the host tier; None: no cap. It is one rank's share of what the user set for all `ranks`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Ledger:
         return self.host_budget_bytes is None or self.held_bytes(Tier.HOST) + nbytes <= self.host_budget_bytes
 
     def has_room(self, nbytes: int) -> bool:
-        """As `fits`; if they do not fit, first frees host memory that only saves time."""
+        """Like `fits`, but if they do not fit, first frees host memory that only saves time."""
         if self.fits(nbytes):
             return True
         make_room = None if self.spare is None else self.spare()
@@ -117,7 +117,7 @@ class Ledger:
     def take_spare(self, purpose: str, nbytes: int) -> bool:
         """Books host memory that only saves time, before it is made. False: there is no room, and nothing is booked.
 
-        There must be room for twice as much beside what is held or being made, as making it books it once more.
+        There must be room for twice as much beside what is held or being made, because making it books it once more.
         """
         with self._lock:
             wanted_bytes = self.held_bytes(Tier.HOST) + self._made_bytes + 2 * nbytes
@@ -128,7 +128,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def making(self, nbytes: int) -> Iterator[None]:
-        """Within this context, `nbytes` of host memory are checked, made and booked; `take_spare` leaves them alone."""
+        """In this context, `nbytes` of host memory are checked, made and booked; `take_spare` leaves room for them."""
         with self._lock:
             self._made_bytes += nbytes
         try:
@@ -168,7 +168,7 @@ class Ledger:
         self._counted()
 
     def _counted(self) -> _Sums:
-        """Counts all queued entries and returns the sums. It may be entered again if objects are collected amid it."""
+        """Counts all queued entries and returns the sums. Reentrant: objects may be collected meanwhile."""
         with self._lock:
             while self._queue:
                 entry, before = self._queue[0], self._sums
@@ -186,7 +186,7 @@ class Ledger:
             return self._sums
 
     def locked(self) -> dict[str, int]:
-        """Bytes of host memory that are page-locked now, and that the system refused to lock, named as in the stats."""
+        """Bytes of host memory now page-locked, and those that the system refused to lock, named as in the stats."""
         sums = self._counted()
         return {"host_locked_bytes": sums.locked_bytes, "host_refused_bytes": sums.refused_bytes}
 

@@ -1,6 +1,6 @@
 """How does host memory get page-locked, and what becomes of it where the system refuses? It stays pageable.
 
-Results stay the same. One warning for each device tells what that costs, with numbers; the stats go on counting it.
+Results stay the same. One warning per device says what that costs, with numbers; the stats go on counting such memory.
 """
 
 import contextlib

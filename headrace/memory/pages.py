@@ -18,7 +18,7 @@ from headrace.runtime.system import NO_FILE_MEMORY, libc
 
 LARGE_PAGE_BYTES = 2 << 20
 LARGE_FROM_BYTES = 2 * LARGE_PAGE_BYTES
-# MADV_HUGEPAGE is Linux's own, MADV_POPULATE_WRITE is in Linux 5.14 and later. Systems refuse advice they do not know.
+# Only Linux has MADV_HUGEPAGE and (from 5.14 on) MADV_POPULATE_WRITE. Systems refuse advice they do not know.
 HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", -1)
 _POPULATE_WRITE = 23 if sys.platform == "linux" else -1
 # On Windows all such memory is private, and there is no flag for that.
@@ -30,7 +30,7 @@ def map_pages(nbytes: int, *, touched: bool) -> mmap.mmap:
     pages = mmap.mmap(-1, nbytes, **_PRIVATE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     if nbytes >= LARGE_FROM_BYTES:
-        # Whole large pages only: one across the border of two neighbouring mappings would outlive either of them.
+        # Whole large pages only: a large page across the border of two mappings would outlive either of them.
         begin = -address % LARGE_PAGE_BYTES
         advise(address + begin, (nbytes - begin) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES, HUGEPAGE)
     if touched:
@@ -69,10 +69,10 @@ def libc_error(call: str) -> OSError:
 
 
 def map_file(descriptor: int, offset: int, nbytes: int, *, shared: bool, at: int | None = None) -> int:
-    """Maps bytes of an open file as memory, over what lies at the address `at`, if it is given. Returns the address.
+    """Maps bytes of an open file into memory; if `at` is given, at this address, in place of what is mapped there.
 
-    Shared: writes reach the file. Private: they stay with this process. Raises DiskError where files cannot be mapped,
-    OSError where the system refuses.
+    Returns the address. Shared: writes reach the file. Private: they stay with this process. Raises DiskError where
+    files cannot be mapped, OSError where the system refuses.
     """
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     call = libc_call("mmap", address, address, size, number, number, number, ctypes.c_int64)
@@ -91,6 +91,6 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:
-    """Gives the system an advice of madvise(2). Returns 0 if the system took it."""
+    """Calls madvise(2). Returns 0 if the system took the advice."""
     call = libc_call("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return -1 if call is None or advice < 0 else int(call(address, nbytes, advice))

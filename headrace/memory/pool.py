@@ -1,7 +1,7 @@
 """Where does host memory come from that is needed again in every step? From a pool: arenas, carved first fit.
 
 The first step shows how much memory a step takes: what does not fit gets an arena of its own. When all memory has been
-given back, one arena of exactly the peak size replaces the many, and later steps allocate nothing.
+given back, one arena of exactly the peak size replaces them all, and later steps allocate nothing.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ class HostPool:
         self._limit_bytes = limit_bytes
         self._arenas: list[Arena] = []
         self._free: list[list[ranges.Range]] = []  # of each arena
-        self._no_more = LeastTree()  # by arena: minus a bound of the bytes of its largest free range
+        self._no_more = LeastTree()  # by arena: minus an upper bound of its largest free range, in bytes
         self._reserved = False
         self._consolidated = False
         self.arena_bytes = 0  # in all arenas
@@ -83,7 +83,7 @@ class HostPool:
         self.held_bytes -= aligned(slab.memory.nbytes)
 
     def keep(self, slabs: Iterable[Slab]) -> None:
-        """Makes `slabs` the only ones in use: all others count as given back, also if a `give_back` was cut short."""
+        """Makes `slabs` the only ones in use: all others count as given back, even if a `give_back` was cut short."""
         self._free = [[(0, arena.nbytes)] for arena in self._arenas]
         self.held_bytes = 0
         for slab in slabs:
@@ -95,7 +95,7 @@ class HostPool:
         self.arena_bytes = sum(arena.nbytes for arena in self._arenas)
 
     def consolidate(self) -> None:
-        """Replaces many arenas by one, if all memory has come back: of the peak size; after the first time, of all."""
+        """If all memory has been given back, replaces several arenas by one: of the peak size; later, of their sum."""
         if self._reserved or self.held_bytes or len(self._arenas) < 2:
             return
         wanted_bytes = self.arena_bytes if self._consolidated else self._peak_bytes
@@ -104,7 +104,7 @@ class HostPool:
         self.grow(wanted_bytes)
 
     def reserve(self) -> None:
-        """Makes all that the limit allows now, and keeps it, so that nobody else takes it from the ledger's budget."""
+        """Takes all that the limit allows at once, and keeps it: nobody else can take it from the ledger's budget."""
         if self._limit_bytes is not None and not self._arenas:
             self.grow(self._limit_bytes // PAGESIZE * PAGESIZE)
             self._reserved = True

@@ -1,8 +1,8 @@
 """How does one copy of something serve all ranks of a node? Each maps its memory twice: for all, and for itself.
 
-Headrace writes to the mapping that is common to all ranks, and copies to devices from it. User code sees a view of the
-rank's own: it reads the same memory, but what it writes (`p.data.mul_(2)`, on every rank) stays with that rank, in
-copies of the written pages, until these are published or dropped. See docs/design/nodes.md.
+Headrace writes to the mapping that is common to all ranks, and copies from it to devices. User code sees the rank's own
+mapping: it reads the same memory, but its writes (`p.data.mul_(2)`, on every rank) stay with that rank, in copies of
+the written pages, until these are published or dropped. See docs/design/nodes.md.
 """
 
 import os
@@ -17,7 +17,7 @@ from headrace.memory.locking import lock
 from headrace.runtime.node import Node
 
 _SLAB_BYTES = 64 << 20
-_SMALL_BYTES = 4 << 20  # up to this, an arena is part of a slab: a process may have only some thousand descriptors
+_SMALL_BYTES = 4 << 20  # up to this, an arena is part of a slab: a process may have only a few thousand descriptors
 
 
 class SharedArena:
@@ -63,7 +63,7 @@ class SharedArena:
 
 
 class SharedExtent:
-    """An extent, as memory, of a store whose file a node's ranks share. All ranks make the same, in the same order."""
+    """An extent of a file that a node's ranks share, as memory. All ranks make the same ones, in the same order."""
 
     def __init__(self, store: DiskStore, extent: Extent) -> None:
         self._store, self.extent = store, extent
@@ -96,13 +96,13 @@ class _Descriptor:
 
 
 def close_descriptors(node: Node) -> None:
-    """Called when this rank makes no more arenas of the node's memory, nor views of them. Present ones stay valid."""
+    """Called when this rank will make no more arenas of the node, nor views of them. Present ones stay valid."""
     _slabs.pop(node, None)
     for descriptor in _descriptors.pop(node, ()):
         descriptor.close()
 
 
-# Descriptors that have room: memory of each is for many small arenas.
+# For each node, the descriptor that has room: many small arenas share its memory.
 _slabs: "weakref.WeakKeyDictionary[Node, _Descriptor]" = weakref.WeakKeyDictionary()
 _descriptors: "weakref.WeakKeyDictionary[Node, weakref.WeakSet[_Descriptor]]" = weakref.WeakKeyDictionary()
 

@@ -10,27 +10,47 @@ from headrace.report.rows import Row, rows_text
 class Stats:
     """What was measured since the model was offloaded or since `reset_stats()`, in bytes and seconds.
 
-    `device_peak_bytes` counts what `device_budget_bytes` limits: managed weights on the device (resident, visiting and
-    arriving), managed buffers, and the memory of an optimizer's updates (`update="device"`).
-    `device_gradient_peak_bytes` is the peak of gradients on their way out. `host_bytes` is all that the model's handle
-    holds in host memory, without what optimizers hold (`optimizer.held_bytes()`). Of these, `host_locked_bytes` are
-    page-locked now. `host_refused_bytes` should be, too, but the system refused, so compute waits for their copies.
-    `demand_onloads` counts loads that were not planned, and came too late to be hidden. `stall_seconds` is how long
-    compute waited for blocks and activations, and `compute_seconds` is the rest of the visits' time. `onload_bytes`
-    went to the device, weights in `onloads` transfers: `row_bytes` of them as single rows of embedding tables, and
-    `expert_bytes` as single experts. `onload_bytes` includes gradients to which `forward_backward` adds. Forward and
-    backward used experts `expert_uses` times, and had to load the expert in `expert_loads` of these. For experts that
-    rest on disk, `expert_host_loads` of the loads found the expert in host memory; `expert_kept_bytes` went back there
-    from the device, which had no room for them any more. `offload_bytes` are gradients that left the device.
-    `fetch_bytes` were read from disk, and `spill_bytes` were written there. Of the bytes read, `packed_bytes` were
-    packed, and became `unpacked_bytes` of weights; of the bytes that crossed the link, `onload_packed_bytes` were
-    packed, and became `onload_unpacked_bytes`. `steps` counts optimizer steps over managed parameters. `skipped_steps`
-    of them changed nothing because gradients were not finite (with `max_grad_norm` of one of headrace's optimizers). In
-    `not_finite_steps` of them, such an optimizer updated weights although gradients were not finite
-    (`stats(wait_for_updates=False)` counts only updates that are over). In `forward_backward()`,
-    `micro_batches_together` went through the model together, and `micro_batches_in_turn` one after the other, as a
-    warning says. Checkpoints of `saved_bytes` were written in `save_seconds`. With `wait=False` most of that time
-    overlaps with training; training waited `save_wait_seconds` for it.
+    Device and host:
+
+    - `device_peak_bytes`: the peak of what `device_budget_bytes` limits: managed weights on the device (resident,
+      visiting and arriving), managed buffers, and the memory of an optimizer's updates (`update="device"`).
+    - `device_gradient_peak_bytes`: the peak of gradients on their way out.
+    - `host_bytes`, `host_peak_bytes`: all that the model's handle holds in host memory, now and at most, without what
+      optimizers hold (`optimizer.held_bytes()`).
+    - `host_locked_bytes`: the part of it that is page-locked now. `host_refused_bytes`: the part that the system
+      refused to lock, so compute waits for its copies.
+    - `disk_bytes`: the bytes held in headrace's own files on disk.
+
+    Loads and waits:
+
+    - `onload_bytes`: the bytes that went to the device, weights in `onloads` transfers. It includes gradients to which
+      `forward_backward` adds.
+    - `row_bytes`, `expert_bytes`: the parts of it that went as single rows of embedding tables, and as single experts.
+    - `onload_packed_bytes`: the part of it that crossed the link packed, and became `onload_unpacked_bytes`.
+    - `offload_bytes`: the gradients that left the device.
+    - `fetch_bytes`, `spill_bytes`: the bytes read from disk, and written to disk.
+    - `packed_bytes`: the part of `fetch_bytes` that was packed, and became `unpacked_bytes` of weights.
+    - `demand_onloads`: the loads that were not planned, and came too late to be hidden.
+    - `stall_seconds`: how long compute waited for blocks and activations. `compute_seconds`: the rest of the visits'
+      time.
+
+    Experts:
+
+    - `expert_uses`: how often forward and backward used an expert. `expert_loads`: how many of these had to load it.
+    - `expert_host_loads`: of the loads of experts that rest on disk, how many found the expert in host memory.
+    - `expert_kept_bytes`: the bytes of such experts that went back to host memory when the device had no room for them.
+
+    Steps, micro-batches and checkpoints:
+
+    - `steps`: the optimizer steps over managed parameters.
+    - `skipped_steps`: those that changed nothing because gradients were not finite (with `max_grad_norm` of one of
+      headrace's optimizers).
+    - `not_finite_steps`: those in which such an optimizer updated weights although gradients were not finite.
+      `stats(wait_for_updates=False)` counts only updates that are over.
+    - `micro_batches_together`, `micro_batches_in_turn`: the micro-batches of `forward_backward()` that went through the
+      model together, and one after the other, as a warning says.
+    - `saved_bytes`: the bytes of checkpoints written. `save_seconds`: the time that this took; with `wait=False` most
+      of it overlaps with training. `save_wait_seconds`: how long training waited for it.
     """
 
     device_peak_bytes: int

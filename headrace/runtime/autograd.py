@@ -1,7 +1,7 @@
 """Which private names of PyTorch does headrace need? All of them are here, under names of our own.
 
-Each says what it relies on. tests/units/test_autograd_internals.py has tests that are named after each, and that fail
-when a release of PyTorch changes that. The linter and a test refuse such names elsewhere in the package, except for
+Each says what it relies on. tests/units/test_autograd_internals.py has tests named after each, which fail when a
+release of PyTorch changes that. The linter and a test refuse such names elsewhere in the package, except for
 
 - what PyTorch's optimizers compute with: runtime/torch_rules.py;
 - what is patched in PyTorch's GradScaler: runtime/grad_scaler.py;
@@ -78,10 +78,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def unseen(function: _F) -> _F:
-    """Hides a Python function from PyTorch's compiler, with all that it calls: a hook or a finalizer, which others than
-    the user's code call. Otherwise the compiler would compile it, and guard on what it has changed since.
+    """Hides a Python function, with all that it calls, from PyTorch's compiler: a hook or a finalizer, which user code
+    does not call itself. Otherwise the compiler would compile it, and guard on values that it has changed since.
 
-    Relies on the compiler keeping what to do with a frame with its code, for the whole process.
+    Relies on the compiler keeping its decision about a frame with the frame's code object, for the whole process.
     """
     _frames.set_code_exec_strategy(function.__code__, _SKIPPED)
     return function
@@ -95,7 +95,7 @@ unseen(weakref.finalize.__call__)  # finalizers run wherever their objects are c
 top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # What `torch.autograd.graph.saved_tensors_hooks` calls when it is entered and left. Relies on each thread having a
-# stack of pairs, from which other code than that which pushed a pair may pop it.
+# stack of pairs, and on any code being able to pop a pair, not only the code that pushed it.
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 # Whether hooks may be pushed. Relies on `torch.func.grad` and the like disabling them.
@@ -155,7 +155,7 @@ running_node: Callable[[], Any] = torch._C._current_autograd_node
 FunctionNode: Any = torch.autograd.function.BackwardCFunction
 
 
-# Whether the backward that this thread runs computes a node of the graph, or has computed it already. Relies on nodes
+# Whether the backward that this thread runs will compute a node of the graph, or has done so already. Relies on nodes
 # in Python being the graph's own.
 runs_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
@@ -202,7 +202,7 @@ grad_of: Any = torch.Tensor.grad
 # `make_subclass(cls, tensor, requires_grad)`: a tensor of that class over the same memory, without `cls.__new__`.
 # Relies on it sharing its version counter with `tensor`.
 make_subclass: Any = torch.Tensor._make_subclass
-# Whether a tensor wraps others and names them: `names, context = t.__tensor_flatten__()`; the like of it is made by
+# Whether a tensor wraps others and names them: `names, context = t.__tensor_flatten__()`; one like it is made by
 # `type(t).__tensor_unflatten__(inner, context, size, stride)`. Relies on the names being those of attributes.
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 # A view of the same memory that is read as negated. Relies on it doing what `tensor.imag` of a conjugate does.
@@ -249,8 +249,8 @@ def in_gradient_transform() -> bool:
     return any(interpreter.key() == torch._C._functorch.TransformType.Grad for interpreter in stack)
 
 
-# `FakeTensorMode` is passed on unchanged. It relies on tensors made within it having shapes and storages, and graphs
-# like those of the CPU, but no memory.
+# `FakeTensorMode` is passed on unchanged. Its users rely on tensors made in it having shapes, storages, and graphs like
+# those of the CPU, but no memory.
 
 
 def _attention_flops(

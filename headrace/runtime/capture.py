@@ -1,8 +1,8 @@
 """How are parameters copied as they are now, while training goes on? Whoever writes to them asks here first.
 
 A checkpoint that is written in the background reads parameters and their state in an order of its own. An optimizer
-calls `before_write` for the parameters that it is about to change, which blocks until they have been read. A capture is
-known to its own process alone, so ranks that share parameters all call `before_write`, and meet before any writes.
+calls `before_write` for the parameters that it is about to change: this blocks until they have been read. Only its own
+process knows a capture, so ranks that share parameters all call `before_write`, and meet before any of them writes.
 """
 
 import threading
@@ -36,7 +36,7 @@ _changing = threading.Lock()
 
 def before_write(parameters: Iterable[Any] | None) -> None:
     """Called before these parameters (None: any) or their state change. Blocks until all captures have read them."""
-    with _changing:  # the lock hands over what captures that have ended waited for
+    with _changing:  # by the lock, this comes after the reads of captures that have ended
         captures = tuple(_captures)
     for capture in captures:
         parameters = None if parameters is None else list(parameters)
@@ -44,7 +44,7 @@ def before_write(parameters: Iterable[Any] | None) -> None:
 
 
 def will_write(parameters: Sequence[Any]) -> None:
-    """Called before the versions of these parameters go up, where `before_write` is called only later."""
+    """Called before the versions of these parameters go up, if `before_write` is called only later."""
     for capture in tuple(_captures):
         capture.expect(parameters)
 

@@ -93,7 +93,7 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
     else:
         lock = partial(module.host_register, address, nbytes)
         unlock = partial(module.host_unregister, address)
-    if address in _locked:  # Ctrl-C kept memory that was there before from being unlocked
+    if address in _locked:  # Ctrl-C kept earlier memory at this address from being unlocked
         with contextlib.suppress(RuntimeError):
             unlock()
     try:
@@ -117,7 +117,7 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
                 finally:
                     unlock()
                     _locked.discard(address)
-        except KeyboardInterrupt:  # before the memory was unlocked, or after that: it is unmapped next
+        except KeyboardInterrupt:  # before or after the unlock; the memory is unmapped next
             if address in _locked:
                 with contextlib.suppress(RuntimeError):
                     unlock()

@@ -43,7 +43,7 @@ class DeviceGroup:
         self._borrowed.user = None
 
     def gather(self, ranges: torch.Tensor, what: str) -> None:
-        """Fills in `ranges` (ranks, n), of which each rank has its own row, from all ranks. On the current stream."""
+        """Fills `ranges` (ranks, n), in which each rank has its own row, from all ranks. On the current stream."""
         rank = self._node.rank
         with torch.no_grad(), self._together(what):
             if not self.bounces:
@@ -67,7 +67,7 @@ class DeviceGroup:
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """As `Node.together`. If a collective fails, no one may borrow the group again: others may be still in it."""
+        """As `Node.together`. After a failed collective, nobody borrows the group again: others may still be in it."""
         try:
             with self._node.together(what):
                 yield

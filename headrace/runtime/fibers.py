@@ -47,8 +47,8 @@ class Fiber:
         self._begin = _state_of_thread(device, self._device)
         self._context = contextvars.copy_context()
         self._of = calling_thread()
-        # Turns are counted, and locks only wake a waiting thread: Ctrl-C may strike the resuming thread between any two
-        # of its instructions, and to repeat one of these does no harm.
+        # Turns are counted, and locks only wake a waiting thread: Ctrl-C may interrupt the resuming thread between any
+        # two of its instructions, and repeating one of these does no harm.
         self._given = self._taken = self._ended = 0
         self._wake, self._back, self._only = threading.Lock(), threading.Lock(), threading.Lock()
         self._wake.acquire()
@@ -100,7 +100,7 @@ class Fiber:
                     self._wake.release()
                 self._back.acquire()
             except BaseException as error:  # Ctrl-C while the fiber computes: it goes on to where it may stop
-                if interrupt is not None:  # a second one: it may be waiting for what never comes
+                if interrupt is not None:  # a second one: the fiber may wait for what never comes
                     self.is_over = True
                     raise
                 interrupt = error
@@ -148,7 +148,7 @@ class Fiber:
 
 
 def _state_of_thread(device: torch.device, accelerator: torch.device | None) -> Callable[[Callable[[], Any]], Any]:
-    """Captures what PyTorch keeps for this thread. Returns a call that runs a function with that on another thread."""
+    """Captures what PyTorch keeps for this thread. Returns a function that runs another one with it elsewhere."""
     gradients, modes = torch.is_grad_enabled(), function_modes()
     kinds = dict.fromkeys(("cpu", device.type))
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]

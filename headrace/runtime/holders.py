@@ -1,4 +1,4 @@
-"""Does anybody but its parameter hold a gradient? Then its memory may be read or written while it seems to be unused.
+"""Does anybody but its parameter hold a gradient? Then the gradient may be read or written while it seems to be unused.
 
 A gradient can be kept as the tensor itself, as a view of it, as a NumPy array, through DLPack, as the `grad` of another
 tensor, in autograd's graph, or as its storage object. Each of these raises one of four counts: the references to the

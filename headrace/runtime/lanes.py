@@ -57,7 +57,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """Copies in flight: it keeps their memory alive until the owner lets go of it, and has the event of their end."""
+    """Copies in flight. It keeps their memory alive until its owner lets go of it, and has the event of their end."""
 
     lane: Lane | CollectiveLane
     copies: tuple[Copy, ...]
@@ -119,12 +119,12 @@ class Lanes(ABC):
     @abstractmethod
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
         """Submits copies that start when `after` is reached and the lane is free. Never blocks. No dispatch mode sees
-        them: a selective checkpoint counts operators, of which forward may have needed others.
+        them: a selective checkpoint counts operators, and copies may differ between forward and recomputation.
         """
 
     @abstractmethod
     def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
-        """Submits a collective over `nbytes`, which `job` calls; it starts when `after` is reached.
+        """Submits the collective over `nbytes` that `job` calls; it starts when `after` is reached.
 
         Called on a thread of headrace's, one for each lane, since it may block.
         """
@@ -266,7 +266,7 @@ def entered(stream: torch.Stream) -> AbstractContextManager[Any]:
 
 
 class _Passed:
-    """The event of a moment that has passed: where the CPU computes, it does so on the thread that asks."""
+    """The event of a moment that has passed: if the CPU computes, the asking thread has done its work already."""
 
     def __init__(self, moment: float = 0.0) -> None:
         self._moment = moment
@@ -288,7 +288,7 @@ _REACHED = _Passed()
 class ThreadLanes(Lanes):
     """Lanes where the CPU computes: a worker thread for each direction. Copies release the interpreter lock.
 
-    The submitting thread makes a small copy at once if the lane is idle, since it takes longer to wake another thread.
+    The submitting thread makes a small copy at once if the lane is idle, since waking another thread takes longer.
     """
 
     tick = staticmethod(time.perf_counter)
@@ -297,7 +297,7 @@ class ThreadLanes(Lanes):
         super().__init__(device)
         self._threads = {lane: OneThread(f"headrace-{lane.value}") for lane in Lane}
         self._copying = {lane: threading.Lock() for lane in Lane}
-        # The last job of each thread, by a weak reference: a job that failed keeps the memory that it was to copy.
+        # The last job of each thread, by a weak reference: a failed job keeps the memory that it should have copied.
         self._last: dict[Lane, weakref.ref[Future[float]]] = {}
 
     def mark(self) -> Event:

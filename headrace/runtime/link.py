@@ -7,7 +7,7 @@ from statistics import median
 @dataclass
 class LaneUse:
     """Bytes that have ever been sent to the device for one model, by kind. All share the link: what the onload lane
-    copies, and rows of tables, which the compute lane does.
+    copies, and rows of tables, which the compute lane copies.
 
     `parts_bytes` is the part of `weights_bytes` that was loaded within visits: single experts, rows of tables, and
     gradients with which sums of micro-batches begin.

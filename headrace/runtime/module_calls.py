@@ -30,7 +30,7 @@ _P = TypeVar("_P")
 class Participant(Protocol):
     """Takes part in a module's calls."""
 
-    outer: bool  # whether its `call` encloses that of a participant that is not
+    outer: bool  # whether its `call` encloses that of a participant that is not outer
 
     @property
     def methods(self) -> Mapping[str, Method]:
@@ -38,7 +38,7 @@ class Participant(Protocol):
         return {}
 
     def leaves_out(self) -> bool:
-        """Whether `call` would do nothing of its own now. Asked at every call, which then goes without it."""
+        """Whether `call` would do nothing of its own now. Asked at every call; if so, the call goes without it."""
         return False
 
     def call(
@@ -47,10 +47,10 @@ class Participant(Protocol):
         """Called when the module is called. `forward(*args, **kwargs)` does what the call would do without us."""
 
     def stops_compiler(self, module: nn.Module) -> bool:
-        """Called while PyTorch's compiler traces a call. Whether it must stop there, not trace the call without us."""
+        """Called while PyTorch's compiler traces a call: whether it must stop, not trace the call without us."""
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
-        """Called when the module's calls are to be compiled. Whether this compiled something else in their place."""
+        """Called to compile the module's calls. Returns whether it has compiled something else in their place."""
         return False
 
     def stopped(self, module: nn.Module) -> None:
@@ -63,7 +63,7 @@ class Participant(Protocol):
 
 
 class _Calls:
-    """The `_compiled_call_impl` of one module: its participants, and the attributes that theirs replace."""
+    """The `_compiled_call_impl` of one module: its participants, and the attributes that they replace."""
 
     def __init__(self, module: nn.Module) -> None:
         self.compiled = module.__dict__.get(_CALLS)  # made by module.compile()
@@ -136,7 +136,7 @@ class _Calls:
 
 
 def refuse_export() -> None:
-    """Raises StateError in an export; also in one that the compiler follows (strict=True)."""
+    """Raises StateError in an export; also in one that the compiler traces (strict=True)."""
     if torch.compiler.is_exporting():
         raise StateError(
             "torch.export does not see how headrace moves weights and activations; export copy.deepcopy(model), which"
@@ -245,7 +245,7 @@ def take_part(module: nn.Module, participant: Participant) -> None:
 
 
 def withdraw(module: nn.Module, participant: Participant) -> None:
-    """The inverse of `take_part`. After Ctrl-C in it, the module has the participant until it is called again."""
+    """The inverse of `take_part`. If Ctrl-C cuts it short, the participant stays until this is repeated."""
     calls = _calls_of(module)
     others = tuple(one for one in calls.participants if one is not participant)
     _take_off(module, calls, participant.methods)

@@ -34,7 +34,7 @@ _DESCRIPTOR = 7  # of the first rank: the descriptor that it hands out, or -1
 _COUNTERS = 8
 _NOTE_BYTES = 2048  # for each rank's note about its last error
 _ENDS_SECONDS = 1.0  # a process closes its connections up to this long before it counts as ended
-_LOOK_SECONDS = 0.2  # between two checks that the ranks that are waited for have not ended
+_LOOK_SECONDS = 0.2  # between two checks whether a rank that is waited for has ended
 _LONGEST_PAUSE_SECONDS = 1e-3
 _SAYS_SECONDS = 5.0  # a rank breaks off a backward up to this long before it notes its error
 
@@ -100,7 +100,7 @@ class Node:
         _nodes.add(self)
 
     def backend_of(self, device: torch.device) -> str:
-        """The backend by which the mesh's process group sends this device's memory; "gloo", by host memory, if none."""
+        """The backend by which the mesh's process group sends this device's memory; if none, "gloo" (via the host)."""
         return self._mesh.backends.get(device.type, "gloo")
 
     def borrow_group(self, device: torch.device, user: object) -> "BorrowedGroup":
@@ -121,7 +121,7 @@ class Node:
         return found
 
     def together(self, what: str, *, across: bool = False) -> AbstractContextManager[None]:
-        """Encloses a collective of the node, or `across` nodes. Raises RankError if it fails as a rank has ended."""
+        """Encloses a collective of the node, or `across` nodes. Raises RankError if a rank's end makes it fail."""
         return (self._across if across else self._here).together(what)
 
     def reduce_across(self, tensor: torch.Tensor, what: str, *, largest: bool = False) -> None:
@@ -135,7 +135,7 @@ class Node:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the node's first rank, which does what is to be done once on each node."""
+        """Whether this is the node's first rank, which does what needs doing once on each node."""
         return self.rank == 0
 
     def part(self, count: int, rank: int | None = None) -> slice:
@@ -165,7 +165,7 @@ class Node:
 
     def _give(self, number: int, what: str, make: Callable[[], int | None]) -> int:
         """The first rank's side of `hand_out`. When it returns, all others have opened what `make` returned."""
-        self._meetings.wait(_HANDED, self._handed - 1, what, in_pass=False)  # no one waited after one that failed
+        self._meetings.wait(_HANDED, self._handed - 1, what, in_pass=False)  # after a failed call, nobody has waited
         made = None
         try:
             made = make()
@@ -282,7 +282,7 @@ class Node:
     def check(
         self, rank: int, what: str, waited_seconds: float, still: Callable[[], bool], *, in_pass: bool = True
     ) -> None:
-        """Raises RankError when it is in vain to wait for `rank`, if `still()`. `in_pass`: see `Counters.wait`."""
+        """Raises RankError if `rank` will not come, and `still()` is true. `in_pass`: see `Counters.wait`."""
         reason, own = None, self._meetings.of(self.rank, _PASS)
         broken = in_pass and rank != self.rank and self._meetings.of(rank, _BROKEN) >= own > 0
         if broken:
@@ -301,7 +301,7 @@ class Node:
                 f"{self._said(rank)} Ranks have to make the same calls in the same order; end this run, and go on"
                 " from its last checkpoint"
             )
-            self.note(error)  # so whoever finds this rank gone learns which was first
+            self.note(error)  # so whoever finds this rank gone learns which rank failed first
             raise error
 
     def _has_ended(self, rank: int) -> bool:
@@ -326,7 +326,7 @@ class Node:
 
 
 class Counters:
-    """`count` numbers for each rank of a node. A rank posts its own, and waits until the others' have grown so far."""
+    """`count` numbers for each rank of a node. A rank posts its own, and waits until the others' reach a value."""
 
     def __init__(self, node: Node, count: int, cells: memoryview | None = None) -> None:
         """A collective. `cells`: memory that all ranks share, with 8 bytes for each number; None: it is made."""
@@ -360,7 +360,7 @@ class Counters:
         """Blocks until all ranks, this one included, or the given `ranks` have come as far as `value`.
 
         Raises RankError, naming `what` and the rank, when one has ended or does not come within the process group's
-        timeout. With `in_pass`, for numbers that are posted within a pass, it also raises that when a rank has broken
+        timeout. With `in_pass`, for numbers that are posted within a pass, it also raises this when a rank has broken
         off this pass or gone on to another.
         """
         for rank in range(self._size) if ranks is None else ranks:  # this one too: its own threads post

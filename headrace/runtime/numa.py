@@ -1,4 +1,4 @@
-"""On which NUMA nodes should host memory lie? In turn on all whose cores this process may use.
+"""On which NUMA nodes should host memory lie? On all whose cores this process may use, in turn.
 
 An update of weights takes its chunks in any order on any core. If all memory lay on one node, only its bandwidth would
 be used. A process that is bound to the cores of one node gets that node's memory from the kernel anyway, so nothing is

@@ -1,9 +1,10 @@
 """How many bytes per second does a lane carry at most? As many as it is told, averaged over a window.
 
 Copies that are held back wait on a thread, so that the submitting thread goes on. Each copy is cut into pieces of a
-sixteenth of the bytes that a window allows. A piece begins when it fits into these bytes together with all pieces of
-the window before it, and the thread waits for its end. So no window carries more, whatever the lane had to wait for. A
-tensor with gaps between its elements is one piece; if it is too large, it follows a window without copies.
+sixteenth of the bytes that a window allows. A piece begins when it fits into these bytes together with all pieces
+that ended within the last window, and the thread waits for its end. So no window carries more, however long the lane
+had to wait. A tensor with gaps between its elements is one piece; if it is too large, it follows a window without
+copies.
 """
 
 import threading

@@ -1,7 +1,7 @@
-"""How is memory read that an update, under way elsewhere, is still to write? Whoever needs it waits for its `Pending`.
+"""How is memory read that an update under way elsewhere will still write? Whoever needs it waits for its `Pending`.
 
 An optimizer that updates parameters during the next pass, and the model that the parameters belong to, know each other
-through this file alone. A parameter that travels with others names its `Unit`. The optimizer leaves a `Pending` there,
+through this file alone. A parameter that travels with others names its `Unit`. The optimizer leaves a `Pending` in it,
 and the unit's owner waits for it before the parameters are copied, handed out or written.
 """
 
@@ -134,7 +134,7 @@ class Manager(Protocol):
     def lend_device_memory(self, nbytes: int) -> torch.Tensor:
         """Device memory for updates, a flat uint8 tensor, off the budget of weights for as long as it is referred to.
 
-        It has no bytes any more once the model was let go of. Not to be called during a pass. Raises BudgetError.
+        It loses its bytes when the model is let go of. Not to be called during a pass. Raises BudgetError.
         """
 
 

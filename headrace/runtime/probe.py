@@ -1,4 +1,4 @@
-"""How fast is this machine? Copies, products, the update, memory and the disk are each measured alone."""
+"""How fast is this machine? Copies, matrix products, the update, memory and the disk are each measured alone."""
 
 import mmap
 import os

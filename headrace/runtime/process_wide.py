@@ -53,7 +53,7 @@ class ProcessWide:
 
 
 def hooked(register: Callable[[], Sequence[RemovableHandle]]) -> ProcessWide:
-    """Global hooks, which `register` puts on."""
+    """Global hooks, which `register` registers."""
 
     def begin() -> Callable[[], None]:
         handles = register()
@@ -68,8 +68,8 @@ def hooked(register: Callable[[], Sequence[RemovableHandle]]) -> ProcessWide:
 
 
 def patched(owner: Callable[[], Any], name: str) -> Callable[[Callable[[Method], Method]], ProcessWide]:
-    """Decorates a function that takes a function of PyTorch's and returns what takes its place while there are users:
-    that of this name in the class or module that `owner()` returns.
+    """Decorates a function that takes PyTorch's function `name`, of the class or module that `owner()` returns, and
+    returns what replaces it while there are users.
     """
 
     def begin(replacement: Callable[[Method], Method]) -> Callable[[], None]:

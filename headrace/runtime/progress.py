@@ -1,4 +1,4 @@
-"""How does a user see that something long goes on? By a bar of tqdm, once it has taken some seconds."""
+"""How does a user see that something long is going on? By a bar of tqdm, once it has taken some seconds."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 _AFTER_SECONDS = 3.0
-_LEAST_BYTES = 2**28  # fewer are there before a bar would be
+_LEAST_BYTES = 2**28  # fewer are done before a bar would appear
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]

@@ -1,7 +1,4 @@
-"""What do the ranks of a mesh tell each other? Numbers, objects and tensors, in collectives that all of them call.
-
-All of them are called by other files. PyTorch's module is not imported before a mesh is given.
-"""
+"""What do the ranks of a mesh tell each other? Numbers, objects and tensors, in collectives that all of them call."""
 
 import contextlib
 import datetime
@@ -111,7 +108,7 @@ class Ranks:
         return Ranks(group, self._device.type, self._look)
 
     def reduce(self, tensor: torch.Tensor, to: int) -> Any:
-        """Begins to sum all ranks' tensors into that of rank `to`; the others' become undefined. Returns for `wait`."""
+        """Begins to sum all ranks' tensors into rank `to`'s; others become undefined. Returns what `wait` takes."""
         with self.together():
             return torch.distributed.reduce(tensor, group=self._group, group_dst=to, async_op=True)
 

@@ -1,6 +1,6 @@
 """Which part of a DTensor (FSDP2, tensor parallel) is on this rank? Its local shard, the plain tensor that we handle.
 
-PyTorch's module is not imported at first: whoever has DTensors has imported it.
+PyTorch's module for DTensors is imported only when needed: whoever has one has imported it already.
 """
 
 import sys
@@ -39,7 +39,7 @@ def gradient_of_shard(parameter: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut among the ranks along one dimension of a mesh: along one of its own, as by torch.chunk."""
+    """How a tensor is cut among the ranks of one mesh dimension: along a dimension of its own, as by torch.chunk."""
 
     mesh: Any
     mesh_dimension: int

@@ -12,7 +12,7 @@ from headrace.runtime.lanes import CollectiveLane, Lane, Lanes, Tick
 class Span(NamedTuple):
     """Something that took `seconds` on a lane. `what` was copied; for a stall, `what` is the stretch that waited.
 
-    `waited_lane`, `waited_for`: the copy that a stall waited for; if empty, the copy is to be found by its end.
+    `waited_lane`, `waited_for`: the copy that a stall waited for; if empty, the copy can be found by when it ended.
     """
 
     lane: str

@@ -1,4 +1,4 @@
-"""What does this operating system lack that Linux has, and what stands in for it? So macOS and Windows can import this.
+"""What does this operating system lack that Linux has, and what replaces it, so that macOS and Windows can import this?
 
 Linux has all that is needed: direct I/O, files without names, page maps. macOS can map files as memory, but has no
 direct I/O. Windows has neither, so there is no disk tier there.

@@ -1,8 +1,8 @@
 """How does one thread give work to another, and wait for it, so that Ctrl-C does no harm?
 
-Ctrl-C may strike the main thread at any instruction of Python. That can leave events and conditions of the standard
-library locked, so that the thread that is to wake the main thread blocks, too. It can also strike an executor that is
-just starting its thread; the executor then starts another one for the next job.
+Ctrl-C may interrupt the main thread at any instruction of Python. That can leave events and conditions of the standard
+library locked, so that the thread that should wake the main thread blocks, too. It can also interrupt an executor that
+is just starting its thread; the executor then starts another one for the next job.
 """
 
 import _thread
@@ -44,7 +44,7 @@ class Gate:
 
 
 class _Condition(threading.Condition):
-    """A condition that takes its lock in C. In the standard one, Ctrl-C may strike between that and the `with` body."""
+    """A condition that takes its lock in C. The standard one lets Ctrl-C in between that and the `with` body."""
 
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
@@ -77,9 +77,9 @@ class Job(Future[T]):
 class OneThread(ThreadPoolExecutor):
     """Runs jobs in the order of their submission on one thread, which is started at once: no job can start a second.
 
-    `device`: the device of the jobs' streams and events, if any. It becomes the thread's current device. Otherwise that
-    would be the first device, and on CUDA a thread that touches an event of another one makes a context of half a
-    gigabyte on its current one.
+    `device`: the device of the jobs' streams and events, if any. It becomes the thread's current device. Otherwise its
+    current device would be the first one, and on CUDA a thread that touches an event of another device makes a context
+    of half a gigabyte on its current one.
 
     A destructor ends it by `shutdown(wait=False)`: the garbage collector may run while another thread begins or ends
     and holds a lock of `threading` that waiting for a thread takes, too. At exit, the thread is waited for in any case.
@@ -120,7 +120,7 @@ def wait_asleep(event: Any) -> None:
     """Blocks until `event` is reached, as its `synchronize` does; a thread of headrace's sleeps meanwhile.
 
     PyTorch's waits for events of a stream spin, as `blocking=True` has no effect on `torch.Event`: each thread would
-    take a core from the updates. A user's thread waits as PyTorch does, so that Ctrl-C does not strike before the end.
+    take a core from the updates. A user's thread waits as PyTorch does: Ctrl-C takes effect only at the end.
     """
     pause = _FIRST_PAUSE_SECONDS
     while isinstance(event, torch.Event) and on_headrace_thread() and not event.query():
@@ -130,9 +130,9 @@ def wait_asleep(event: Any) -> None:
 
 
 def keeps_interrupts(finalizer: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a function that is called when an object is let go of. Python prints and drops whatever is raised
-    there, so a Ctrl-C that strikes there is sent again, by a thread, to strike after it. One that came before, while
-    no Python code ran, strikes as the call begins, and is dropped.
+    """Decorates a function that is called when an object is let go of. Python prints and drops whatever is raised in
+    it. So if Ctrl-C interrupts it, a thread sends the Ctrl-C again once it is over. A Ctrl-C that came before, while no
+    Python code ran, takes effect as the call begins, and is lost.
     """
 
     def call(*args: Any, **kwargs: Any) -> None:

@@ -63,14 +63,14 @@ class Checksums:
                     errno.EBADMSG,
                     f"{extent.name!r}: {last - first} bytes at offset {extent.offset + first} of {file} are not those"
                     f" that were written (checksum {found:016x}, not {known:016x}): the drive or another program"
-                    " changed them, or a write to memory that nobody could notice (call handle.refresh() after those)."
+                    " changed them, or memory was written unnoticed (call handle.refresh() after such writes)."
                     " Start again from the last checkpoint, on another drive if it was the drive.",
                 )
 
     def forget(self, extent: Extent) -> None:
         """Forgets the checksums of the extent and of its parts, which may change without notice from now on."""
         begin, end = extent.offset, extent.offset + extent.capacity_bytes
-        for known in list(self._known):  # at once: threads of the disk note other extents meanwhile
+        for known in list(self._known):  # a copy: threads of the disk note other extents meanwhile
             if begin <= known.offset < end:
                 self._known.pop(known, None)
 

@@ -43,7 +43,7 @@ class DirectFile:
         return os.fstat(self.descriptor).st_size
 
     def read(self, address: int, nbytes: int, offset: int, what: str) -> None:
-        """Fills memory at `address` with `nbytes` from `offset`. Raises DiskError, also if the file ends before."""
+        """Fills memory at `address` with `nbytes` from `offset`. Raises DiskError, also if the file is too short."""
         for route in self._routes(address, nbytes, offset):
             self._move(read_at, "read", *route, what)
 
@@ -143,7 +143,7 @@ def _behind(memory: Sequence[tuple[int, int]], moved: int) -> list[tuple[int, in
 
 
 def _close_all(descriptors: list[int]) -> None:
-    with contextlib.ExitStack() as all_of_them:  # a close that fails keeps no other open
+    with contextlib.ExitStack() as all_of_them:  # a close that fails leaves no other descriptor open
         for descriptor in descriptors:
             all_of_them.callback(os.close, descriptor)
 

@@ -62,7 +62,7 @@ class _Mapped:
 
 
 class _Table:
-    """The mappings of this process, by address. Any thread may collect one, even amid any line of these methods."""
+    """The mappings of this process, by address. Any thread may collect one, even during any line of these methods."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, _Mapped] = {}
@@ -104,7 +104,7 @@ def origin_of(tensor: torch.Tensor) -> tuple[Origin, int] | None:
 def copy_on_disk(destination: torch.Tensor, source: torch.Tensor) -> None:
     """`destination.copy_(source)`, in steps; pages of shared mappings do not stay in this process's memory.
 
-    This holds for large contiguous tensors. Others are copied at once, and their pages stay.
+    This holds for large contiguous tensors. Others are copied in one step, and their pages stay.
     """
     if not (destination.is_contiguous() and source.is_contiguous()) or source.nbytes <= _COPIED_BYTES:
         destination.copy_(source)

@@ -20,8 +20,8 @@ class TensorsOnDisk(TorchFunctionMode):
     """Within this context, large CPU tensors of `torch.empty` lie in files in `path`; each file goes with its tensor.
 
     Modules make their parameters by `torch.empty`, and then draw the values in place, so the values are the same as in
-    RAM. The kernel writes pages to the drive when it needs their memory. Tensors that are made of others (experts of a
-    checkpoint, joined into one tensor) go to the drive as soon as they are made; then `made_one` is called.
+    RAM. The kernel writes pages to the drive when it needs their memory. Tensors that are made from others (experts of
+    a checkpoint, joined into one tensor) go to the drive as soon as they are made; then `made_one` is called.
 
     Raises DiskError if the drive is full.
     """
@@ -90,7 +90,7 @@ class TensorsOnDisk(TorchFunctionMode):
         except OSError as error:
             raise DiskError(
                 error.errno,
-                f"a new weight of {nbytes:,} bytes could not be laid in {self._directory.path}: {error.strerror}. Free"
+                f"a new weight of {nbytes:,} bytes could not be put in {self._directory.path}: {error.strerror}. Free"
                 " some space, or give a directory on another disk.",
             ) from error
         finally:
@@ -102,7 +102,7 @@ def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 
 def _is_new(made: torch.Tensor, args: Sequence[Any]) -> bool:
-    """Whether the memory of `made` is not that of the tensor in `args` that it was made from."""
+    """Whether `made` has memory of its own, not that of the tensor that it was made from, the first of `args`."""
     given = args[0] if args else None
     return (
         not isinstance(given, torch.Tensor) or given.untyped_storage().data_ptr() != made.untyped_storage().data_ptr()

@@ -4,8 +4,8 @@ Reads of the same bytes may run at once. A write waits for the reads and writes 
 it, and a read for the writes. So nothing is read before its last write has landed, and nothing is overwritten while it
 is read. Bytes whose write failed cannot be read until a later write has succeeded.
 
-Ctrl-C may strike the submitting thread at any instruction. So that thread does only one thing, which either happens or
-does not: it puts the request in a queue. (Ctrl-C can leave futures, conditions and executors of the standard library
+Ctrl-C may interrupt the submitting thread at any instruction. So that thread does only one thing, which either happens
+or does not: it puts the request in a queue. (Ctrl-C can leave futures, conditions and executors of the standard library
 locked.)
 """
 
@@ -75,7 +75,7 @@ class Request:
     def synchronize(self) -> None:
         """Blocks until it has ended; raises its error."""
         self.settle()
-        if self.error is not None:  # raises a copy, as the store keeps the error, and a raised one holds all variables
+        if self.error is not None:  # a copy: the store keeps the error, and a raised one keeps variables alive
             raise copy(self.error).with_traceback(self.error.__traceback__) from self.error.__cause__
 
     def settle(self) -> None:
@@ -153,7 +153,7 @@ class Requests:
 
     def close(self) -> None:
         """Blocks until all requests have ended, with or without an error, and ends the threads. May be called twice."""
-        if self._closer.detach() is not None:  # not by a call of it: Ctrl-C strikes the caller
+        if self._closer.detach() is not None:  # not by a call of it, which would keep Ctrl-C from the caller
             self._turns.stop()
 
 
@@ -186,7 +186,7 @@ class _Turns:
                 thread.join()
 
     def enter(self, request: Request, after: Event | None) -> None:
-        """Queues `request` behind the earlier requests that it must not run beside. On the thread of turns."""
+        """Queues `request` behind the earlier requests that it must not overlap with. On the thread of turns."""
         if self._stopped:
             request.error = _closed(request)
             request.begin()

@@ -1,4 +1,4 @@
-"""What is a tensor in a file, and how do the bytes of files come to where they belong? In pieces, past the page cache.
+"""What is a tensor in a file, and how do its bytes get to where they belong? In pieces, past the page cache.
 
 Tensors lie anywhere in a file, and direct I/O requires whole pages. So threads read pieces into memory of their own,
 compare checksums if the file has them, and copy the bytes to the tensors from there.
@@ -33,7 +33,7 @@ _KEPT_GRAINS = 6  # grains that are kept for reads of neighbouring bytes
 
 
 class SavedFile:
-    """A file that is only read. `checksums` has that of each GRAIN_BYTES of it; None: the file has none.
+    """A file that is only read. `checksums` has one for each GRAIN_BYTES of it; None: the file has none.
 
     Raises CheckpointError if it cannot be read.
     """
@@ -64,7 +64,7 @@ class SavedFile:
         self._file.read_scattered(memory, begin, what)
 
     def fill_checked(self, memory: torch.Tensor, begin: int, end: int, what: str) -> None:
-        """Reads these bytes, a grain if the file has checksums, and verifies them. CheckpointError names `what`."""
+        """Reads these bytes (one grain, if the file has checksums), and verifies them. CheckpointError names `what`."""
         self.fill([(memory.data_ptr(), end - begin)], begin, what)
         if self.checksums is None:
             return
@@ -217,7 +217,7 @@ def read_all(work: Iterable[tuple[SavedFile, Sequence[Place]]], memory: Sequence
 
 
 def _pieces(file: SavedFile, places: Sequence[Place], most_bytes: int) -> Iterator[tuple[int, int, Sequence[Place]]]:
-    """The pieces that are each read at once, in order: the first byte, the one past the last, and their places."""
+    """The pieces that are each read in one go, in order: the first byte, the one past the last, and their places."""
     size = most_bytes if file.checksums is None else GRAIN_BYTES
     found: dict[int, list[Place]] = defaultdict(list)
     for place in places:

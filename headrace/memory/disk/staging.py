@@ -59,8 +59,8 @@ class StagingRing:
             return Slot(index, self._memory[index], free)
 
     def release(self, slot: Slot, after: Event | None) -> None:
-        """Gives a slot back. Its bytes are needed until `after`, which its next user waits for. None: only as long as
-        when it was acquired, for whoever has not waited for that.
+        """Gives a slot back. Its bytes are needed until `after`, which its next user waits for. None: the caller needs
+        them no longer, and the next user waits for the event that the slot was acquired with.
         """
         with self._changed:
             if slot.index not in self._taken:

@@ -44,7 +44,7 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
 
     With `node`, its ranks share one file, which the first one makes. All of them make this store and its extents in the
     same order, and each books its part. They have to agree on who writes what: mappings show writes to all ranks at
-    once; `read` shows what has been handed over. `device` is that of the events that requests wait for.
+    once; `read` shows what has been handed over. `device`: where the events are that requests wait for.
 
     Reads and writes of the same bytes happen in the order of their submission; reads may run at once. `read` verifies
     bytes that `write` wrote, and bytes that were written through a mapping if they have been handed over.
@@ -138,8 +138,8 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
     ) -> Request:
         """Submits reading the bytes from `offset` of `extent` into `destination`, all or `within`. Never blocks.
 
-        `destination` is uint8 on the CPU, contiguous, (nbytes,); the range may end in the extent's padding. It is
-        fastest with whole pages that begin at a page. The destination is not filled before `after`, and may be touched
+        `destination` is uint8 on the CPU, contiguous, (nbytes,); the range may end in the extent's padding. Whole
+        pages from a page border on are fastest. The destination is not filled before `after`, and may be touched
         when the request is done. The request raises DiskError (I/O fault, file too short, wrong checksum).
         """
         return self._submit(Access.READ, extent, destination, within, offset, after)
@@ -181,7 +181,7 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
         return self._requests.submit(Request(extent, Access.WRITE, (), Kind.TURN, (0, extent.nbytes)), None)
 
     def to_direct(self, extent: Extent, within: Sequence[Range] | None = None) -> Request:
-        """Hands the extent over to `read` and `write`: submits bringing to disk what was written through the mapping.
+        """Hands the extent over to `read` and `write`: submits a flush of what was written through the mapping.
 
         Reads and writes that are submitted later wait for that. Until `to_mapping` or a write, `read` verifies all
         whole grains; with `within`, only those in these spans, and the others are not read here. The pages stop

@@ -49,7 +49,7 @@ class TorchFile:
 
 
 def open_torch_file(file: SavedFile) -> TorchFile:
-    """Reads a file of torch.save but for its tensors' bytes, and runs no code from it. Raises CheckpointError."""
+    """Reads a file of torch.save, except its tensors' bytes, and runs no code from it. Raises CheckpointError."""
     path = file.path
     try:
         first_bytes = {first: nbytes for first, nbytes in storage_ranges(path).values() if nbytes}

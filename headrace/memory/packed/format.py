@@ -2,12 +2,12 @@
 
 Native code packs and unpacks. It is called through ctypes, by addresses; other threads run meanwhile.
 
-    header   64 bytes: 15 exponents and a zero, then the number of words and that of escapes (uint32, little-endian)
+    header   64 bytes: 15 exponents and a zero, then the numbers of words and of escapes (uint32, little-endian)
     groups   192 bytes for each 128 words: sign and mantissa in 8 bits, the exponent's place in the header in 4
     escapes  uint32 each, in order of their words: 256 times the word's number, and its exponent
 
-Words are 16-bit patterns of any kind. A word whose exponent is not among the 15 escapes; if so many escape that little
-would be saved, nothing is packed.
+Words are 16-bit patterns of any kind. A word escapes if its exponent is not among the 15. If so many words escape that
+little would be saved, nothing is packed.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _HEADER_BYTES = 64
 GROUP_WORDS, _GROUP_BYTES = 128, 192
 _PLAIN_GROUP_BYTES = 2 * GROUP_WORDS
 _ESCAPE_BYTES = 4
-_MOST_WORDS = 1 << 24  # an escape cannot number more
+_MOST_WORDS = 1 << 24  # an escape has 24 bits for a word's number
 _TIMED_WORDS = 1 << 18
 _WORTH = 0.9  # of the plain bytes: words that would take more are not packed
 
@@ -60,7 +60,7 @@ class Packed:
 
 
 def packed_bytes(words: int, escapes: int) -> int:
-    """Bytes that `words` words take, of which `escapes` escape."""
+    """Bytes that `words` words take if `escapes` of them escape."""
     return _HEADER_BYTES + _groups(words) * _GROUP_BYTES + escapes * _ESCAPE_BYTES
 
 
@@ -151,7 +151,7 @@ def _unpack(groups: torch.Tensor, palette: torch.Tensor, escapes: torch.Tensor, 
 
 
 def unpack_in_place(memory: torch.Tensor, begin: int) -> None:
-    """Unpacks the words that are packed from byte `begin` of `memory` on into its first bytes. `memory`: on the CPU.
+    """Unpacks words that lie packed in `memory`, on the CPU, from byte `begin` on: to the first bytes of `memory`.
 
     `begin` is a multiple of 64.
     """
@@ -173,8 +173,8 @@ def _groups(words: int) -> int:
 
 @functools.cache
 def unpacking_speed() -> float:
-    """Bytes per second that one thread unpacks to, measured at the first call: the best of three runs over half a MiB,
-    a millisecond in all.
+    """Bytes of words per second that one thread unpacks, measured at the first call: the best of three runs over half
+    a MiB, a millisecond in all.
     """
     words = (torch.arange(_TIMED_WORDS, dtype=torch.int32, device="cpu") % 0x0700 + 0x3800).to(torch.int16)
     memory = pack(words)

@@ -1,6 +1,6 @@
 """How does an accelerator unpack words itself? One lane for each word, and one for each that escaped. Needs Triton.
 
-Arguments of kernels have no annotations but Triton's own: it looks up each name in one when it compiles the kernel.
+Arguments of kernels have only Triton's own annotations: it looks up every name in these when it compiles the kernel.
 """
 
 import torch
