@@ -70,16 +70,16 @@ class _All:
     """Several requests as one event."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = requests
+        self.requests = requests
 
     def synchronize(self) -> None:
         """Waits for the requests; raises the error of one that failed."""
-        for request in self._requests:
+        for request in self.requests:
             request.synchronize()
 
     def query(self) -> bool:
         """Whether all requests have ended."""
-        return all(request.query() for request in self._requests)
+        return all(request.query() for request in self.requests)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +178,7 @@ class DiskState:
                 raise
             finally:
                 for slot, _, arrived in ahead:  # after a failure
-                    for request in arrived._requests:
+                    for request in arrived.requests:
                         request.settle()
                     self._ring.release(slot, None)
 
