@@ -175,12 +175,11 @@ class DiskState:
                     self._written.setdefault(one.key, {}).update(one.dtypes)
             except BaseException:
                 self._failed = True
-                raise
-            finally:
-                for slot, _, arrived in ahead:  # after a failure
+                self._ring = self._ring_for(self._device)  # Ctrl-C may have come between taking a slot and noting it
+                for _, _, arrived in ahead:
                     for request in arrived.requests:
                         request.settle()
-                    self._ring.release(slot, None)
+                raise
 
     def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Writes the flat `tensors` to disk as the state of a parameter of `elements`."""
