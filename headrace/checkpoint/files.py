@@ -18,7 +18,7 @@ import torch
 from torch.serialization import skip_data
 from torch.utils import deterministic
 
-from headrace.checkpoint.sources import NotPlainError, Source, TensorSource, check_plain, nbytes_of, source_of
+from headrace.checkpoint.sources import NotPlainError, Source, TensorSource, check_plain, source_of
 from headrace.errors import CheckpointError
 from headrace.memory.disk import TensorAtRest
 from headrace.memory.disk.safetensors_header import DTYPES
@@ -59,11 +59,11 @@ def weight_files(tensors: Mapping[str, torch.Tensor], stem: str) -> tuple[list[L
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise TypeError(f"{name!r} is of {tensor.dtype}, which safetensors files cannot hold; convert it first")
-        if shards[-1] and used + nbytes_of(tensor) > SHARD_BYTES:
+        if shards[-1] and used + tensor.nbytes > SHARD_BYTES:
             shards.append({})
             used = 0
         shards[-1][name] = tensor
-        used += nbytes_of(tensor)
+        used += tensor.nbytes
     if not tensors:
         return [], {}
     numbered = [f"-{number:05}-of-{len(shards):05}" for number in range(1, len(shards) + 1)]
@@ -73,7 +73,7 @@ def weight_files(tensors: Mapping[str, torch.Tensor], stem: str) -> tuple[list[L
     ]
     places = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
     if len(files) > 1:
-        total_bytes = sum(map(nbytes_of, tensors.values()))
+        total_bytes = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
         files.append(literal(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode()))
     return files, places
@@ -88,7 +88,7 @@ def _safetensors(name: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
         shape = list(tensor.shape)
         if tensor.dtype is torch.float4_e2m1fn_x2:  # two values in each element: the header counts values
             shape[-1] *= 2
-        end = at + nbytes_of(tensor)
+        end = at + tensor.nbytes
         entries[key] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -12,7 +12,7 @@ from torch import nn
 
 from headrace.checkpoint.adapters import adapter_names
 from headrace.checkpoint.manifest import EXTRA_STATE
-from headrace.checkpoint.sources import check_plain, nbytes_of
+from headrace.checkpoint.sources import check_plain
 
 _STATISTICS_BYTES = 1 << 20
 
@@ -118,7 +118,7 @@ def _take_adapters(model: Any, tensors: Mapping[str, torch.Tensor], saved: Saved
 
 def _may_change(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a buffer that a forward may write to; large buffers are packed weights."""
-    return not isinstance(tensor, nn.Parameter) and nbytes_of(tensor) <= _STATISTICS_BYTES
+    return not isinstance(tensor, nn.Parameter) and tensor.numel() * tensor.itemsize <= _STATISTICS_BYTES
 
 
 def _write_configuration(model: nn.Module, directory: Path) -> str:

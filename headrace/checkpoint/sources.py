@@ -46,7 +46,7 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
     if tensor.is_meta:
         return "it is on meta and has no value; load the model first"
     if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return f"its storage of {nbytes_of(tensor)} bytes was freed (resized to 0); bring them back first"
+        return f"its storage of {tensor.nbytes} bytes was freed (resized to 0); bring them back first"
     reached = 0  # the furthest element from the first, over the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride:  # elements along an expanded dimension are the same
@@ -84,7 +84,7 @@ class TensorSource:
     def __init__(self, name: str, tensor: torch.Tensor, owner: Any) -> None:
         self.name = name
         self.owner = owner
-        self.nbytes = nbytes_of(tensor)
+        self.nbytes = tensor.nbytes
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.detach().resolve_conj().resolve_neg()
         self._original = self._tensor = tensor.detach()
@@ -148,11 +148,6 @@ class TensorSource:
         else:
             flat = tensor[first:last].contiguous()
         ctypes.memmove(memory.data_ptr(), flat.data_ptr() + begin - first * row_bytes, memory.nbytes)
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """The bytes of all elements of a strided tensor, whatever its strides."""
-    return tensor.numel() * tensor.itemsize
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:

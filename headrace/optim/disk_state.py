@@ -70,16 +70,16 @@ class _All:
     """Several requests as one event."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = requests
+        self.requests = requests
 
     def synchronize(self) -> None:
         """Waits for the requests; raises the error of one that failed."""
-        for request in self._requests:
+        for request in self.requests:
             request.synchronize()
 
     def query(self) -> bool:
         """Whether all requests have ended."""
-        return all(request.query() for request in self._requests)
+        return all(request.query() for request in self.requests)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,12 +175,11 @@ class DiskState:
                     self._written.setdefault(one.key, {}).update(one.dtypes)
             except BaseException:
                 self._failed = True
-                raise
-            finally:
-                for slot, _, arrived in ahead:  # after a failure
-                    for request in arrived._requests:
+                self._ring = self._ring_for(self._device)  # Ctrl-C may have come between taking a slot and noting it
+                for _, _, arrived in ahead:
+                    for request in arrived.requests:
                         request.settle()
-                    self._ring.release(slot, None)
+                raise
 
     def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Writes the flat `tensors` to disk as the state of a parameter of `elements`."""

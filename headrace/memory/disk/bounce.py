@@ -1,4 +1,4 @@
-"""How are a few bytes on disk read and verified? With all of their grain, the bytes that have a checksum together.
+"""How are a few bytes on disk read and verified, or written? Read with all of their grain, which has one checksum.
 
 Within `neighbours_follow`, the grain that was read last is kept for the reads of its next bytes.
 """

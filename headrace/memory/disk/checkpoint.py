@@ -80,7 +80,7 @@ class Checkpoint:
         record, mapped = self._mapped(name)
         if mapped is None:
             file = record.file
-            mapped = mapping.Mapping(file.descriptor, 0, file.nbytes, shared=False, origin=_Bytes(self, file))
+            mapped = mapping.Mapping(file.descriptor, 0, file.nbytes, shared=False, origin=_FileBytes(self, file))
             self._mappings[record.path] = mapped
         memory = mapped.tensor(record.offset, record.nbytes)
         self._addresses[memory.data_ptr()] = name
@@ -186,7 +186,7 @@ def _copy(destination: torch.Tensor, begin: int, memory: torch.Tensor) -> None:
     ctypes.memmove(destination.data_ptr() + begin, memory.data_ptr(), memory.nbytes)
 
 
-class _Bytes(mapping.Origin):
+class _FileBytes(mapping.Origin):
     """The bytes of a file that a private mapping shows. They are read only where the mapping was not written to."""
 
     grain_bytes = PIECE_BYTES

@@ -170,7 +170,7 @@ class Mapping:
 
     def _map(self, descriptor: int, *, shared: bool, at: int | None = None) -> int:
         address = map_file(descriptor, self._offset, self._nbytes, shared=shared, at=at)
-        # Readers (an optimizer, saving) read all of a tensor, in order: see docs/design/disk.md. This is only advice.
+        # Readers (PyTorch's optimizers, torch.save) read all of a tensor, in order: see docs/design/disk.md.
         advise(address, self._nbytes, mmap.MADV_SEQUENTIAL)
         return address
 

@@ -36,8 +36,8 @@ _Job = Callable[[], object]
 class Access(Enum):
     """How a request uses its extent."""
 
-    READ = "read"  # other reads may run at the same time
-    WRITE = "write"  # no other request may run at the same time
+    READ = "read"  # other reads of its bytes may run at the same time
+    WRITE = "write"  # no other request for its bytes may run at the same time
 
 
 class Kind(Enum):

@@ -129,7 +129,7 @@ class TensorAtRest(ABC):
 
     @property
     def nbytes(self) -> int:
-        return self.like.numel() * self.like.itemsize
+        return self.like.nbytes
 
     def load(self) -> torch.Tensor:
         """Reads the whole tensor into memory."""

@@ -173,7 +173,7 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
 
     def origin(self, extent: Extent, part_bytes: int | None = None) -> Origin:
         """The extent as an Origin; `part_bytes`: it is written in parts of that size; None: as a whole."""
-        return _Bytes(self, extent, part_bytes)
+        return _ExtentBytes(self, extent, part_bytes)
 
     def to_mapping(self, extent: Extent) -> Request:
         """Hands the extent over to users of its mapping. The request is done when all earlier reads and writes are."""
@@ -352,7 +352,7 @@ class DiskStore(contextlib.AbstractContextManager["DiskStore"]):
         warnings.warn(problem, RuntimeWarning, stacklevel=3)
 
 
-class _Bytes(Origin):
+class _ExtentBytes(Origin):
     """The bytes of an extent, while its store is open. `part_bytes`: the size of the parts in which it is written."""
 
     def __init__(self, store: DiskStore, extent: Extent, part_bytes: int | None) -> None:
