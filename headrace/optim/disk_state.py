@@ -175,10 +175,12 @@ class DiskState:
                     self._written.setdefault(one.key, {}).update(one.dtypes)
             except BaseException:
                 self._failed = True
-                self._ring = self._ring_for(self._device)  # Ctrl-C may have come between taking a slot and noting it
-                for _, _, arrived in ahead:
+                for slot, _, arrived in ahead:
                     for request in arrived.requests:
                         request.settle()
+                    self._ring.release(slot, None)
+                if self._ring.free_slots < SLOTS:  # Ctrl-C came between the taking of a slot and the note of it
+                    self._ring = self._ring_for(self._device)
                 raise
 
     def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:

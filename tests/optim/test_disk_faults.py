@@ -50,6 +50,29 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, kind: str, pieces: int, number: 
     monkeypatch.setattr(DirectFile, kind, faulty)
 
 
+def test_ctrl_c_as_memory_is_taken_leaves_all_of_it_to_later_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as there are slots, it comes when one is taken and not noted yet. The step after that would wait."""
+    ours, theirs = parameters(torch.float32, SHAPES), parameters(torch.float32, SHAPES)
+    optimizer, reference = AdamW(ours, tier="disk", disk=tmp_path), AdamW(theirs)
+    acquire = disk_state.StagingRing.acquire
+
+    def interrupted(ring: disk_state.StagingRing) -> None:
+        acquire(ring)
+        raise KeyboardInterrupt
+
+    for step in range(disk_state.SLOTS):
+        give_gradients(ours, theirs, step)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_state.StagingRing, "acquire", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+
+
 @pytest.mark.core(name="AdamW")
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "Adafactor", "Muon"])
 @pytest.mark.parametrize(("kind", "number"), [("read", errno.EIO), ("write", errno.EIO), ("write", errno.ENOSPC)])
