@@ -311,16 +311,6 @@ def pop_left_over(backward: Backward) -> None:
         pop_hooks()
 
 
-def is_checkpointed() -> bool:
-    """Whether a checkpoint leaves out what autograd would save now, and computes it again in backward."""
-    hooks = top_hooks(True)
-    pack: Any = None if hooks is None else hooks[0]
-    owner = getattr(pack, "__self__", None)
-    if isinstance(owner, SavedTensors):
-        return owner._checkpoint is not None
-    return getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__
-
-
 class _ComputedAgainError(Exception):
     """Keeps a checkpoint that has computed again from handing out a tensor: the weight is here already."""
 
