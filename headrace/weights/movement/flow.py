@@ -75,7 +75,7 @@ class GradientFlow(ABC):
         """
 
     @abstractmethod
-    def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
+    def deliver(self, in_hooks: Callable[[], None]) -> None:
         """Called at the end of backward. Puts every gradient in its home, and then lets the homes' own hooks fire.
 
         If hooks need another backward, `in_hooks` is called in it before any hook.

@@ -181,7 +181,7 @@ class Gradients(GradientFlow):
             self._release_oldest()
         self._blocks_passed += 1
 
-    def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
+    def deliver(self, in_hooks: Callable[[], None]) -> None:
         self._submit_ready()
         self._wait_for_sent()
         arrived, added, announced = self._targets, self._added, self._announced
