@@ -203,7 +203,7 @@ class Backward:
             self._residency.wait_for_consumed_reads()  # no gradient waits for reads of frozen blocks
         else:
             self._executor.abandon_cycle()
-            self._drop_gradients()
+            self.drop_gradients()
         going_on = [call for call in self.passes.calls if not call.recomputes]
         if not completed or len(going_on) < len(self.passes.calls):
             # An interrupt, which a hook may have caught, struck before a recomputation's call was ended, or between a
@@ -228,9 +228,9 @@ class Backward:
         if self.task is not None:
             self.task = None
             self._executor.abandon_cycle()
-        self._drop_gradients()
+        self.drop_gradients()
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         """Drops an unfinished backward's gradients, also those that an interrupt left on the leaves."""
         with without_overrides():
             for block in self.passes.all_blocks():
