@@ -35,7 +35,8 @@ class MicroBatches:
         self._attachment = attachment
         self._activations = activations
         self._meter = gradients.meter
-        self._goes_together: set[object] = set()  # loss functions for which modules note nothing
+        # Loss functions whose micro-batches have gone together: what modules note need not be looked at again.
+        self._goes_together: set[object] = set()
         # Of loss functions and so many micro-batches, as was found out.
         self._why_in_a_loop: dict[tuple[object, int], str] = {}
 

@@ -146,12 +146,12 @@ class Calls(Participant):
             self._forward.push()
 
 
-def refuse_watched(model: nn.Module, instead: str = "") -> None:
-    """Raises StateError for a model whose activations are offloaded already."""
+def refuse_watched(model: nn.Module, then: str) -> None:
+    """Raises StateError for a model whose activations are offloaded already. `then`: what to do after `remove()`."""
     for name, module in model.named_modules():
         if participant_of(module, Calls) is not None:
             where = f"module {name!r}" if name else "the model"
-            raise StateError(f"the activations of {where} are offloaded already; call remove() on that handle{instead}")
+            raise StateError(f"the activations of {where} are offloaded already; call remove() on that handle{then}")
 
 
 def _refuse_compilation_of_all() -> None:

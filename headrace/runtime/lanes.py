@@ -28,7 +28,8 @@ _AT_ONCE_BYTES = 256 * 2**10  # a thread copies these about as quickly as it wak
 _LONG_SECONDS = 0.1  # waiting for a transfer to be submitted, which may depend on other ranks
 _T = TypeVar("_T")
 Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
-Tick = Any  # a moment on the compute lane: an event on an accelerator, seconds on the CPU
+# A moment on a lane, to be timed: an event on an accelerator; on the CPU seconds, or what tells them (`reached_at`).
+Tick = Any
 
 
 class Lane(StrEnum):

@@ -24,7 +24,7 @@ class VisitRecord:
     name: str
     asked: Tick  # when compute had finished what came before
     began: Tick  # when the blocks had arrived, too
-    other_bytes_so_far: int = 0  # bytes of activations and experts, not blocks, that were ever onloaded until then
+    other_bytes_so_far: int = 0  # `LaneUse.unplanned_bytes` until then
     sample: Sample | None = None  # what was held when the host came to the visit
 
 
@@ -156,7 +156,7 @@ class Meter(Counts):
         self.lane_use.parts_bytes += nbytes
 
     def arrived(self, transfer: Transfer | LateTransfer, what: str = "") -> None:
-        """Keeps a transfer of `what` for timelines. For a block's onload, called when compute must wait for it."""
+        """Keeps a transfer of `what` for timelines and `link`. A block's onload comes when compute waits for it."""
         self.last_transfers.append(Moved(transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))
 
     def offloaded(self, transfer: Transfer, what: str = "") -> None:

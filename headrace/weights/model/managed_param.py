@@ -294,7 +294,7 @@ class ManagedParam:
             " change, and offload again after it"
         )
 
-    def move_to(self, rest: torch.Tensor, *, keeps: bool = True) -> None:
+    def move_to(self, rest: torch.Tensor, *, keeps: bool) -> None:
         """Makes `rest` the parameter's place from now on; `keeps`: with the contents of the home, or of its cast."""
         with torch.no_grad():
             if keeps:
@@ -307,7 +307,7 @@ class ManagedParam:
         """Called when the place is new, and nobody else can have it: counts the references that are ours."""
         self._own_references = references_beside(self.rest) - self.in_place
 
-    def live_at(self, place: torch.Tensor, *, keeps: bool = False) -> None:
+    def live_at(self, place: torch.Tensor, *, keeps: bool) -> None:
         """Makes a home that casts lie at `place` from now on; `keeps`: with its contents."""
         with torch.no_grad():
             if keeps:

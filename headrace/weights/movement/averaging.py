@@ -146,7 +146,7 @@ class AveragedGradients(GradientFlow):
         if streamed:  # blocks that stay on the device come last
             self._average_up_to(max(streamed))
 
-    def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
+    def deliver(self, in_hooks: Callable[[], None]) -> None:
         """Called at the end of backward, on all ranks. When this returns, the averages are in the homes."""
         if not self.synchronises:
             for param, gradient in self._of_this_backward.items():

@@ -38,8 +38,8 @@ class Executor:
         self._blocks = list(blocks)
         self._residency = residency
         self._gathers = residency.gathers
-        self._follows = False  # whether the cycle follows the first rank's course, and so gathers blocks
-        self._followed = False  # `_follows` of the last cycle
+        self._is_agreed = False  # whether all ranks go along the first one's course in this cycle, and gather blocks
+        self._was_agreed = False  # whether they did in the last cycle
         self._lanes = lanes
         self._meter = meter
         self._book = TraceBook()
@@ -50,10 +50,10 @@ class Executor:
         self.take_turn(first=True, last=True)
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
         self._changed_now: set[int] = set()  # streamed blocks whose homes changed after this cycle began
-        self._at_boundary: list[Block] = []  # loads that wait for the homes to change
-        self._leaving: dict[
-            Block, None
-        ] = {}  # blocks that may go, see `_follow_evictions`; the last one is needed last
+        # Loads for the next cycle that wait: until homes have changed or, where ranks gather, until that cycle begins.
+        self._for_next_cycle: list[Block] = []
+        # Blocks that may go, see `_follow_evictions`; the last one is needed last.
+        self._leaving: dict[Block, None] = {}
         self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes, or for a pause to end
         self._pauses = 0  # how many calls of `pause` have no `resume` yet
         self._clock = 0  # visits so far
@@ -112,16 +112,16 @@ class Executor:
     def end_cycle(self) -> None:
         """Ends the cycle, and submits loads for the next one, but for blocks whose homes will change before it."""
         self._close()
-        self._followed, self._follows = self._follows, False
-        if self._followed:
+        self._was_agreed, self._is_agreed = self._is_agreed, False
+        if self._was_agreed:
             self._begin_gathers(to_the_end=True)
         if self._course is not None and not self._course.strayed:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
-            self._at_boundary = [block for block in loads if self._followed or block.index in self._changed]
+            self._for_next_cycle = [block for block in loads if self._was_agreed or block.index in self._changed]
             self._follow_evictions(step.evictions)
             for block in loads:
-                if block not in self._at_boundary:
+                if block not in self._for_next_cycle:
                     self.prefetch(block)
             self._fetch_ahead(but_not=self._changed)
 
@@ -130,7 +130,7 @@ class Executor:
         self._entry = None
         self._records = []
         self._course = None
-        self._follows = False
+        self._is_agreed = False
         self._put_off.clear()
 
     def homes_changed(self) -> None:
@@ -163,7 +163,7 @@ class Executor:
         for block in self._old_residents() if renew else ():
             if not (block.being_updated or (gathers is not None and gathers.is_due(block, -1))):
                 self._residency.submit_copies(block)  # before loads ahead: every pass begins with the residents
-        waiting, self._at_boundary = self._at_boundary, []
+        waiting, self._for_next_cycle = self._for_next_cycle, []
         for block in waiting:
             self.prefetch(block)
 
@@ -234,7 +234,7 @@ class Executor:
             self.bring(block, keep=blocks)
         if self._put_off:
             self._load_updated()
-        if self._follows:
+        if self._is_agreed:
             self._begin_gathers()
         elif step is not None:
             for index in step.loads:
@@ -331,7 +331,7 @@ class Executor:
         """The position of the visit that the pass has reached. Infinite where this rank has left the agreed course: the
         other ranks wait for all of its gathers.
         """
-        if self._follows and self._course is not None and not self._course.strayed:
+        if self._is_agreed and self._course is not None and not self._course.strayed:
             return self._course.position
         return math.inf
 
@@ -366,7 +366,7 @@ class Executor:
         """
         if self._residency.fetching is None or self._course is None or self._course.strayed:
             return
-        gathered = self._follows if self._entry is not None else self._followed
+        gathered = self._is_agreed if self._entry is not None else self._was_agreed
         for index in self._course.coming_loads(but_not=but_not):
             if not self._residency.fetch_ahead(self._blocks[index], gathered=gathered):
                 return
@@ -421,9 +421,9 @@ class Executor:
             self.plan = plan
             turn = last.turn + 1 if last is not None and last.plan is plan else 0
             self._course = Course(trace, plan, turn)
-        self._follows = False
+        self._is_agreed = False
         if self._gathers is not None and entry.gradients and entry.phase is Phase.FORWARD:
-            self._follow_first_rank(self._gathers, entry)
+            self._agree_on_course(self._gathers, entry)
         self._drop_old_copies()
         if self._course is not None and self._gathers is None:
             self._load_missing(self._course)
@@ -442,12 +442,12 @@ class Executor:
             now, so_far = self._lanes.tick(), self._meter.lane_use.unplanned_bytes
             self._records.append(VisitRecord((), entry.phase, entry.site, now, now, so_far, self._meter.sample()))
 
-    def _follow_first_rank(self, gathers: Gathers, entry: Entry) -> None:
+    def _agree_on_course(self, gathers: Gathers, entry: Entry) -> None:
         """Agrees with the other ranks on the course of this pass, and on the blocks that are gathered in it."""
-        first = [*self._old_residents(), *self._at_boundary]
+        first = [*self._old_residents(), *self._for_next_cycle]
         agreed = gathers.agree(None if self._course is None else gathers.offer(self._course, first))
         if agreed is not None:
-            self._follows, self._at_boundary = True, []
+            self._is_agreed, self._for_next_cycle = True, []
             self.plan = agreed.plan
             self._course = Course(self._book.of(entry, agreed.visits), agreed.plan, agreed.turn)
 
@@ -491,7 +491,7 @@ class Executor:
         self._book.enter(entry, visits, self._compute_seconds(records, end), self._other_bytes(records))
 
     def _other_bytes(self, records: list[VisitRecord]) -> tuple[int, ...]:
-        """For each visit, the bytes of activations, experts and rows (not blocks) that it sent for; empty: none."""
+        """For each visit, the bytes that it sent for beside whole blocks (`LaneUse.unplanned_bytes`); empty: none."""
         counts = [*(record.other_bytes_so_far for record in records), self._meter.lane_use.unplanned_bytes]
         return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()
 

@@ -28,7 +28,7 @@ Wanted = tuple[Block, list[ManagedParam], list[int]]
 class Leaving(NamedTuple):
     """Gradients that the device holds until compute has waited for their copies to the host."""
 
-    number: int
+    number: int  # of the block, or of the round, in the order in which they leave
     transfer: Transfer | LateTransfer
     rows: dict[torch.dtype, torch.Tensor]  # memory that the copies read and that `transfer` does not hold
 
@@ -75,7 +75,7 @@ class GradientFlow(ABC):
         """
 
     @abstractmethod
-    def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
+    def deliver(self, in_hooks: Callable[[], None]) -> None:
         """Called at the end of backward. Puts every gradient in its home, and then lets the homes' own hooks fire.
 
         If hooks need another backward, `in_hooks` is called in it before any hook.

@@ -34,8 +34,9 @@ from headrace.weights.movement.host_gradients import HostGradient, laid_out
 from headrace.weights.movement.staging import Additions, Remainder, Staged, Staging, add_up, remainders_of
 from headrace.weights.rest.tiers import GradientMemory, Tiers
 
-_SEND_BYTES = 4 * 2**20  # gradients of a block are sent in pieces of about this size: large enough for the link's full
-# speed, small enough that little is left to send when backward ends
+# Gradients of a block are sent in pieces of about this size: large enough for the link's full speed, small enough that
+# little is left to send when backward ends.
+_SEND_BYTES = 4 * 2**20
 
 
 class Gradients(GradientFlow):
@@ -180,7 +181,7 @@ class Gradients(GradientFlow):
             self._release_oldest()
         self._blocks_passed += 1
 
-    def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
+    def deliver(self, in_hooks: Callable[[], None]) -> None:
         self._submit_ready()
         self._wait_for_sent()
         arrived, added, announced = self._targets, self._added, self._announced
@@ -261,9 +262,8 @@ class Gradients(GradientFlow):
                     self._wait_for_sent()
                 self._take_sparse(param, gradient)
                 continue
-            if (
-                param.home.grad is None and memory.next is not None and param not in self._targets
-            ):  # the usual case, without calls
+            # The usual case, as `_destination` has it, without calls.
+            if param.home.grad is None and memory.next is not None and param not in self._targets:
                 self._targets[param] = target = memory.next
                 memory.next, adds, is_new = None, False, True
             else:

@@ -34,10 +34,10 @@ class Residency:
         pace: Pace,
         ledger: Ledger,
         meter: Meter,
-        fetching: Fetching | None = None,
-        gathers: Gathers | None = None,
+        fetching: Fetching | None,
+        gathers: Gathers | None,
         *,
-        packed: bool = False,
+        packed: bool,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.ledger = ledger
@@ -195,7 +195,7 @@ class Residency:
         elif self._consumed is None or number > self._consumed[0]:
             self._consumed = number, done
 
-    def fetch_ahead(self, block: Block, *, gathered: bool = False) -> bool:
+    def fetch_ahead(self, block: Block, *, gathered: bool) -> bool:
         """Submits the fetch of a block that is onloaded later; `gathered`: of this rank's part of it. False: no more
         can be fetched ahead now.
         """

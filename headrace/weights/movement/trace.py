@@ -43,7 +43,7 @@ class Trace:
     compute_seconds: tuple[float, ...]
     plans: OrderedDict[PlanKey, Plan | None] = field(default_factory=OrderedDict)
     repeats: bool = True  # whether the next cycle is like it, as far as is known
-    other_bytes: tuple[int, ...] = ()  # bytes of activations and experts that each visit sends for; empty: none
+    other_bytes: tuple[int, ...] = ()  # what each visit sends for beside whole blocks; empty: none
     refined: bool = False  # whether it was timed while a plan was followed, not with all loads on demand
 
     @cached_property

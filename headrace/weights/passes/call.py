@@ -60,11 +60,11 @@ class PassState(Enum):
     UNSETTLED = auto()  # the bookkeeping of an end is under way; a pass that finds this was cut short
 
 
-_NEXT = {  # and UNSETTLED, which may follow any state
+_NEXT = {  # and UNSETTLED, which may follow any state, and comes between when a forward or a backward ends
     PassState.AT_REST: {PassState.FORWARD, PassState.BACKWARD},
-    PassState.FORWARD: {PassState.BETWEEN, PassState.BACKWARD},
-    PassState.BETWEEN: {PassState.AT_REST, PassState.FORWARD, PassState.BACKWARD},
-    PassState.BACKWARD: {PassState.AT_REST, PassState.FORWARD},
+    PassState.FORWARD: {PassState.BACKWARD},
+    PassState.BETWEEN: {PassState.FORWARD, PassState.BACKWARD},
+    PassState.BACKWARD: set(),
     PassState.UNSETTLED: {PassState.AT_REST, PassState.BETWEEN, PassState.FORWARD},
 }
 

@@ -356,9 +356,7 @@ class Engine:
             self.passes.release_at_the_end()
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
-        self.passes.settle(PassState.BETWEEN)
-        if not torch.is_grad_enabled():  # no backward follows
-            self.passes.becomes(PassState.AT_REST)
+        self.passes.settle(PassState.BETWEEN if torch.is_grad_enabled() else PassState.AT_REST)
         self._claims.clear()
 
     def _recover(self) -> None:

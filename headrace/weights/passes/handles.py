@@ -149,10 +149,9 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> Any:
         packed: WeightHandle | SavedExperts | _Wrapper | None
         if type(tensor) is torch.Tensor or not is_wrapper(tensor):
-            in_slices = self._slices.travel
             address = tensor.data_ptr() if has_storage(tensor) else -1
             near = self._addresses.first <= address < self._addresses.last or not address
-            packed = self._pack_weight(tensor) if near or in_slices else None
+            packed = self._pack_weight(tensor) if near or self._slices.travel else None
         else:
             packed = self._pack_wrapper(tensor)
         if packed is not None:
@@ -183,8 +182,8 @@ class SavedTensors:
                 tensor.is_neg(),
                 self._recompute,
             )
-        in_slices = self._slices.travel and has_storage(tensor)
-        return _saved_experts_of(self._slices, tensor, self._recompute) if in_slices else None
+        may_be_in_bank = self._slices.travel and has_storage(tensor)
+        return _saved_experts_of(self._slices, tensor, self._recompute) if may_be_in_bank else None
 
     def _pack_wrapper(self, wrapper: Any) -> "_Wrapper | None":
         """A wrapper around tensors of which some lie in a block; None for any other."""
@@ -310,16 +309,6 @@ def pop_left_over(backward: Backward) -> None:
         if not isinstance(owner, SavedTensors) or owner._backward is not backward or owner.in_method:
             return
         pop_hooks()
-
-
-def is_checkpointed() -> bool:
-    """Whether a checkpoint leaves out what autograd would save now, and computes it again in backward."""
-    hooks = top_hooks(True)
-    pack: Any = None if hooks is None else hooks[0]
-    owner = getattr(pack, "__self__", None)
-    if isinstance(owner, SavedTensors):
-        return owner._checkpoint is not None
-    return getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__
 
 
 class _ComputedAgainError(Exception):

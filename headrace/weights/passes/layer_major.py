@@ -25,7 +25,7 @@ from headrace.weights.movement.gradients import Gradients
 from headrace.weights.passes.call import Call, Site
 from headrace.weights.passes.engine import Engine
 from headrace.weights.passes.graph_segments import CannotCutError, GraphSegments
-from headrace.weights.passes.handles import is_checkpointed
+from headrace.weights.passes.handles import unpack_of_checkpoint
 from headrace.weights.passes.module_states import ModuleStates
 
 
@@ -176,7 +176,7 @@ class LayerMajor:
             raise StateError("a block of the model is called by another thread while forward_backward() is under way")
         if member.segments.in_visit:
             return args, kwargs
-        self._computes_again |= is_checkpointed() or not torch.is_grad_enabled()
+        self._computes_again |= unpack_of_checkpoint() is not None or not torch.is_grad_enabled()
         member.at = call.site
         member.fiber.pause()
         member.at = None

@@ -92,7 +92,7 @@ class DiskRest(Rest):
     on_disk = has_own_files = True
 
     def __init__(
-        self, store: DiskStore, name: str, nbytes: int, chunk_bytes: int, spilled: Callable[[int], None], ranks: int = 1
+        self, store: DiskStore, name: str, nbytes: int, chunk_bytes: int, spilled: Callable[[int], None], ranks: int
     ) -> None:
         self._chunk_bytes = self.range_bytes = chunk_bytes
         if ranks > 1:
