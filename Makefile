@@ -71,9 +71,9 @@ demo: $(READY)
 		--device-memory 25% --compare-plain 5 \
 		--sequence-length 128 --steps 60 --warmup-steps 10 --learning-rate 1e-3 --output build/demo
 
-# All but the zoo, and the others. One that misses a bar does not keep the rest from running.
+# All but the rivals. One that misses a bar does not keep the rest from running.
 bench: $(READY)
-	@failed=; for benchmark in $$(grep -l '__main__' benchmarks/*.py | grep -v -e /zoo.py -e /rivals.py); do \
+	@failed=; for benchmark in $$(grep -l '__main__' benchmarks/*.py | grep -v /rivals.py); do \
 		echo "== $$benchmark"; PYTHONPATH=. $(BIN)/python "$$benchmark" || failed="$$failed $$benchmark"; \
 	done; if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
@@ -90,10 +90,10 @@ bench-rivals: $(READY)
 zoo: $(READY)
 	@mkdir -p build
 	@rm -f build/zoo.jsonl build/zoo_diffusers.jsonl
-	PYTHONPATH=. $(BIN)/python benchmarks/zoo.py --results build/zoo.jsonl
-	PYTHONPATH=. $(BIN)/python benchmarks/zoo.py --results build/zoo.jsonl --write docs/models.md
-	PYTHONPATH=. $(BIN)/python benchmarks/zoo.py --of diffusers --results build/zoo_diffusers.jsonl
-	PYTHONPATH=. $(BIN)/python benchmarks/zoo.py --of diffusers --results build/zoo_diffusers.jsonl \
+	$(BIN)/python -m tests.zoo --results build/zoo.jsonl
+	$(BIN)/python -m tests.zoo --results build/zoo.jsonl --write docs/models.md
+	$(BIN)/python -m tests.zoo --of diffusers --results build/zoo_diffusers.jsonl
+	$(BIN)/python -m tests.zoo --of diffusers --results build/zoo_diffusers.jsonl \
 		--write docs/models_diffusers.md
 
 # What is released, in dist/; docs/releasing.md has the steps around it.

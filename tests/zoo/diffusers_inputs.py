@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.zoo_diffusers_configs import WORDS
+from tests.zoo.diffusers_configs import WORDS
 
 BATCH = 2
 

@@ -1,4 +1,4 @@
-"""Does benchmarks/zoo.py tell a model that was not built from one that failed, and count each in one place?"""
+"""Does the zoo tell a model that was not built from one that failed, and count each in one place?"""
 
 import json
 import os
@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from benchmarks import zoo, zoo_diffusers
-from benchmarks.zoo_diffusers_configs import CONFIGS
-from benchmarks.zoo_diffusers_inputs import INPUTS
+from tests.zoo import __main__ as command
+from tests.zoo import of_diffusers, zoo
+from tests.zoo.diffusers_configs import CONFIGS
+from tests.zoo.diffusers_inputs import INPUTS
 
 
 def killed() -> NoReturn:
@@ -88,7 +89,7 @@ def test_a_page_of_half_the_results_says_what_to_run(tmp_path: Path) -> None:
 def test_a_page_needs_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["zoo.py", "--write", "models.md"])
     with pytest.raises(SystemExit):
-        zoo.main()
+        command.main()
     assert "name their file with --results" in capsys.readouterr().err
 
 
@@ -104,7 +105,7 @@ def test_a_model_of_diffusers_is_compared(place: str) -> None:
     from diffusers import ZImageTransformer2DModel  # which takes lists of tensors
 
     done: list[bool] = []
-    found = zoo.compare(zoo_diffusers, zoo_diffusers.maker(ZImageTransformer2DModel), place, lambda: done.append(True))
+    found = zoo.compare(of_diffusers, of_diffusers.maker(ZImageTransformer2DModel), place, lambda: done.append(True))
     assert found["result"] == "equal", found
     assert done == [True]
     assert found["blocks"] > 3

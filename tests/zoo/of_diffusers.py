@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.zoo_diffusers_configs import CONFIGS, WORDS
-from benchmarks.zoo_diffusers_inputs import BATCH, INPUTS
+from tests.zoo.diffusers_configs import CONFIGS, WORDS
+from tests.zoo.diffusers_inputs import BATCH, INPUTS
 
 TRIED = "Every model class of diffusers"
 NOTE = (
     "Every model class that diffusers exports. Where its arguments and inputs do not follow from names,"
-    " `benchmarks/zoo_diffusers_configs.py` and `zoo_diffusers_inputs.py` have them. Parameters that begin as zeros get"
+    " `tests/zoo/diffusers_configs.py` and `diffusers_inputs.py` have them. Parameters that begin as zeros get"
     " noise. Recomputation is left out where a class claims to have it and it cannot be turned on. Multi ControlNets"
     " and adapters are lists of models, of which each is tried by itself."
 )

@@ -1,15 +1,9 @@
-"""Which architectures of transformers and diffusers train and run offloaded as they do without?
-
-    PYTHONPATH=. python benchmarks/zoo.py [--where cpu everything emu] [--only NAME ...] --results zoo.jsonl
-    PYTHONPATH=. python benchmarks/zoo.py --results zoo.jsonl --write docs/models.md
-
-Or `--of diffusers`, `--write docs/models_diffusers.md`.
+"""Does an architecture of transformers or diffusers train and run offloaded as without? The comparison, and the page.
 
 Every kind of configuration of transformers, or every model class of diffusers, that can be built small, with random
 weights; each in a process of its own. `SETTINGS` and `LEGEND` say what is compared, and what the outcomes mean.
 """
 
-import argparse
 import collections
 import datetime
 import importlib.metadata
@@ -18,12 +12,10 @@ import os
 import random
 import select
 import signal
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +25,8 @@ from torch import Tensor, nn
 
 import headrace
 import headrace.optim
-from benchmarks import zoo_diffusers, zoo_transformers
 from headrace.runtime.tensors import map_tensors, tensors_in
+from tests.zoo import of_diffusers, of_transformers
 
 SECONDS = 90  # for the plain runs of one architecture in one place, and for the offloaded one
 STEPS = 2
@@ -43,7 +35,7 @@ PLACES = {
     "everything": "all of it at once",
     "emu": "emulated accelerator",
 }
-LIBRARIES: dict[str, Any] = {"transformers": zoo_transformers, "diffusers": zoo_diffusers}
+LIBRARIES: dict[str, Any] = {"transformers": of_transformers, "diffusers": of_diffusers}
 SETTINGS = (
     "two training steps and an inference, plain and offloaded, compared bit for bit. *CPU*: the CPU as the device, with"
     " a budget for half of the weights; *all of it at once*: blocks on disk, activations on the host, recomputation"
@@ -170,7 +162,7 @@ def _options(place: str, nbytes: int, directory: str) -> dict[str, Any]:
 def _optimizer(place: str, model: Any, directory: str | None) -> Callable[[Any], Any]:
     if place == "everything" and getattr(model, "supports_gradient_checkpointing", False):
         model.gradient_checkpointing_enable()
-    if place == "everything" and zoo_diffusers.can_recompute(model):
+    if place == "everything" and of_diffusers.can_recompute(model):
         model.enable_gradient_checkpointing()
     if place == "everything":
         overlap: Any = "none" if directory is None else "forward"
@@ -247,7 +239,7 @@ def page(results: Path, library: str = "transformers") -> str:
     lines = [
         f"# Models of {library}",
         "",
-        f"Made by `benchmarks/zoo.py` on {datetime.date.today()} with {versions}."
+        f"Made by `python -m tests.zoo` on {datetime.date.today()} with {versions}."
         f" {LIBRARIES[library].TRIED} that can be built small, with random weights: {SETTINGS}",
         "",
         LEGEND,
@@ -275,40 +267,3 @@ def page(results: Path, library: str = "transformers") -> str:
             ]
             lines.append(f"| {name} | {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--of", choices=list(LIBRARIES), default="transformers")
-    parser.add_argument("--where", nargs="+", choices=list(PLACES), default=list(PLACES))
-    parser.add_argument("--only", nargs="+", default=[])
-    parser.add_argument("--results", type=Path, help="JSON lines, to which those of this run are added")
-    parser.add_argument("--write", type=Path, help="nothing is run: a page of the results")
-    chosen = parser.parse_args()
-    if chosen.write and not chosen.results:
-        parser.error("--write makes a page of results: name their file with --results")
-    if chosen.write:
-        chosen.write.write_text(page(chosen.results, chosen.of))
-        return
-    torch.set_num_threads(1)
-    counts: dict[str, collections.Counter[str]] = {place: collections.Counter() for place in chosen.where}
-    library = LIBRARIES[chosen.of]
-    for name, make in library.models():
-        if chosen.only and name not in chosen.only:
-            continue
-        for place in chosen.where:
-            found = in_a_process(partial(compare, library, make, place))
-            counts[place][found["result"]] += 1
-            line = {"name": name, "place": place, **found}
-            print(f"{name:32} {place:10} {found['result']:10} {found.get('reason', '')[:150]!r}", flush=True)
-            if chosen.results:
-                with chosen.results.open("a") as file:
-                    print(json.dumps(line), file=file)
-            if found["result"] == "not built" and place == "cpu":
-                break
-    for place, count in counts.items():
-        print(PLACES[place], dict(count))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
