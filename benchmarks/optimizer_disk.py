@@ -1,11 +1,14 @@
 """How close to the drive is an optimizer step whose state rests on disk? Paired with the same bytes moved alone.
 
-    python benchmarks/optimizer_disk.py --disk DIRECTORY [--elements 67108864] [--rounds 7]
+    python benchmarks/optimizer_disk.py --disk DIRECTORY [--device cpu|emu|cuda] [--elements 67108864] [--rounds 7]
 
 A step reads and writes 8 bytes of moments for each float32 parameter, and 10 for each bfloat16 one (split master). The
 limit is what the drive takes when the same bytes are read and written by the same store, in 8 MiB requests on its
 threads, with nothing computed between: reads of one half of a file beside writes of the other, then the other way
 round. Rounds alternate; shown are medians and the median of paired ratios. The bar: 0.85 of the limit.
+
+With a device, weights and gradients are there, and it updates (`update="device"`): state comes from the drive and goes
+back to it by the host. The emulated one copies, but computes nothing: what is timed there is the way of the state.
 """
 
 import argparse
@@ -26,10 +29,10 @@ from headrace.optim import AdamW, threads
 REQUEST_BYTES = 8 << 20
 
 
-def step_on_disk(elements: int, dtype: torch.dtype, directory: Path) -> Callable[[], None]:
-    weight = nn.Parameter(torch.randn(elements).to(dtype))
-    weight.grad = torch.randn(elements).to(dtype)
-    optimizer = AdamW([weight], tier="disk", disk=directory)
+def step_on_disk(elements: int, dtype: torch.dtype, directory: Path, device: str) -> Callable[[], None]:
+    weight = nn.Parameter(torch.randn(elements).to(device, dtype))
+    weight.grad = torch.randn(elements).to(device, dtype)
+    optimizer = AdamW([weight], tier="disk", disk=directory, update="host" if device == "cpu" else "device")
 
     def step() -> None:
         optimizer.step()
@@ -69,14 +72,19 @@ def raw(nbytes: int, directory: Path) -> Callable[[], None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--disk", type=Path, default=None, help="a directory on the drive; default: the temporary one")
+    parser.add_argument("--device", choices=("cpu", "emu", "cuda"), default="cpu", help="which one updates")
     parser.add_argument("--elements", type=int, default=1 << 26)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(threads.count())
+    if arguments.device == "emu":
+        from emulator import emu
+
+        emu.reset(scheduler="threads", dry_run=True, race_detector=False, device_memory=8 << 30, pinned_memory=8 << 30)
     with tempfile.TemporaryDirectory(dir=arguments.disk) as made:
         for dtype, bytes_each in ((torch.float32, 8), (torch.bfloat16, 10)):
             directory = Path(made) / str(dtype)
-            step = step_on_disk(arguments.elements, dtype, directory / "ours")
+            step = step_on_disk(arguments.elements, dtype, directory / "ours", arguments.device)
             limit = raw(bytes_each * arguments.elements, directory / "raw")
             seconds: dict[str, list[float]] = {"ours": [], "limit": []}
             for number in range(arguments.rounds + 2):
