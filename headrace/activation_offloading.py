@@ -247,10 +247,6 @@ class ActivationOffloading(Handle):
         """A context for one backward: backwards nested in it are parts of it."""
         return self._passes.one_backward()
 
-    def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """A context for a watched module's call or recomputation."""
-        return self._calls.calling(module, args, kwargs)
-
     def _check_device(self) -> None:
         model = self._model()
         if model is None or self._shares:  # homes are on the host
