@@ -13,7 +13,7 @@ from headrace.memory.pages import map_pages
 from headrace.runtime.autograd import (
     address_of,
     dispatch_modes,
-    in_transform,
+    innermost_transform,
     storage_use_count,
     tensor_use_count,
     without_modes,
@@ -180,8 +180,8 @@ def plain_tensors() -> contextlib.AbstractContextManager[object]:
     transform's tensors would end with it; and a selective checkpoint counts operators, and those used here may differ
     between forward and recomputation.
     """
-    if not torch.is_inference_mode_enabled() and not in_transform() and not dispatch_modes():
-        return _AS_THEY_ARE
+    if innermost_transform() is None and not dispatch_modes():
+        return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_THEY_ARE
     stack = contextlib.ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(without_transforms())

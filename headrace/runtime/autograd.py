@@ -48,7 +48,7 @@ __all__ = [
     "hooks_are_enabled",
     "in_backward",
     "in_gradient_transform",
-    "in_transform",
+    "innermost_transform",
     "is_wrapper",
     "make_subclass",
     "more_flops",
@@ -214,6 +214,8 @@ neg_view = torch._neg_view
 without_overrides = torch._C.DisableTorchFunctionSubclass
 # `with without_transforms():` tensors are made outside of all transforms of `torch.func` that are under way.
 without_transforms = torch._C._DisableFuncTorch
+# The innermost transform of `torch.func` that is under way on this thread; None: there is none.
+innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 # How many modes see the operators of this thread (`TorchDispatchMode`, as of a selective checkpoint).
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # `with without_modes():` none of them sees any.
@@ -233,11 +235,6 @@ function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_
 # A class with this as its `__torch_function__` has tensors that torch functions treat as plain. Relies on PyTorch
 # comparing with this very object, so that it costs nothing.
 no_override: Any = torch._C._disabled_torch_function_impl
-
-
-def in_transform() -> bool:
-    """Whether any transform of `torch.func` is under way. Relies on the stack of interpreters being empty otherwise."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_gradient_transform() -> bool:

@@ -15,7 +15,7 @@ import torch
 from headrace.errors import BudgetError, StateError
 from headrace.memory.ledger import Tier
 from headrace.planning import Phase
-from headrace.runtime.autograd import in_transform, pop_hooks, saving_is_left_to_autograd, without_overrides
+from headrace.runtime.autograd import innermost_transform, pop_hooks, saving_is_left_to_autograd, without_overrides
 from headrace.runtime.device import is_capturing
 from headrace.runtime.fibers import calling_thread
 from headrace.runtime.tensors import tensors_in
@@ -172,7 +172,7 @@ class Engine:
     ) -> Any:
         """Runs a method of a managed module other than `forward`: with inputs on the device, it finds weights there."""
         this, passes = threading.get_ident(), self.passes
-        inside = passes.in_call or passes.in_backward or self.together is not None or in_transform()
+        inside = passes.in_call or passes.in_backward or self.together is not None or innermost_transform() is not None
         if inside or not any(one.device == passes.device for one in tensors_in((args, kwargs))):
             return method(*args, **kwargs)
         call, around = MethodCall(site, name), passes.methods.get(this)

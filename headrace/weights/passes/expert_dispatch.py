@@ -17,7 +17,7 @@ from torch import nn
 
 from headrace.errors import StateError
 from headrace.memory.buffers import plain_tensors
-from headrace.runtime.autograd import in_transform, overrides_are_on, without_overrides
+from headrace.runtime.autograd import innermost_transform, overrides_are_on, without_overrides
 from headrace.weights.model.experts import ExpertAccess, access_of, is_marked, named_index_of, routing_of
 from headrace.weights.model.managed_param import ManagedParam
 from headrace.weights.movement.banks import Bank
@@ -262,7 +262,7 @@ class ExpertDispatch:
             and all(one.device == self._device for one in routing)
             and self._lending.computes
             and overrides_are_on()  # stand-ins notice through them how they are used
-            and not in_transform()
+            and innermost_transform() is None
         )
 
     def _comes_whole(self, call: _Call, used: torch.Tensor) -> bool:

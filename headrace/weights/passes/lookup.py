@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from headrace.runtime.autograd import in_transform, without_overrides
+from headrace.runtime.autograd import innermost_transform, without_overrides
 from headrace.weights.model.partition import looks_rows_up
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.passes.lending import Lending
@@ -46,7 +46,7 @@ class Lookups:
             and self._lending.computes
             and dict.get(module._parameters, "weight") is block.params[0].home
             and looks_rows_up(module)
-            and not in_transform()
+            and innermost_transform() is None
         )
 
     def _look_up(self, block: Block, module: Any, ids: torch.Tensor) -> torch.Tensor:
