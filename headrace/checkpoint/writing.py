@@ -202,6 +202,10 @@ class Saving:
                 file.close()
             raise
 
+    def __repr__(self) -> str:
+        end = f"failed: {self._error}" if self._error is not None else f"written in {self.seconds:.1f} s"
+        return f"<{self.path}: {format_bytes(self.nbytes)}, {end if self.done else 'being written'}>"
+
     @property
     def done(self) -> bool:
         """Whether saving has ended, with success or not."""

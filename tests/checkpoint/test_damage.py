@@ -306,3 +306,17 @@ def test_the_doctor_reads_all_of_it(saved: tuple[Run, Path], capsys: pytest.Capt
     (path / name).write_bytes(data)
     assert main(["doctor", "--checkpoint", str(path)]) == 2
     assert name in capsys.readouterr().err
+
+
+def test_it_says_what_has_become_of_it(saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, path = saved
+    written = headrace.save(path, one.model)
+    assert repr(written).startswith(f"<{path}: ")
+    assert repr(written).endswith(f", written in {written.seconds:.1f} s>")
+    monkeypatch.setattr(os, "pwritev", _Fault(os.pwritev, errno.ENOSPC, 0))
+    failed = headrace.save(path, one.model, wait=False)
+    failed.ended()
+    assert "failed: " in repr(failed)
+    assert os.strerror(errno.ENOSPC) in repr(failed)
+    with pytest.raises(headrace.DiskError):
+        failed.wait()
