@@ -11,13 +11,42 @@ from torch import nn
 from tests.zoo.zoo import LIBRARIES, compare
 
 DOCS = Path(__file__).parents[2] / "docs"
+# They compute for many seconds, or loop over tokens in Python. `make zoo` runs them.
+SLOW = [
+    "AceStepAudioTokenDetokenizer",
+    "AutoencoderKLMagvit",
+    "AutoencoderKLMiniMaxH3Audio",
+    "AutoencoderKLMochi",
+    "AutoencoderVidTok",
+    "I2VGenXLUNet",
+    "Kandinsky6SRVAE",
+    "LongCatAudioDiTVae",
+    "MMAudioVocoder",
+    "UNet3DConditionModel",
+    "UNetControlNetXSModel",
+    "UNetMotionModel",
+    "UNetSpatioTemporalConditionModel",
+    "afmoe",
+    "bailing_hybrid",
+    "cvt",
+    "falcon_h1",
+    "maskformer",
+    "olmo_hybrid",
+    "pvt",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "qwen4_exp_text",
+    "regnet",
+    "univnet",
+]
 PAGES = {"transformers": "models.md", "diffusers": "models_diffusers.md"}
 
 
 def equal_on_the_cpu() -> list[tuple[str, str]]:
-    """Each library, with the names of its table whose first column says equal."""
+    """Each library, with the names of its table whose first column says equal, but for those in `SLOW`."""
     row = re.compile(r"^\| (\S+) \| equal \|", re.MULTILINE)
-    return [(library, name) for library, page in PAGES.items() for name in row.findall((DOCS / page).read_text())]
+    found = [(library, name) for library, page in PAGES.items() for name in row.findall((DOCS / page).read_text())]
+    return [(library, name) for library, name in found if name not in SLOW]
 
 
 @cache
@@ -36,4 +65,4 @@ def test_is_equal(library: str, name: str) -> None:
 
 def test_the_pages_have_all_that_was_built() -> None:
     names = equal_on_the_cpu()
-    assert len(names) == len(set(names)) == 321 + 134
+    assert len(names) == len(set(names)) == 321 + 134 - len(SLOW)
