@@ -270,8 +270,7 @@ class _State:
         self._saved = saved
         self._hooked = is_loaded_otherwise(optimizer)  # then hooks or its class check the state themselves
         self._parameters = {} if self._hooked else fitting(optimizer, saved)  # by the number in the file
-        groups = optimizer.param_groups
-        lacking = [] if self._hooked else lacking_options(groups, saved.tree["param_groups"], optimizer.defaults)
+        lacking = [] if self._hooked else lacking_options(optimizer, saved.tree["param_groups"])
         if lacking:
             raise CheckpointError(
                 f"{saved.file.path} has no {lacking[0]!r}, which {type(optimizer).__name__} has: another kind of"

@@ -159,6 +159,10 @@ class DiskState:
         What `update` changes is written back to disk if `writes`.
         """
         with self._busy:
+            if (
+                self._ring.free_slots < SLOTS
+            ):  # Ctrl-C came as a slot was taken, or once more while slots were given back
+                self._ring = self._ring_for(self._device)
             loads = deque(self._loads(wanted))
             ahead: deque[tuple[Slot, list[Part], _All]] = deque()
             try:
@@ -179,8 +183,6 @@ class DiskState:
                     for request in arrived.requests:
                         request.settle()
                     self._ring.release(slot, None)
-                if self._ring.free_slots < SLOTS:  # Ctrl-C came between the taking of a slot and the note of it
-                    self._ring = self._ring_for(self._device)
                 raise
 
     def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -4,8 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from headrace.optim import eight_bit
+
+_PLAIN = ("torch.optim.", "headrace.")  # modules of classes whose `__setstate__` gives defaults to flags alone
 
 
 def by_number(state_dict: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
@@ -18,16 +21,16 @@ def by_number(state_dict: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -
     }
 
 
-def lacking_options(
-    groups: Iterable[Mapping[str, Any]], saved_groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]
-) -> list[str]:
-    """The options that an optimizer with these `groups` and `defaults` has, and that its saved groups lack.
+def lacking_options(optimizer: Optimizer, saved_groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The options that an optimizer has, and that its saved groups lack.
 
     If there are any, another kind of optimizer was saved. Flags (True, False, None) do not count: PyTorch gives them
-    their defaults when it loads what an older version saved.
+    their defaults when it loads what an older version saved. So may a user's class, by its `__setstate__`, with any.
     """
-    numbers = {name for name, value in defaults.items() if not isinstance(value, bool | None)}
-    pairs = zip(groups, saved_groups, strict=False)
+    if not type(optimizer).__setstate__.__module__.startswith(_PLAIN):
+        return []
+    numbers = {name for name, value in optimizer.defaults.items() if not isinstance(value, bool | None)}
+    pairs = zip(optimizer.param_groups, saved_groups, strict=False)
     return sorted({name for group, saved in pairs for name in numbers & group.keys() - saved.keys()})
 
 

@@ -406,7 +406,7 @@ class HostOptimizer(Optimizer):
         for hook in before.values():
             state_dict = hook(self, state_dict) or state_dict
         groups = self.param_groups
-        if lacking := lacking_options(groups, state_dict["param_groups"], self.defaults):
+        if lacking := lacking_options(self, state_dict["param_groups"]):
             raise ValueError(
                 f"the state dict has no {lacking[0]!r}, which {type(self).__name__} has: another kind of optimizer was"
                 " saved; load it into one of that kind"

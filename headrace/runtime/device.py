@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 _CUDA_HOST_REGISTER_PORTABLE = 1
-_locked: set[int] = set()  # addresses that register_host_memory() locked, until they are unlocked
+_locked: set[int] = set()  # addresses that register_host_memory() locks, from before that until they are unlocked
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -95,15 +95,17 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
         unlock = partial(module.host_unregister, address)
     if address in _locked:  # Ctrl-C kept earlier memory at this address from being unlocked
         with contextlib.suppress(RuntimeError):
-            unlock()
+            if int(unlock() or 0) != 0:  # it came before the memory was locked, or after it was unlocked
+                _clear_last_error(device)
+    _locked.add(address)
     try:
         refused = int(lock() or 0) != 0  # CUDA returns a number; others raise
     except RuntimeError:
         refused = True
     if refused:
+        _locked.discard(address)
         _clear_last_error(device)
         return None
-    _locked.add(address)
     owner = os.getpid()
 
     def unregister() -> None:

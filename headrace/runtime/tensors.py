@@ -1,6 +1,7 @@
 """Which tensors are inside a module's arguments or results (containers, dataclasses, ModelOutputs) or an optimizer?"""
 
 import contextlib
+import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -20,8 +21,9 @@ def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tenso
     if isinstance(value, torch.Tensor):
         yield value
     elif id(value) not in around:
+        around = (*around, id(value))
         for item in _items_of(value):
-            yield from tensors_in(item, (*around, id(value)))
+            yield from tensors_in(item, around)
 
 
 def containers_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
@@ -30,8 +32,9 @@ def containers_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
         return
     if isinstance(value, list | dict) or _is_dataclass(value):
         yield value
+    around = (*around, id(value))
     for item in _items_of(value):
-        yield from containers_in(item, (*around, id(value)))
+        yield from containers_in(item, around)
 
 
 def _items_of(value: Any) -> Iterable[Any]:
@@ -39,14 +42,14 @@ def _items_of(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, list | tuple):
         return value
-    return _fields_of(value).values() if _is_dataclass(value) else ()
+    return fields_of(value).values() if _is_dataclass(value) else ()
 
 
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _fields_of(value: Any) -> dict[str, Any]:
+def fields_of(value: Any) -> dict[str, Any]:
     """The fields of a dataclass, past its own ways to get attributes: those of a config may raise."""
     found = {}
     for field in dataclasses.fields(value):
@@ -93,12 +96,16 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], arou
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if _is_dataclass(value):
-        given = {field.name for field in dataclasses.fields(value) if field.init}
-        fields = {name: item for name, item in _fields_of(value).items() if name in given}
+        fields = fields_of(value)
         changed = {name: map_tensors(item, change, around) for name, item in fields.items()}
         if all(changed[name] is item for name, item in fields.items()):
             return value
-        return dataclasses.replace(value, **changed)
+        if changed.keys() <= {field.name for field in dataclasses.fields(value) if field.init}:
+            return dataclasses.replace(value, **changed)
+        new = copy.copy(value)  # a new one would not have the fields that are set later
+        for name in (name for name, item in changed.items() if item is not fields[name]):
+            object.__setattr__(new, name, changed[name])  # also if it is frozen
+        return new
     return value
 
 

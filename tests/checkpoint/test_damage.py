@@ -280,6 +280,25 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(saved: tuple[Run, Pat
     assert not optimizer.state
 
 
+class _GrownSGD(torch.optim.SGD):
+    """It has an option that it had not when it was saved."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.defaults.setdefault("extra", 0.5)
+        for group in self.param_groups:
+            group.setdefault("extra", 0.5)
+
+
+def test_an_optimizer_that_gives_an_option_its_default_is_loaded(tmp_path: Path) -> None:
+    model = Net(torch.float32)
+    headrace.save(tmp_path / "old", model, torch.optim.SGD(model.parameters(), lr=0.5))
+    optimizer = _GrownSGD(model.parameters(), lr=0.1)
+    optimizer.defaults["extra"] = optimizer.param_groups[0]["extra"] = 0.25
+    headrace.load(tmp_path / "old", model, optimizer)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["extra"]) == (0.5, 0.5)
+
+
 def _wider() -> Net:
     model = Net(torch.float32)
     model.layers[2] = torch.nn.Linear(65, 64)

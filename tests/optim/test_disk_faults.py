@@ -50,6 +50,26 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, kind: str, pieces: int, number: 
     monkeypatch.setattr(DirectFile, kind, faulty)
 
 
+def test_a_second_ctrl_c_leaves_all_memory_to_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the first one's step gives back what it has taken."""
+    ours, theirs = parameters(torch.float32, SHAPES), parameters(torch.float32, SHAPES)
+    optimizer, reference = AdamW(ours, tier="disk", disk=tmp_path), AdamW(theirs)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for step in range(2):
+        give_gradients(ours, theirs, step)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_state._All, "synchronize", interrupted)
+            patch.setattr(disk_state.StagingRing, "release", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+
+
 def test_ctrl_c_as_memory_is_taken_leaves_all_of_it_to_later_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

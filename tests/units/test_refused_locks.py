@@ -171,6 +171,45 @@ def test_what_cuda_still_has_locked_from_before_is_unlocked_first(monkeypatch: p
     assert calls == [(name, 4096) for name in ("lock", "unlock", "lock", "unlock", "lock")]
 
 
+@pytest.mark.parametrize("missed", ["add", "discard"])
+def test_ctrl_c_beside_a_lock_or_an_unlock_leaves_memory_lockable(monkeypatch: pytest.MonkeyPatch, missed: str) -> None:
+    """Before or after either is done, and no error is left behind, which the next kernel would raise."""
+    locked: set[int] = set()
+    errors: list[int] = []
+
+    def refuse(refused: bool, code: int) -> int:
+        errors.extend([code] * refused)
+        return code * refused
+
+    def lock(address: int, *_: int) -> int:
+        result = refuse(address in locked, 712)
+        locked.add(address)
+        if missed == "add" and interrupting:
+            raise KeyboardInterrupt
+        return result
+
+    def unlock(address: int) -> int:
+        result = refuse(address not in locked, 713)
+        locked.discard(address)
+        if missed == "discard" and interrupting:
+            raise KeyboardInterrupt
+        return result
+
+    runtime = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=unlock)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(cudart=lambda: runtime))
+    monkeypatch.setattr(device_module, "_locked", set())
+    monkeypatch.setattr(device_module, "_clear_last_error", lambda device: errors.clear())
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    device = torch.device("cuda", 0)
+    interrupting = True
+    with pytest.raises(KeyboardInterrupt):
+        device_module.register_host_memory(device, 4096, 4096)()  # type: ignore[misc]
+    interrupting = False
+    assert device_module.register_host_memory(device, 4096, 8192) is not None
+    assert not errors
+
+
 @pytest.mark.emu("lazy", h2d_bytes_per_second=10e9, copy_latency_seconds=0.0, launch_seconds=0.0)
 def test_the_warning_has_the_numbers(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locking, "_ledgers", WeakSet())

@@ -72,3 +72,17 @@ def test_a_model_may_have_such_attributes_and_arguments() -> None:
     with headrace.offload(model, device="cpu", device_memory="2200B") as handle:
         assert torch.equal(model(x, config=Guarded(weight=cyclic(x))), expected)
         assert handle.stats().onload_bytes
+
+
+@dataclass
+class SetLater:
+    given: torch.Tensor
+    later: Any = field(init=False, default=None)
+
+
+def test_fields_that_are_set_later_are_kept() -> None:
+    one = SetLater(torch.ones(1))
+    one.later = [torch.ones(2)]
+    mapped = map_tensors(one, torch.neg)
+    assert [mapped.given.tolist(), mapped.later[0].tolist()] == [[-1], [-1, -1]]
+    assert [one.given.tolist(), one.later[0].tolist()] == [[1], [1, 1]]

@@ -529,6 +529,35 @@ def test_others_go_in_the_loop_and_say_so(kind: type[Stack]) -> None:
     assert len(called) == COUNT
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    value: Tensor
+
+
+class TakesSlotted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Slotted) -> Tensor:
+        return self.layer(given.value).tanh()
+
+
+class PassesSlotted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TakesSlotted() for _ in range(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = layer(Slotted(value))
+        return value
+
+
+def test_blocks_are_given_dataclasses_with_slots() -> None:
+    assert_equals_the_loop(PassesSlotted, square)
+
+
 @dataclasses.dataclass
 class Loss:
     """A callable that has no hash."""

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from headrace.runtime.autograd import sequence_number
 from headrace.runtime.process_wide import ProcessWide
-from headrace.runtime.tensors import containers_in, map_tensors
+from headrace.runtime.tensors import containers_in, fields_of, map_tensors
 from headrace.weights.model.home import Home, Leaf
 from headrace.weights.model.uses import Use, use_of
 from headrace.weights.passes.backward import WATCHED
@@ -327,4 +327,7 @@ def _held(container: Any) -> list[Any]:
     """What a list, dict or dataclass holds now."""
     if isinstance(container, list):
         return list(container)
-    return [*container, *container.values()] if isinstance(container, dict) else list(vars(container).values())
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    own = vars(container) if hasattr(container, "__dict__") else {}  # slots have none
+    return list({**fields_of(container), **own}.values())
