@@ -159,9 +159,8 @@ class DiskState:
         What `update` changes is written back to disk if `writes`.
         """
         with self._busy:
-            if (
-                self._ring.free_slots < SLOTS
-            ):  # Ctrl-C came as a slot was taken, or once more while slots were given back
+            # Ctrl-C may have come when a slot was taken, or once more while slots were given back.
+            if self._ring.free_slots < SLOTS:
                 self._ring = self._ring_for(self._device)
             loads = deque(self._loads(wanted))
             ahead: deque[tuple[Slot, list[Part], _All]] = deque()

@@ -394,9 +394,9 @@ class HostOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a `state_dict()` of this optimizer or of the stock one. Moments keep their values.
 
-        Raises ValueError when groups or shapes do not match, or another kind of optimizer was saved; nothing has
-        changed then. Loading makes up for updates that a failing drive cut short: steps are possible again. If
-        parameters are assigned to ranks, each rank takes the state of its own.
+        Raises ValueError when groups or shapes do not match, or an option is missing, as in what another kind of
+        optimizer saved; nothing has changed then. Loading makes up for updates that a failing drive cut short: steps
+        are possible again. If parameters are assigned to ranks, each rank takes the state of its own.
         """
         before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
         self._join_node()

@@ -50,11 +50,14 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, past its own ways to get attributes: those of a config may raise."""
+    """The fields of a dataclass that are set, past its own `__getattribute__`: that of a config may raise."""
     found = {}
     for field in dataclasses.fields(value):
-        with contextlib.suppress(AttributeError):  # not set
+        try:
             found[field.name] = object.__getattribute__(value, field.name)
+        except AttributeError:
+            with contextlib.suppress(AttributeError):  # not set, unless `__getattr__` gives it
+                found[field.name] = getattr(value, field.name)
     return found
 
 
