@@ -132,7 +132,7 @@ def wait_asleep(event: Any) -> None:
 def keeps_interrupts(finalizer: Callable[..., None]) -> Callable[..., None]:
     """Decorates a function that is called when an object is let go of. Python prints and drops whatever is raised in
     it. So if Ctrl-C interrupts it, a thread sends the Ctrl-C again once it is over. A Ctrl-C that came before, while no
-    Python code ran, takes effect as the call begins, and is lost.
+    Python code ran, takes effect as the call begins, and is lost. So is one that comes in a callback of `gc.callbacks`.
     """
 
     def call(*args: Any, **kwargs: Any) -> None:

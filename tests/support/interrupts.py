@@ -3,9 +3,11 @@
 import contextlib
 import dis
 import functools
+import gc
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -34,6 +36,9 @@ def signals_come(code: CodeType, last: int, offset: int) -> bool:
 def interrupted_at(moment: int, action: Callable[[], Any], within: str = "") -> bool:
     """Whether Ctrl-C came: at the moment of that number, from 1, at which it may, counted over all that `action` calls
     in files whose path has `within` in it.
+
+    An interrupt that comes in a finalizer comes again after it; this waits for that. No garbage is collected meanwhile:
+    what is raised in a callback of the collector, as Hypothesis has one, is dropped.
     """
     left = [moment]
     last: dict[FrameType, int] = {}
@@ -50,14 +55,21 @@ def interrupted_at(moment: int, action: Callable[[], Any], within: str = "") -> 
                 raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         action()
+        sys.settrace(before)
+        if left[0] <= 0:
+            time.sleep(30)
+            raise AssertionError("an interrupt was lost")
     except (KeyboardInterrupt, RuntimeError):  # the latter by a condition that was just being left
         return True
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
         last.clear()  # frames refer to what traces them: nothing may keep what they hold
     return False
 
