@@ -1,9 +1,9 @@
 """How is each model class of diffusers built small, with random weights, and what does it take?
 
 Every class that diffusers exports. Its arguments are those of `__init__`: small numbers for the names that the classes
-share, one layer of each kind for a list of them, and what `zoo_diffusers_configs` says for a single class; the rest
+share, one layer of each kind for a list of them, and what `diffusers_configs` says for a single class; the rest
 keeps its default. Inputs follow from the names that `forward` has, from the configuration, and from
-`zoo_diffusers_inputs`.
+`diffusers_inputs`.
 """
 
 import inspect
