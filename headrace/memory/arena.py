@@ -39,14 +39,19 @@ class Arena:
     `pinned` is False if `device` is the CPU, or if the system refuses to lock memory.
 
     The memory lives as long as any tensor made by `tensor` does, and is booked in `ledger` under `purpose` until then.
+    `computed`: cores compute in it, as in an update; its pages come in turn from the NUMA nodes of these cores. Other
+    memory is only copied to and from `device`, and comes from the device's node.
+
     Raises BudgetError, before anything is allocated, if the arena would exceed the ledger's host budget.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:
+    def __init__(
+        self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str, *, computed: bool = False
+    ) -> None:
         self.nbytes = whole_pages(nbytes)
         with ledger.making(self.nbytes):
             ledger.check_host(self.nbytes, purpose)
-            self._memory, self.pinned = host_memory(self.nbytes, device, ledger, purpose)
+            self._memory, self.pinned = host_memory(self.nbytes, device, ledger, purpose, computed=computed)
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a tensor of shape (elements,) with a storage of its own.

@@ -18,6 +18,7 @@ from headrace.memory.pages import (
     LARGE_FROM_BYTES,
     LARGE_PAGE_BYTES,
     advise,
+    advise_in_parts,
     libc_call,
     map_file,
     map_pages,
@@ -124,8 +125,10 @@ _file: _File | None = None  # made at first use
 _making = threading.Lock()
 
 
-def map_fork_safe(nbytes: int) -> tuple[Any, int]:
+def map_fork_safe(nbytes: int, nodes: tuple[int, ...] = ()) -> tuple[Any, int]:
     """Maps `nbytes` of zeros, whole pages that are taken at once, to be page-locked. Returns their owner and address.
+
+    `nodes`: the NUMA nodes from which the pages come, in turn; (): from where the kernel chooses.
 
     The owner supports Python's buffer protocol, and the memory lives as long as the owner: callbacks that callers give
     to `weakref.finalize(owner, ...)` run before the memory is unmapped. Where the system has no in-memory files, the
@@ -133,7 +136,7 @@ def map_fork_safe(nbytes: int) -> tuple[Any, int]:
     """
     global _file
     if not hasattr(os, "memfd_create"):
-        pages = (ctypes.c_char * nbytes).from_buffer(map_pages(nbytes, touched=True))
+        pages = (ctypes.c_char * nbytes).from_buffer(map_pages(nbytes, touched=True, nodes=nodes))
         return pages, ctypes.addressof(pages)
     with _making:
         file = _file = _file or _File()
@@ -142,9 +145,9 @@ def map_fork_safe(nbytes: int) -> tuple[Any, int]:
     weakref.finalize(owner, file.unmap, address).atexit = False
     whole = nbytes // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES if nbytes >= LARGE_FROM_BYTES else 0
     takes_large = whole > 0 and advise(address, whole, HUGEPAGE) == 0
-    touch(address, nbytes)
+    touch(address, nbytes, nodes)
     if takes_large:  # where the system gives them at the first touch, this does nothing
-        advise(address, whole, _COLLAPSE)
+        advise_in_parts(address, whole, _COLLAPSE)
     return owner, address
 
 

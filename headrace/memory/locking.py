@@ -22,6 +22,7 @@ from headrace.runtime.device import (
     is_accelerator,
     register_host_memory,
 )
+from headrace.runtime.numa import nodes_for
 from headrace.runtime.page_locks import limit_text
 from headrace.runtime.probe import link_rates
 from headrace.runtime.threads import keeps_interrupts
@@ -32,13 +33,14 @@ _ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()  # of all models and opt
 _told: set[torch.device] = set()
 
 
-def host_memory(nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> tuple[Any, bool]:
+def host_memory(nbytes: int, device: torch.device, ledger: Ledger, purpose: str, *, computed: bool) -> tuple[Any, bool]:
     """Memory of whole pages, booked in `ledger` for as long as it lives; and whether it is page-locked for `device`.
 
+    `computed`: whether cores compute in it, so that it should come from all their NUMA nodes, not from the device's.
     Warns of the first refusal for each device.
     """
     if is_accelerator(device) and can_register_host_memory(device):
-        memory, address = map_fork_safe(nbytes)
+        memory, address = map_fork_safe(nbytes, nodes_for(device, computed=computed))
         unlock = lock(memory, address, nbytes, nbytes, device, ledger, purpose)
         if unlock is not None:
             weakref.finalize(memory, keeps_interrupts(unlock)).atexit = False
@@ -46,7 +48,7 @@ def host_memory(nbytes: int, device: torch.device, ledger: Ledger, purpose: str)
     memory = _allocated(nbytes) if is_accelerator(device) else None
     locked = memory is not None
     if memory is None:
-        memory = map_pages(nbytes, touched=True)
+        memory = map_pages(nbytes, touched=True, nodes=nodes_for(device, computed=computed))
     _keep_book(memory, nbytes, device, ledger, purpose, locked=locked)
     return memory, locked
 

@@ -10,14 +10,17 @@ import functools
 import mmap
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from headrace.errors import DiskError
-from headrace.runtime.numa import interleave, nodes_of_process
-from headrace.runtime.system import NO_FILE_MEMORY, libc
+from headrace.runtime.numa import bind, interleave
+from headrace.runtime.system import NO_FILE_MEMORY, available_cores, libc
 
 LARGE_PAGE_BYTES = 2 << 20
 LARGE_FROM_BYTES = 2 * LARGE_PAGE_BYTES
+_MOST_THREADS = 8  # that take pages at once: they fill the bandwidth of one socket's memory
+_PART_BYTES = 64 << 20  # for each of them, at least
 # Only Linux has MADV_HUGEPAGE and (from 5.14 on) MADV_POPULATE_WRITE. Systems refuse advice they do not know.
 HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", -1)
 _POPULATE_WRITE = 23 if sys.platform == "linux" else -1
@@ -25,8 +28,8 @@ _POPULATE_WRITE = 23 if sys.platform == "linux" else -1
 _PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
-def map_pages(nbytes: int, *, touched: bool) -> mmap.mmap:
-    """Maps `nbytes` of zeros. `touched`: the pages are taken at once, in turn from all NUMA nodes of the process."""
+def map_pages(nbytes: int, *, touched: bool, nodes: tuple[int, ...] = ()) -> mmap.mmap:
+    """Maps `nbytes` of zeros. `touched`: the pages are taken at once, in turn from these NUMA nodes, if any."""
     pages = mmap.mmap(-1, nbytes, **_PRIVATE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     if nbytes >= LARGE_FROM_BYTES:
@@ -34,16 +37,17 @@ def map_pages(nbytes: int, *, touched: bool) -> mmap.mmap:
         begin = -address % LARGE_PAGE_BYTES
         advise(address + begin, (nbytes - begin) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES, HUGEPAGE)
     if touched:
-        touch(address, nbytes)
+        touch(address, nbytes, nodes)
     return pages
 
 
-def touch(address: int, nbytes: int) -> None:
-    """Takes all pages of fresh memory at once, in turn from all NUMA nodes of the process."""
-    nodes = nodes_of_process()
-    if len(nodes) > 1:
+def touch(address: int, nbytes: int, nodes: tuple[int, ...]) -> None:
+    """Takes all pages of fresh memory at once, in turn from these NUMA nodes; (): from where the kernel chooses."""
+    if len(nodes) == 1:
+        bind(address, nbytes, nodes[0])
+    elif nodes:
         interleave(address, nbytes, nodes)
-    if advise(address, nbytes, _POPULATE_WRITE) != 0:
+    if not advise_in_parts(address, nbytes, _POPULATE_WRITE):
         ctypes.memset(address, 0, nbytes)
 
 
@@ -94,3 +98,19 @@ def advise(address: int, nbytes: int, advice: int) -> int:
     """Calls madvise(2). Returns 0 if the system took the advice."""
     call = libc_call("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return -1 if call is None or advice < 0 else int(call(address, nbytes, advice))
+
+
+def advise_in_parts(address: int, nbytes: int, advice: int) -> bool:
+    """Calls madvise(2) on several threads, for advice at which the system fills pages. False: it refused a part.
+
+    A thread that Ctrl-C leaves behind does no harm: such advice changes no contents, whatever is mapped there by then.
+    """
+    threads = min(available_cores(), _MOST_THREADS, nbytes // _PART_BYTES)
+    if threads < 2:
+        return advise(address, nbytes, advice) == 0
+    part = -(-nbytes // (threads * LARGE_PAGE_BYTES)) * LARGE_PAGE_BYTES
+    with ThreadPoolExecutor(threads, thread_name_prefix="headrace-pages") as workers:
+        refused = workers.map(
+            lambda begin: advise(address + begin, min(part, nbytes - begin), advice), range(0, nbytes, part)
+        )
+        return not any(refused)

@@ -158,7 +158,9 @@ class HostMirror:
         if not tensors:
             return
         where = self._device if pinned else torch.device("cpu")
-        arena = Arena(sum(aligned(tensor.nbytes) for tensor in tensors), where, self._ledger, "optimizer")
+        arena = Arena(
+            sum(aligned(tensor.nbytes) for tensor in tensors), where, self._ledger, "optimizer", computed=True
+        )
         offset = 0
         for tensor in tensors:
             strides = torch.empty_like(tensor, device="meta").stride()

@@ -1,9 +1,10 @@
-"""On which NUMA nodes should host memory lie? On all whose cores this process may use, in turn.
+"""On which NUMA nodes should host memory lie? On the device's; where cores compute, on all whose cores this process may
+use, in turn.
 
-An update of weights takes its chunks in any order on any core. If all memory lay on one node, only its bandwidth would
-be used. A process that is bound to the cores of one node gets that node's memory from the kernel anyway, so nothing is
-done there, nor on machines with one node or without libnuma. Where each rank copies only its own range of shared
-memory, the range lies at that rank's device.
+What is only copied to and from a device lies nearest to it. An update of weights takes its chunks in any order on any
+core. If all its memory lay on one node, only that node's bandwidth would be used. A process that is bound to the cores
+of one node gets that node's memory from the kernel anyway, so nothing is done there, nor on machines with one node or
+without libnuma. Where each rank copies only its own range of shared memory, the range lies at that rank's device.
 """
 
 import contextlib
@@ -43,6 +44,18 @@ def bind(address: int, nbytes: int, node: int) -> bool:
     if library is not None:
         library.numa_tonode_memory(address, nbytes, node)
     return library is not None
+
+
+def nodes_for(device: torch.device, *, computed: bool) -> tuple[int, ...]:
+    """The nodes from which memory for copies to and from `device` should come, in turn; (): as the kernel chooses.
+
+    `computed`: cores of this process also compute in that memory, as in an update.
+    """
+    nodes = nodes_of_process()
+    if len(nodes) < 2:
+        return ()
+    node = None if computed or device.type == "cpu" else node_of(device)
+    return nodes if node is None else (node,)
 
 
 def node_of(device: torch.device, pci_devices: Path = _PCI_DEVICES) -> int | None:

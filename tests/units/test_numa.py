@@ -4,10 +4,13 @@ import ctypes
 import mmap
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
 
+import headrace
 from headrace.memory import pages
 from headrace.memory.arena import Arena
 from headrace.memory.ledger import Ledger
@@ -38,7 +41,7 @@ def test_an_arena_is_interleaved_where_several_nodes_are_in_use(monkeypatch: pyt
         asked.append(nodes)
         return numa.interleave(address, nbytes, (0,))
 
-    monkeypatch.setattr(pages, "nodes_of_process", lambda: (0, 1))
+    monkeypatch.setattr(numa, "nodes_of_process", lambda: (0, 1))
     monkeypatch.setattr(pages, "interleave", on_node_0)
     ledger = Ledger()
     memory = Arena(NBYTES, torch.device("cpu"), ledger, "weights").tensor(0, NBYTES)
@@ -51,14 +54,14 @@ def test_an_arena_is_interleaved_where_several_nodes_are_in_use(monkeypatch: pyt
 
 @needs_libnuma
 def test_an_arena_of_one_node_has_the_kernels_own_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "nodes_of_process", lambda: (0,))
+    monkeypatch.setattr(numa, "nodes_of_process", lambda: (0,))
     memory = Arena(NBYTES, torch.device("cpu"), Ledger(), "weights").tensor(0, NBYTES)
     assert "interleave" not in policy_of(memory.data_ptr())
 
 
 def test_without_libnuma_an_arena_is_memory_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "libnuma", lambda: None)
-    monkeypatch.setattr(pages, "nodes_of_process", lambda: (0, 1))
+    monkeypatch.setattr(numa, "nodes_of_process", lambda: (0, 1))
     memory = Arena(NBYTES, torch.device("cpu"), Ledger(), "weights").tensor(0, NBYTES)
     assert memory.fill_(7).sum() == 7 * NBYTES
 
@@ -151,3 +154,24 @@ def test_binding_is_the_kernels_policy() -> None:
     assert numa.bind(address, 4 * PAGE, 0)
     memory.write(b"x")
     assert any(policy in policy_of(address) for policy in ("bind:0", "prefer:0"))
+
+
+@pytest.mark.emu("lazy")
+@pytest.mark.parametrize("trained", [False, True])
+def test_frozen_weights_lie_at_the_device_and_trained_ones_at_all_cores(
+    emu_device: ModuleType, library: Library, monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    monkeypatch.setattr(numa, "nodes_of_process", lambda: (0, 1))
+    monkeypatch.setattr(numa, "node_of", lambda device: device.index)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(trained)
+    with headrace.offload(model, device=torch.device("emu", 1), device_memory="20KiB"):
+        assert {nodes for _, _, nodes in library.asked} == ({(0, 1)} if trained else {1})
+        assert sum(nbytes for _, nbytes, _ in library.asked) >= sum(p.nbytes for p in model.parameters())
+
+
+def test_unknown_nodes_of_devices_and_cpus_take_memory_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numa, "node_of", lambda device: None)
+    for nodes, expected in (((0, 1), (0, 1)), ((0,), ()), ((), ())):
+        monkeypatch.setattr(numa, "nodes_of_process", lambda nodes=nodes: nodes)
+        assert numa.nodes_for(torch.device("cuda", 1), computed=False) == expected
+        assert numa.nodes_for(torch.device("cpu"), computed=False) == expected

@@ -2,7 +2,9 @@
 
 import ctypes
 import mmap
+import threading
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -53,3 +55,35 @@ def test_pages_are_touched_where_the_kernel_is_too_old_to_be_asked(monkeypatch: 
     monkeypatch.setattr(pages_module, "_POPULATE_WRITE", 9999)
     pages = map_pages(MIB, touched=True)
     assert present_bytes(pages, MIB) == MIB
+
+
+def test_several_threads_take_the_pages_of_large_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[int, tuple[int, int]] = {}  # bytes and thread by address
+    advise = pages_module.advise
+
+    def noted(address: int, nbytes: int, advice: int) -> int:
+        if advice == pages_module._POPULATE_WRITE:
+            asked[address] = nbytes, threading.get_ident()
+        return advise(address, nbytes, advice)
+
+    monkeypatch.setattr(pages_module, "advise", noted)
+    monkeypatch.setattr(pages_module, "available_cores", lambda: 3)
+    monkeypatch.setattr(pages_module, "_PART_BYTES", 2 * MIB)
+    nbytes = 9 * MIB + mmap.PAGESIZE
+    pages = map_pages(nbytes, touched=True)
+    assert present_bytes(pages, nbytes) == nbytes
+    begin = address_of(pages)
+    assert sorted(asked.items()) == [
+        (begin, (4 * MIB, ANY)),
+        (begin + 4 * MIB, (4 * MIB, ANY)),
+        (begin + 8 * MIB, (MIB + mmap.PAGESIZE, ANY)),
+    ]
+    assert threading.get_ident() not in {thread for _, thread in asked.values()}
+
+
+def test_pages_are_zeroed_where_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_module, "available_cores", lambda: 3)
+    monkeypatch.setattr(pages_module, "_PART_BYTES", MIB)
+    monkeypatch.setattr(pages_module, "_POPULATE_WRITE", 9999)
+    pages = map_pages(4 * MIB, touched=True)
+    assert present_bytes(pages, 4 * MIB) == 4 * MIB

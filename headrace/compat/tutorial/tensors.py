@@ -175,7 +175,7 @@ class TieredTensors:
             self.disk = DiskBlocks(self._disk_settings, most_bytes, self.ledger, self._memory_device, self._lanes)
             tiers = self._tiers_for(sizes, first)  # now that its blocks take host memory
         on_host = [aligned(sizes[name]) for name, tier in tiers.items() if tier is Tier.HOST]
-        arena = Arena(sum(on_host), self._memory_device, self.ledger, _PURPOSE) if on_host else None
+        arena = Arena(sum(on_host), self._memory_device, self.ledger, _PURPOSE, computed=True) if on_host else None
         places = itertools.accumulate(on_host, initial=0)
         for name, tier in tiers.items():
             tensor = tensors[name].detach()

@@ -148,7 +148,7 @@ class BatchSums:
             parts.append((host, rows))
 
     def _arena(self, nbytes: int) -> Arena:
-        return Arena(nbytes, self._lanes.device, self._gradients.ledger, PURPOSE)
+        return Arena(nbytes, self._lanes.device, self._gradients.ledger, PURPOSE, computed=True)
 
 
 def _added_up(parts: list[_Part]) -> list[_Part]:

@@ -10,11 +10,12 @@ from headrace.planning import on_disk
 
 _CHUNK_BYTES = 8 * 2**20  # a request of this size has a drive's full speed
 _SMALLEST_CHUNK_BYTES = 2**12
+_LARGEST_CHUNK_BYTES = 32 * 2**20  # for large blocks: each chunk costs the host a third of a millisecond of Python
 _RING_SHARE = 1 / 8  # of the host budget, for staging; the rest of the budget holds blocks
 _MOST_RING_SHARE = 1 / 4  # where an eighth is too little for what the next two constants ask for
 _ENOUGH_CHUNKS = 16  # keeps the drive's four requests busy, and no thread waits for a chunk
 _AHEAD_BLOCKS = 3  # largest blocks on the device: where fewer have room, the ring takes the next block
-_FEWEST_CHUNKS = 4  # one that is read, one that is copied to the device, and one to follow each
+_FEWEST_CHUNKS = 4  # of a ring, and of a block in large chunks: one is read, one is copied, and one follows each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,8 @@ def place(
         return Placement()
     for_rings_bytes = max(0, host_bytes - (gradient_staging_bytes or 0))
     chunk_bytes, chunks = ring_size(for_rings_bytes // ranks, device_bytes, max(pages.values(), default=0))
-    gradient_bytes = 2 * chunk_bytes if all_gradient_bytes else 0
+    half_bytes = 2 * min(chunk_bytes, _CHUNK_BYTES)  # of the ring of gradients
+    gradient_bytes = half_bytes if all_gradient_bytes else 0
     gradient_staging_bytes = 2 * gradient_bytes if gradient_staging_bytes is None else gradient_staging_bytes
     if total_bytes + gradient_staging_bytes <= host_bytes:
         return Placement(gradient_bytes=gradient_bytes or None)
@@ -80,16 +82,18 @@ def place(
         disk_bytes=sum(pages[name] for name in there),
         chunk_bytes=chunk_bytes,
         chunks=chunks,
-        gradient_bytes=gradient_bytes or 2 * chunk_bytes,
+        gradient_bytes=half_bytes,
     )
 
 
 def ring_size(host_bytes: int, device_bytes: int, largest_bytes: int) -> tuple[int, int]:
     """Bytes of a chunk and number of chunks, of the ring through which blocks of at most `largest_bytes` come."""
     chunk_bytes = _CHUNK_BYTES
+    while chunk_bytes < _LARGEST_CHUNK_BYTES and largest_bytes >= _FEWEST_CHUNKS * 2 * chunk_bytes:
+        chunk_bytes *= 2
     while chunk_bytes > _SMALLEST_CHUNK_BYTES and chunk_bytes * _FEWEST_CHUNKS > host_bytes * _RING_SHARE:
         chunk_bytes //= 2
-    wanted_bytes = _ENOUGH_CHUNKS * chunk_bytes
+    wanted_bytes = _ENOUGH_CHUNKS * min(chunk_bytes, _CHUNK_BYTES)
     if device_bytes < _AHEAD_BLOCKS * largest_bytes:
         wanted_bytes = max(wanted_bytes, largest_bytes + chunk_bytes)
     ring_bytes = max(host_bytes * _RING_SHARE, min(host_bytes * _MOST_RING_SHARE, wanted_bytes))

@@ -92,7 +92,8 @@ class Tiers:
             self._move_in(name, shared, parameters, layouts, casts)
             return shared
         if on_host:
-            rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
+            trained = any(parameter.requires_grad for parameter in parameters)
+            rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights", computed=trained), nbytes)
             if not casts:
                 self._read(parameters, rest, layouts)
             return rest
@@ -213,7 +214,7 @@ class Tiers:
         no_room = not self._ledger.has_room(whole_pages(nbytes) + staging_bytes)
         if (name in self._placement.on_disk or no_room) and self.store is not None:
             return DiskGradients(self.store, name, nbytes, self._meter.spilled)
-        return Arena(nbytes, self._device, self._ledger, "gradients")
+        return Arena(nbytes, self._device, self._ledger, "gradients", computed=True)
 
     def common_gradient_memory(self, node: Node, name: str, nbytes: int) -> Common:
         """As `gradient_memory`, for gradients of which the ranks of a node share one copy. A collective of the node."""
