@@ -1,12 +1,16 @@
 """Does the pool hand out each byte once, merge what comes back, and shrink to what is needed?"""
 
+import random
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import BudgetError
-from headrace.memory.arena import aligned, whole_pages
+from headrace.memory import pool as pool_module
+from headrace.memory.arena import Arena, aligned, whole_pages
 from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.pool import HostPool, Slab
 
@@ -60,6 +64,28 @@ def test_one_arena_of_the_peak_takes_the_place_of_many() -> None:
         assert pool.arena_bytes == whole_pages(sum(aligned(size) for size in sizes))
         grown.append(pool.grown)
     assert len(set(grown)) == 1  # nothing is made after the first round
+
+
+def test_steps_of_random_lengths_lock_hardly_more_than_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def noted(nbytes: int, *given: Any) -> Arena:
+        made.append(whole_pages(nbytes))
+        return Arena(nbytes, *given)
+
+    monkeypatch.setattr(pool_module, "Arena", noted)
+    lengths = random.Random(1)
+    pool, _ = make()
+    peak_bytes = 0
+    for _ in range(200):
+        length = lengths.randint(100, 2000)
+        slabs = [pool.take(length * width) for _ in range(24) for width in (64, 64, 192)]
+        peak_bytes = max(peak_bytes, pool.held_bytes)
+        for slab in slabs:
+            pool.give_back(slab)
+        pool.consolidate()
+    assert sum(made) < 2.5 * peak_bytes  # all arenas anew for each longest step: 5.8
+    assert pool.arena_bytes < 1.1 * peak_bytes
 
 
 def test_sizes_that_take_turns_do_not_make_memory_each_time() -> None:
