@@ -13,7 +13,7 @@ import torch
 from headrace.ahead import cache_path
 from headrace.config import check_flag, directory_of
 from headrace.planning.cost import Hardware
-from headrace.runtime.device import is_accelerator, resolve_device
+from headrace.runtime.device import free_and_total_bytes, is_accelerator, resolve_device
 from headrace.runtime.host import available_host_bytes
 from headrace.runtime.probe import disk_rates, link_rates, matmul_rates, memory_rate, update_rate
 from headrace.runtime.progress import progress
@@ -78,7 +78,7 @@ def probe(
     half = max(products["bfloat16"], products["float16"])
     device_memory = available_host_bytes()
     if is_accelerator(chosen):
-        device_memory = int(torch.accelerator.get_memory_info(chosen)[1])
+        device_memory = free_and_total_bytes(chosen)[1]
     hardware = Hardware(
         name=f"{platform.node()} ({chosen})",
         devices=max(1, torch.accelerator.device_count() if is_accelerator(chosen) else 1),

@@ -11,7 +11,7 @@ import torch
 
 from headrace.errors import CheckpointError, StateError
 from headrace.memory.disk import origin_of, read_bytes
-from headrace.runtime.device import is_accelerator
+from headrace.runtime.device import is_accelerator, new_stream
 from headrace.runtime.lanes import entered
 
 SMALL_BYTES = 1 << 14  # tensors up to this size are copied when saving begins
@@ -161,4 +161,4 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 @functools.cache
 def _stream(device: torch.device) -> torch.Stream:
     """The stream for copies from a device; one is enough, as one thread reads for one checkpoint at a time."""
-    return torch.Stream(device)
+    return new_stream(device)

@@ -23,7 +23,14 @@ _PAGE_BYTES = mmap.PAGESIZE
 _LOCK_TRIED_BYTES = 4 * _GIB  # locking takes about two seconds
 _NOTEBOOKS = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "JPY_PARENT_PID": "Jupyter"}
 _REMOTE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
-_DISPLAY_CLASSES = ("0x0300", "0x0302", "0x1200")  # VGA, 3D, accelerators
+_DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")  # VGA, 3D, other display, accelerators
+_VENDORS = ("0x10de", "0x1002", "0x8086", "0x19e5")  # NVIDIA, AMD, Intel, Huawei
+# What was read in the sources of runtimes on which headrace was never run: docs/design/accelerators.md.
+_READ = {
+    "rocm": "page-locking, streams, events, fork and CUDA graphs",
+    "xpu": "pinned memory, streams, events, copies and memory statistics",
+    "npu": "pinned memory, streams, events, copies and memory statistics",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,10 @@ class Machine:
 
 def findings(machine: Machine) -> list[Finding]:
     """All findings about the machine, severe ones first."""
-    checks = (_installed, _device, _page_locks, _host_memory, _notebook, _disk, _threads, _numa, _huge_pages, _link)
+    checks = (
+        *(_installed, _device, _never_run, _page_locks, _host_memory),
+        *(_notebook, _disk, _threads, _numa, _huge_pages, _link),
+    )
     found = [finding for check in checks for finding in check(machine)]
     return sorted(found, key=lambda finding: not finding.severe)
 
@@ -85,12 +95,27 @@ def _device(machine: Machine) -> Iterator[Finding]:
         return
     describe = getattr(torch.get_device_module(machine.device), "get_device_properties", None)
     properties = describe(machine.device) if describe is not None else None
-    if getattr(properties, "is_integrated", 0) or machine.device.type == "mps":
+    integrated = getattr(properties, "is_integrated", 0) or getattr(properties, "is_integrated_gpu", False)  # CUDA, XPU
+    if integrated or machine.device.type == "mps":
         yield Finding(
             "the accelerator is integrated: its memory is the host's, so moving weights there frees nothing",
             "use a disk as the lower tier (disk=...), or do without headrace",
             severe=True,
         )
+
+
+def _never_run(machine: Machine) -> Iterator[Finding]:
+    """A finding for all accelerators but CUDA's."""
+    kind = "rocm" if machine.device.type == "cuda" and torch.version.hip is not None else machine.device.type
+    if not is_accelerator(machine.device) or kind == "cuda":
+        return
+    read = f"only read in its runtime's source: {_READ[kind]}" if kind in _READ else "not even read in its source"
+    yield Finding(
+        f"headrace was never run on hardware of this kind ({kind}): all its measurements are of NVIDIA's. Whether it is"
+        f" exact and fast here is {read}",
+        f"in a checkout of headrace: python -m pytest tests/gpu, then DEVICE={machine.device.type}"
+        " benchmarks/gpu/first_contact.sh; and tell us what they say",
+    )
 
 
 def _page_locks(machine: Machine) -> Iterator[Finding]:
@@ -265,11 +290,16 @@ def _link(machine: Machine) -> Iterator[Finding]:
 
 
 def _cards(machine: Machine) -> Iterator[str]:
-    """Display controllers and accelerators on PCIe that are not part of the host's chips, as paths under the root."""
+    """Display controllers and accelerators on PCIe that are not part of the host's chips, as paths under the root.
+
+    Intel's integrated ones are on the first bus.
+    """
     for device in sorted((machine.root / "sys/bus/pci/devices").glob("*")):
         path = str(device.relative_to(machine.root))
         vendor = machine.text(f"{path}/vendor")
-        if machine.text(f"{path}/class").startswith(_DISPLAY_CLASSES) and vendor in ("0x10de", "0x1002", "0x19e5"):
+        if vendor == "0x8086" and device.name.startswith("0000:00:"):
+            continue
+        if machine.text(f"{path}/class").startswith(_DISPLAY_CLASSES) and vendor in _VENDORS:
             yield path
 
 

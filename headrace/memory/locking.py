@@ -21,6 +21,7 @@ from headrace.runtime.device import (
     can_register_host_memory,
     is_accelerator,
     register_host_memory,
+    waits_for_device,
 )
 from headrace.runtime.numa import nodes_for
 from headrace.runtime.page_locks import limit_text
@@ -45,7 +46,7 @@ def host_memory(nbytes: int, device: torch.device, ledger: Ledger, purpose: str,
         if unlock is not None:
             weakref.finalize(memory, keeps_interrupts(unlock)).atexit = False
         return memory, unlock is not None
-    memory = _allocated(nbytes) if is_accelerator(device) else None
+    memory = _allocated(nbytes, device) if is_accelerator(device) else None
     locked = memory is not None
     if memory is None:
         memory = map_pages(nbytes, touched=True, nodes=nodes_for(device, computed=computed))
@@ -76,13 +77,16 @@ def _keep_book(memory: Any, nbytes: int, device: torch.device, ledger: Ledger, p
         warnings.warn(_told_of(device, nbytes, purpose), RuntimeWarning, stacklevel=4)
 
 
-def _allocated(nbytes: int) -> Any:
-    """Memory of PyTorch's allocator, for devices that cannot register a caller's memory; None if it is refused."""
+def _allocated(nbytes: int, device: torch.device) -> Any:
+    """Memory of PyTorch's allocator, for devices that cannot register a caller's memory; None if it is refused.
+
+    The allocator does not know of copies within the memory, and would hand it out again while they are under way.
+    """
     owner = allocate_locked_memory(nbytes)
     if owner is None:
         return None
     view = (ctypes.c_char * nbytes).from_address(owner.data_ptr())
-    view.owner = owner  # type: ignore[attr-defined]  # so that it lives as long as the view
+    weakref.finalize(view, keeps_interrupts(waits_for_device(device)), owner).atexit = False
     return view
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work on the device is being captured into a graph (CUDA and ROCm)."""
+    """Whether work on the device is being captured into a graph (CUDA, ROCm, XPU and NPU)."""
     asks = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return asks is not None and bool(asks())
 
@@ -68,13 +68,42 @@ def allocated_bytes(device: torch.device) -> int:
 
 def free_device_bytes(device: torch.device) -> int:
     """Bytes that can be allocated on the accelerator now: free ones, and unused ones of its caching allocator."""
-    free, _total = torch.accelerator.get_memory_info(device)
     unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-    return int(free + unused)
+    return int(free_and_total_bytes(device)[0] + unused)
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes that nobody has allocated on the accelerator, and all its bytes.
+
+    Drivers of some XPUs do not tell the first number. Then this process counts as the only one that uses the device.
+    """
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+    except RuntimeError:
+        if device.type != "xpu":
+            raise
+        total = torch.get_device_module(device).get_device_properties(device).total_memory
+        free = total - torch.accelerator.memory_reserved(device)
+    return int(free), int(total)
+
+
+def new_stream(device: torch.device, others: Iterable[torch.Stream] = ()) -> torch.Stream:
+    """A stream that is neither the current one nor one of `others`, if the device has enough streams.
+
+    PyTorch hands out streams of a pool in turn. On XPU, the first one is the default stream itself.
+    """
+    taken = {torch.accelerator.current_stream(device), *others}
+    stream = torch.Stream(device=device)
+    for _ in taken:
+        if stream not in taken:
+            break
+        stream = torch.Stream(device=device)
+    return stream
 
 
 def can_register_host_memory(device: torch.device) -> bool:
-    """Whether memory that the caller owns can be page-locked for the device (CUDA and ROCm can; XPU and NPU cannot)."""
+    """Whether memory that the caller owns can be page-locked for the device (CUDA and ROCm). On others, PyTorch's own
+    allocator locks memory: no call of `torch.xpu` does, and that of `torch.npu` has never been tried."""
     return device.type == "cuda" or hasattr(torch.get_device_module(device), "host_register")
 
 
@@ -136,6 +165,21 @@ def allocate_locked_memory(nbytes: int) -> torch.Tensor | None:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:  # the base class of torch.AcceleratorError and torch.OutOfMemoryError
         return None
+
+
+def waits_for_device(device: torch.device) -> Callable[[], None]:
+    """Returns the call to make before page-locked memory is used for something else: copies may be under way when a
+    model is dropped. It waits for the device; in a forked process, which does not use the device, it does nothing.
+    Arguments of that call are only kept alive until then.
+    """
+    owner = os.getpid()
+
+    def wait(*_kept: object) -> None:
+        if os.getpid() == owner:
+            with torch.accelerator.device_index(device.index):
+                torch.accelerator.synchronize(device)
+
+    return wait
 
 
 def _clear_last_error(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from headrace.runtime.autograd import dispatch_modes, without_modes
-from headrace.runtime.device import is_accelerator
+from headrace.runtime.device import is_accelerator, new_stream
 from headrace.runtime.threads import Job, OneThread, wait_asleep
 
 _AT_ONCE_BYTES = 256 * 2**10  # a thread copies these about as quickly as it wakes another one
@@ -188,7 +188,9 @@ class StreamLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._streams: dict[str, torch.Stream] = {lane: torch.Stream(device=device) for lane in Lane}
+        self._streams: dict[str, torch.Stream] = {}
+        for lane in Lane:
+            self._streams[lane] = new_stream(device, self._streams.values())
 
     def mark(self) -> Event:
         return torch.accelerator.current_stream(self.device).record_event()
@@ -216,7 +218,7 @@ class StreamLanes(Lanes):
     def _launch(self, lane: str, job: Callable[[], None], after: Sequence[Event]) -> tuple[Tick, Tick]:
         """Calls `job` on the lane's stream, which is made at first use. Returns the begin and end of its kernels."""
         if lane not in self._streams:
-            self._streams[lane] = torch.Stream(device=self.device)
+            self._streams[lane] = new_stream(self.device, self._streams.values())
         stream = self._streams[lane]
         for event in after:
             stream.wait_event(event)  # type: ignore[arg-type]

@@ -139,8 +139,8 @@ def new_group(like: Any, ranks: Sequence[int], backend: str) -> Any:
 
 def timeout_seconds(group: Any) -> float:
     """The timeout of a process group's collectives; if it does not tell, half an hour, which is PyTorch's default."""
-    device = torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
-    timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    kind = str(torch.distributed.get_backend_config(group)).partition(":")[0]  # such as "cuda:nccl" or "xpu:xccl"
+    timeout = getattr(getattr(group._get_backend(torch.device(kind)), "options", None), "_timeout", None)
     return 1800.0 if timeout is None else float(timeout.total_seconds())
 
 

@@ -231,6 +231,65 @@ def test_limits_of_an_accelerator(files: Path, tmp_path: Path, monkeypatch: pyte
     assert any("is integrated" in problem for problem in found)
 
 
+@pytest.mark.parametrize(
+    ("device", "hip", "kind", "read"),
+    [
+        ("cuda", None, None, ""),
+        ("cuda", "7.0", "rocm", "only read in its runtime's source: page-locking"),
+        ("xpu", None, "xpu", "only read in its runtime's source: pinned memory"),
+        ("hpu", None, "hpu", "not even read in its source"),
+    ],
+)
+def test_an_accelerator_on_which_headrace_was_never_run(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, kind: str, read: str
+) -> None:
+    monkeypatch.setattr(checks, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(checks, "memlock_matters", lambda device: False)
+    monkeypatch.setattr(checks, "lockable_bytes", lambda device, most, piece_bytes: most)
+    monkeypatch.setattr(checks, "limit_text", lambda device, release: "another machine")
+    monkeypatch.setattr(checks.torch, "get_device_module", lambda device: SimpleNamespace())
+    monkeypatch.setattr(torch.version, "hip", hip)
+    machine = Machine(device=torch.device(device, 0), disk=tmp_path, root=files, environment={})
+    found = [finding for finding in findings(machine) if "was never run" in finding.problem]
+    if kind is None:
+        assert found == []
+        return
+    (finding,) = found
+    assert not finding.severe
+    assert f"hardware of this kind ({kind})" in finding.problem
+    assert read in finding.problem
+    assert f"DEVICE={device} benchmarks/gpu/first_contact.sh" in finding.fix
+    assert "pytest tests/gpu" in finding.fix
+    for place in ("tests/gpu", "benchmarks/gpu/first_contact.sh", "docs/design/accelerators.md"):
+        assert (ROOT / place).exists()
+
+
+@pytest.mark.parametrize(
+    ("slot", "kind", "vendor", "cards"),
+    [
+        ("0000:01:00.0", "0x038000", "0x1002", 1),  # an Instinct
+        ("0000:03:00.0", "0x030000", "0x8086", 1),  # an Arc
+        ("0000:00:02.0", "0x030000", "0x8086", 0),  # part of the processor
+    ],
+)
+def test_cards_that_this_torch_does_not_drive(tmp_path: Path, slot: str, kind: str, vendor: str, cards: int) -> None:
+    write(tmp_path, f"sys/bus/pci/devices/{slot}/class", kind)
+    write(tmp_path, f"sys/bus/pci/devices/{slot}/vendor", vendor)
+    found = findings(Machine(device=CPU, disk=tmp_path, root=tmp_path, environment={}))
+    assert sum("drives none" in finding.problem for finding in found) == cards
+
+
+@pytest.mark.parametrize("name", ["is_integrated", "is_integrated_gpu"])
+def test_an_integrated_accelerator(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(checks, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(checks, "memlock_matters", lambda device: False)
+    monkeypatch.setattr(checks, "limit_text", lambda device, release: "another machine")
+    monkeypatch.setattr(checks, "lockable_bytes", lambda device, most, piece_bytes: most)
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**{name: True}))
+    monkeypatch.setattr(checks.torch, "get_device_module", lambda device: module)
+    assert any("is integrated" in problem for problem in problems(files, tmp_path))
+
+
 def test_old_torch_and_refused_direct_access(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.torch, "__version__", "2.4.1")
     opened = checks.os.open
