@@ -106,7 +106,7 @@ def drops_memory_that_a_driver_locked(patch: pytest.MonkeyPatch) -> None:
     for name in ("is_accelerator", "can_register_host_memory"):
         patch.setattr(locking, name, lambda _device: True)
     patch.setattr(locking, "lock", lambda *_: strike)
-    locking.host_memory(4096, torch.device("cpu"), Ledger(), "weights")
+    locking.host_memory(4096, torch.device("cpu"), Ledger(), "weights", computed=False)
 
 
 def drops_a_mapping(patch: pytest.MonkeyPatch) -> None:
