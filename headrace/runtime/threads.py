@@ -43,7 +43,7 @@ class Gate:
             pass
 
 
-class _Condition(threading.Condition):
+class Condition(threading.Condition):
     """A condition that takes its lock in C. The standard one lets Ctrl-C in between that and the `with` body."""
 
     __enter__ = property(lambda self: self._lock.__enter__)
@@ -55,7 +55,7 @@ class Job(Future[T]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._condition = _Condition()
+        self._condition = Condition()
 
     def cancel(self) -> bool:
         """False: a job that was submitted is always done."""

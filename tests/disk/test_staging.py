@@ -8,6 +8,7 @@ import torch
 from headrace.errors import BudgetError, StateError
 from headrace.memory.disk import DISK_ALIGNMENT_BYTES, StagingRing
 from headrace.memory.ledger import Ledger, Tier
+from tests.support.interrupts import interrupted_at
 
 CPU = torch.device("cpu")
 PAGE = DISK_ALIGNMENT_BYTES
@@ -91,3 +92,19 @@ def test_slots_are_pinned_for_an_accelerator(compute_device: torch.device) -> No
     torch.empty(1).pin_memory()
     slot = StagingRing(PAGE, 1, compute_device, Ledger()).acquire()
     assert slot.memory.is_pinned() == (compute_device.type != "cpu")
+
+
+def test_ctrl_c_leaves_the_ring_unlocked() -> None:
+    """Another thread can still take it, wherever the interrupt came."""
+    struck = 0
+    for moment in range(1, 200):
+        ring = StagingRing(PAGE, 2, CPU, Ledger())
+        came = interrupted_at(moment, lambda ring=ring: ring.release(ring.acquire(), None))
+        reader = threading.Thread(target=lambda ring=ring: ring.free_slots, daemon=True)
+        reader.start()
+        reader.join(10)
+        assert not reader.is_alive(), moment
+        struck += came
+        if not came:
+            break
+    assert struck > 10

@@ -1,6 +1,5 @@
 """Through which memory do bytes pass between disk and device? A ring of pinned slots, made once and used in turn."""
 
-import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from headrace.memory.arena import Arena
 from headrace.memory.disk.extent import disk_pages
 from headrace.memory.ledger import Ledger
 from headrace.runtime.lanes import Event
+from headrace.runtime.threads import Condition
 
 _PURPOSE = "staging"
 
@@ -38,7 +38,7 @@ class StagingRing:
         self._memory = [arena.tensor(index * self.slot_bytes, self.slot_bytes) for index in range(slots)]
         self._free: deque[tuple[int, Event | None]] = deque((index, None) for index in range(slots))
         self._taken: set[int] = set()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._closed = False
 
     @property
