@@ -105,22 +105,25 @@ class DiskState:
         self._failed = False  # whether a `stream` failed: then the contents cannot be relied on
         self._ledger = Ledger()
         self._store = DiskStore(directory, self._ledger, alone=False)
-        self._ring = self._ring_for(torch.device("cpu"))
+        self._ring = self._ring_for(torch.device("cpu"), before=None)
         self._extents: dict[Any, dict[tuple[str, torch.dtype], Extent]] = {}  # for good: no disk space is given back
         self._written: dict[Any, dict[str, torch.dtype]] = {}  # the tensors whose extents hold something
         self._chunks: dict[Any, int] = {}  # how many elements each part had when it was written last
         self._busy = threading.Lock()
         weakref.finalize(self, keeps_interrupts(self._store.close))
 
-    def _ring_for(self, device: torch.device) -> StagingRing:
+    def _ring_for(self, device: torch.device, *, before: StagingRing | None) -> StagingRing:
+        """A new ring, for which the memory of the one `before` goes first."""
         self._device = device
+        if before is not None:
+            before.close()
         return StagingRing(STAGED_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, device, self._ledger)
 
     def lock_for(self, device: torch.device) -> None:
         """Called before `device` updates: from now on, state passes through memory that is page-locked for it."""
         with self._busy:
             if self._device.type == "cpu":  # memory that is page-locked for one accelerator is so for all
-                self._ring = self._ring_for(device)
+                self._ring = self._ring_for(device, before=self._ring)
 
     @property
     def host_bytes(self) -> int:
@@ -159,9 +162,9 @@ class DiskState:
         What `update` changes is written back to disk if `writes`.
         """
         with self._busy:
-            # Ctrl-C may have come when a slot was taken, or once more while slots were given back.
+            # Ctrl-C may have come when a slot was taken, once more while slots were given back, or in `lock_for`.
             if self._ring.free_slots < SLOTS:
-                self._ring = self._ring_for(self._device)
+                self._ring = self._ring_for(self._device, before=self._ring)
             loads = deque(self._loads(wanted))
             ahead: deque[tuple[Slot, list[Part], _All]] = deque()
             try:

@@ -21,6 +21,7 @@ import headrace.optim
 from headrace.errors import BudgetError, StateError
 from headrace.memory.arena import Arena
 from headrace.memory.disk import StagingRing
+from headrace.memory.ledger import Tier
 from headrace.optim import Adafactor, AdamW, Muon, disk_state, on_device, states
 from headrace.optim.on_device import DeviceUpdates, device_bytes
 from tests.optim.references import RULES, give_gradients, parameters
@@ -427,6 +428,8 @@ def test_state_on_disk_passes_through_one_ring(
     for device in ("emu:1", "emu:0", "emu:1"):
         state.lock_for(torch.device(device))
     assert [device.type for _, _, device, _ in made] == ["cpu", "emu"]
+    ledger = made[0][3]
+    assert ledger.peak_bytes(Tier.HOST) == ledger.held_bytes(Tier.HOST) > 0  # one goes before the other is made
 
 
 def test_an_error_before_anything_is_written(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
