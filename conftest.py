@@ -111,6 +111,15 @@ def _register_emulator(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    _keep_what_there_is()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        _keep_what_there_is()
+
+
+def _keep_what_there_is() -> None:
     """What is imported by now is no garbage: each of the many collections would look through all of it again."""
     gc.collect()
     gc.freeze()

@@ -115,9 +115,9 @@ def test_no_host_memory_is_made_in_backward(monkeypatch: pytest.MonkeyPatch) -> 
     made: list[bool] = []
 
     class Seen(Arena):
-        def __init__(self, *given: Any) -> None:
+        def __init__(self, *given: Any, **settings: Any) -> None:
             made.append(in_backward())
-            super().__init__(*given)
+            super().__init__(*given, **settings)
 
     def tied() -> nn.Module:
         model = Model()
