@@ -103,6 +103,8 @@ def advise(address: int, nbytes: int, advice: int) -> int:
 def advise_in_parts(address: int, nbytes: int, advice: int) -> bool:
     """Calls madvise(2) on several threads, for advice at which the system fills pages. False: it refused a part.
 
+    A process that ends starts no threads: they would never run.
+
     Threads that Ctrl-C leaves behind do no harm: such advice changes no contents, whatever is mapped there by then.
     """
     threads = 1 if sys.is_finalizing() else min(available_cores(), _MOST_THREADS, nbytes // _PART_BYTES)
