@@ -39,8 +39,8 @@ class Arena:
     `pinned` is False if `device` is the CPU, or if the system refuses to lock memory.
 
     The memory lives as long as any tensor made by `tensor` does, and is booked in `ledger` under `purpose` until then.
-    `computed`: cores compute in it, as in an update; its pages come in turn from the NUMA nodes of these cores. Other
-    memory is only copied to and from `device`, and comes from the device's node.
+    `computed`: cores compute in it, as in an update; its pages come in turn from the NUMA nodes of these cores. Memory
+    that is only copied to and from `device` comes from the device's node.
 
     Raises BudgetError, before anything is allocated, if the arena would exceed the ledger's host budget.
     """

@@ -10,12 +10,12 @@ import functools
 import mmap
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from headrace.errors import DiskError
 from headrace.runtime.numa import bind, interleave
 from headrace.runtime.system import NO_FILE_MEMORY, available_cores, libc
+from headrace.runtime.threads import beside
 
 LARGE_PAGE_BYTES = 2 << 20
 LARGE_FROM_BYTES = 2 * LARGE_PAGE_BYTES
@@ -103,14 +103,21 @@ def advise(address: int, nbytes: int, advice: int) -> int:
 def advise_in_parts(address: int, nbytes: int, advice: int) -> bool:
     """Calls madvise(2) on several threads, for advice at which the system fills pages. False: it refused a part.
 
-    A thread that Ctrl-C leaves behind does no harm: such advice changes no contents, whatever is mapped there by then.
+    A process that ends starts no threads: they would never run.
+
+    Threads that Ctrl-C leaves behind do no harm: such advice changes no contents, whatever is mapped there by then.
     """
-    threads = min(available_cores(), _MOST_THREADS, nbytes // _PART_BYTES)
+    threads = 1 if sys.is_finalizing() else min(available_cores(), _MOST_THREADS, nbytes // _PART_BYTES)
     if threads < 2:
         return advise(address, nbytes, advice) == 0
     part = -(-nbytes // (threads * LARGE_PAGE_BYTES)) * LARGE_PAGE_BYTES
-    with ThreadPoolExecutor(threads, thread_name_prefix="headrace-pages") as workers:
-        refused = workers.map(
-            lambda begin: advise(address + begin, min(part, nbytes - begin), advice), range(0, nbytes, part)
-        )
-        return not any(refused)
+    refused: list[int] = []
+
+    def take(begin: int) -> None:
+        refused.append(advise(address + begin, min(part, nbytes - begin), advice))
+
+    ends = [beside(take, begin) for begin in range(part, nbytes, part)]
+    take(0)
+    for end in ends:
+        end.wait()
+    return not any(refused)

@@ -4,7 +4,8 @@ The first step shows how much memory a step takes: what does not fit gets an are
 given back, one arena of exactly the peak size replaces them all, and later steps of that size allocate nothing.
 
 Page-locking costs the system 0.3 to 0.7 s for each GiB. So a larger step keeps that arena and gets another beside it.
-Only when larger steps have made several, one arena replaces them all again.
+Only when larger steps have made several, one arena replaces them all again. Several arenas have room for less than one
+does, so this is only where the budgets have room for all of the pool once more. Elsewhere arenas become one each time.
 """
 
 from collections.abc import Iterable
@@ -61,12 +62,12 @@ class HostPool:
     def take(self, nbytes: int) -> Slab:
         """Memory for `nbytes`, with arbitrary contents; from a new arena if the others have no room for it.
 
-        After the first step, new arenas are larger than that if the budgets allow it.
+        After the first step, new arenas are larger than that if the budgets are wide.
         """
         slab = self.try_take(nbytes)
         if slab is None:
-            more_bytes = max(aligned(nbytes), int(self.arena_bytes * _LEAST_GROWTH) if self._consolidated else 0)
-            self.grow(more_bytes if self.has_room(more_bytes) else aligned(nbytes))
+            least_bytes = int(self.arena_bytes * _LEAST_GROWTH) if self._is_steady_and_wide else 0
+            self.grow(max(aligned(nbytes), least_bytes))
             slab = self.try_take(nbytes)
         if slab is None:
             raise RuntimeError(f"a new arena has no room for {nbytes} bytes")
@@ -106,13 +107,21 @@ class HostPool:
 
     def consolidate(self) -> None:
         """If all memory has been given back, replaces several arenas by one: of the peak size; later, of their sum."""
-        few = _MOST_ARENAS if self._consolidated else 2
-        if self._reserved or self.held_bytes or len(self._arenas) < few:
+        if self._reserved or self.held_bytes or len(self._arenas) < 2:
+            return
+        if self._is_steady_and_wide and len(self._arenas) < _MOST_ARENAS:
             return
         wanted_bytes = self.arena_bytes if self._consolidated else self._peak_bytes
         self._arenas, self._free, self._no_more, self.arena_bytes = [], [], LeastTree(), 0
         self._consolidated = True
         self.grow(wanted_bytes)
+
+    @property
+    def _is_steady_and_wide(self) -> bool:
+        """Whether the first step is over, and the budgets have room for all of the pool once more."""
+        _, ledger, _ = self._context
+        within = self._limit_bytes is None or 2 * self.arena_bytes <= self._limit_bytes
+        return self._consolidated and within and ledger.fits(self.arena_bytes)
 
     def reserve(self) -> None:
         """Takes all that the limit allows at once, and keeps it: nobody else can take it from the ledger's budget."""

@@ -102,8 +102,11 @@ def new_stream(device: torch.device, others: Iterable[torch.Stream] = ()) -> tor
 
 
 def can_register_host_memory(device: torch.device) -> bool:
-    """Whether memory that the caller owns can be page-locked for the device (CUDA and ROCm). On others, PyTorch's own
-    allocator locks memory: no call of `torch.xpu` does, and that of `torch.npu` has never been tried."""
+    """Whether memory that the caller owns can be page-locked for the device (CUDA and ROCm).
+
+    On other devices, memory comes locked from PyTorch's own allocator: `torch.xpu` has no call that locks memory, and
+    that of `torch.npu` has never been tried.
+    """
     return device.type == "cuda" or hasattr(torch.get_device_module(device), "host_register")
 
 
@@ -167,10 +170,10 @@ def allocate_locked_memory(nbytes: int) -> torch.Tensor | None:
         return None
 
 
-def waits_for_device(device: torch.device) -> Callable[[], None]:
+def waits_for_device(device: torch.device) -> Callable[..., None]:
     """Returns the call to make before page-locked memory is used for something else: copies may be under way when a
     model is dropped. It waits for the device; in a forked process, which does not use the device, it does nothing.
-    Arguments of that call are only kept alive until then.
+    It does nothing with its arguments: the caller gives it what must live until the wait is over.
     """
     owner = os.getpid()
 

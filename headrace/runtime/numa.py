@@ -39,11 +39,14 @@ def interleave(address: int, nbytes: int, nodes: tuple[int, ...]) -> bool:
 
 
 def bind(address: int, nbytes: int, node: int) -> bool:
-    """Makes the pages of memory that is not touched yet come from one node. False: there is no libnuma."""
+    """Makes the pages of memory that is not touched yet come from one node, as long as it has free ones. False: there
+    is no libnuma, or this process may not have memory of that node.
+    """
     library = libnuma()
-    if library is not None:
-        library.numa_tonode_memory(address, nbytes, node)
-    return library is not None
+    if library is None or not _has_memory(node):
+        return False
+    library.numa_tonode_memory(address, nbytes, node)
+    return True
 
 
 def nodes_for(device: torch.device, *, computed: bool) -> tuple[int, ...]:
@@ -99,6 +102,17 @@ def _page(offset: int) -> int:
 
 
 @functools.cache
+def _has_memory(node: int) -> bool:
+    """Whether the node has memory, and this process may have it. Binding to another one prints an error of libnuma."""
+    library = libnuma()
+    allowed = library.numa_get_mems_allowed()
+    try:
+        return bool(library.numa_bitmask_isbitset(allowed, node))
+    finally:
+        library.numa_bitmask_free(allowed)
+
+
+@functools.cache
 def libnuma() -> Any:
     """The library; None if it is missing, or if the kernel lacks what it needs."""
     try:
@@ -109,6 +123,8 @@ def libnuma() -> Any:
     library.numa_bitmask_setbit.argtypes = [ctypes.c_void_p, ctypes.c_uint]
     library.numa_bitmask_setbit.restype = ctypes.c_void_p
     library.numa_bitmask_free.argtypes = [ctypes.c_void_p]
+    library.numa_bitmask_isbitset.argtypes = [ctypes.c_void_p, ctypes.c_uint]
+    library.numa_get_mems_allowed.restype = ctypes.c_void_p
     library.numa_interleave_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     library.numa_tonode_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library if library.numa_available() >= 0 else None

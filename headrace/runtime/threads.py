@@ -43,6 +43,25 @@ class Gate:
             pass
 
 
+def beside(job: Callable[[T], object], argument: T) -> Gate:
+    """Has `job`, which raises nothing, called on a thread of its own; on this one if the system starts no other. The
+    gate opens at the job's end. Ctrl-C at any moment lets the job end, and a process exits without waiting for it.
+    """
+    gate = Gate()
+
+    def perform() -> None:
+        mark_headrace_thread()
+        job(argument)
+        gate.open()
+
+    try:
+        _thread.start_new_thread(perform, ())
+    except RuntimeError:  # too many threads, or the interpreter ends
+        job(argument)
+        gate.open()
+    return gate
+
+
 class Condition(threading.Condition):
     """A condition that takes its lock in C. The standard one lets Ctrl-C in between that and the `with` body."""
 

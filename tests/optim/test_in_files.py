@@ -14,9 +14,10 @@ from torch import nn
 
 import headrace
 from headrace.errors import DiskError, StateError
-from headrace.memory.disk import DiskStore
+from headrace.memory.disk import DiskStore, new_pages
 from headrace.optim import disk_state, elements, in_files, update
 from headrace.optim.in_files import Grains
+from headrace.weights.rest import placement
 from tests.disk.test_faults import spill_file
 from tests.optim.test_disk_faults import fail_after
 from tests.support.compare import assert_same
@@ -339,3 +340,28 @@ def test_small_parameters_take_no_page_each(tmp_path: Path, pages: Counter[str])
         assert_same(list(model.parameters()), list(plain.parameters()))
         assert any(in_files.origin_of(one.grad) for block in fetched(handle) for one in (s.home for s in block.params))
         assert 0 < pages["made"] <= 7 * max(block.nbytes for block in fetched(handle))
+
+
+def test_an_update_takes_no_more_memory_where_blocks_come_in_larger_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(placement, "_LARGEST_CHUNK_BYTES", 1 << 18)
+    taken: list[int] = []
+
+    def noted(nbytes: int) -> torch.Tensor:
+        taken.append(nbytes)
+        return new_pages(nbytes)
+
+    monkeypatch.setattr(in_files, "new_pages", noted)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(12)))
+    budgets = {"device_memory": "4MiB", "host_memory": "9MiB"}
+    with headrace.offload(model, device="cpu", disk=tmp_path, **budgets) as handle:
+        optimizer = headrace.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(4, 512)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (chunk_bytes,) = {block.rest.pieces(1 << 18)[0].nbytes for block in fetched(handle)}
+    assert chunk_bytes == 1 << 18
+    assert set(taken) == {1 << 16}

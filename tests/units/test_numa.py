@@ -72,6 +72,14 @@ class Library:
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, object]] = []
         self._mask: list[int] = []
+        numa._has_memory.cache_clear()
+
+    def numa_get_mems_allowed(self) -> list[int]:
+        self._mask = [0, 1]
+        return self._mask
+
+    def numa_bitmask_isbitset(self, mask: list[int], node: int) -> bool:
+        return node in mask
 
     def numa_allocate_nodemask(self) -> list[int]:
         self._mask = []
@@ -154,6 +162,15 @@ def test_binding_is_the_kernels_policy() -> None:
     assert numa.bind(address, 4 * PAGE, 0)
     memory.write(b"x")
     assert any(policy in policy_of(address) for policy in ("bind:0", "prefer:0"))
+
+
+@needs_libnuma
+def test_a_node_whose_memory_this_process_may_not_have_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """libnuma would print an error for each piece of memory."""
+    memory = mmap.mmap(-1, 4 * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert not numa.bind(address, 4 * PAGE, 1000)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.emu("lazy")

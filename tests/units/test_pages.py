@@ -1,8 +1,12 @@
 """Does memory have the pages that were asked for, and are they there?"""
 
+import _thread
 import ctypes
 import mmap
+import os
+import sys
 import threading
+import time
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -10,6 +14,7 @@ import pytest
 
 from headrace.memory import pages as pages_module
 from headrace.memory.pages import map_pages
+from tests.support.interrupts import interrupted_at
 
 MIB = 1 << 20
 
@@ -78,7 +83,7 @@ def test_several_threads_take_the_pages_of_large_memory(monkeypatch: pytest.Monk
         (begin + 4 * MIB, (4 * MIB, ANY)),
         (begin + 8 * MIB, (MIB + mmap.PAGESIZE, ANY)),
     ]
-    assert threading.get_ident() not in {thread for _, thread in asked.values()}
+    assert [address for address, (_, thread) in asked.items() if thread == threading.get_ident()] == [begin]
 
 
 def test_pages_are_zeroed_where_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,3 +92,39 @@ def test_pages_are_zeroed_where_a_thread_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pages_module, "_POPULATE_WRITE", 9999)
     pages = map_pages(4 * MIB, touched=True)
     assert present_bytes(pages, 4 * MIB) == 4 * MIB
+
+
+@pytest.fixture
+def in_four_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_module, "available_cores", lambda: 4)
+    monkeypatch.setattr(pages_module, "_PART_BYTES", MIB)
+
+
+@pytest.mark.usefixtures("in_four_parts")
+def test_ctrl_c_at_any_moment_leaves_no_thread_that_waits() -> None:
+    """A process would wait for it at its exit."""
+    before = len(os.listdir("/proc/self/task"))
+    moment = 1
+    while interrupted_at(moment, lambda: map_pages(8 * MIB, touched=True)):
+        end = time.monotonic() + 20
+        while len(os.listdir("/proc/self/task")) > before:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        moment += 1
+    assert moment > 20
+
+
+@pytest.mark.usefixtures("in_four_parts")
+@pytest.mark.parametrize("ends", [False, True])
+def test_pages_are_taken_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """In a process with too many threads, or one that ends."""
+
+    def start_new_thread(*_: object) -> int:
+        assert not ends  # it would never run
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_thread, "start_new_thread", start_new_thread)
+    monkeypatch.setattr(threading, "_start_new_thread", start_new_thread)
+    monkeypatch.setattr(sys, "is_finalizing", lambda: ends)
+    pages = map_pages(8 * MIB, touched=True)
+    assert present_bytes(pages, 8 * MIB) == 8 * MIB

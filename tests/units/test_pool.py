@@ -88,6 +88,20 @@ def test_steps_of_random_lengths_lock_hardly_more_than_the_longest(monkeypatch: 
     assert pool.arena_bytes < 1.1 * peak_bytes
 
 
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_a_tight_budget_has_room_for_steps_of_other_pieces(is_limited: bool) -> None:
+    """Neither larger arenas nor several ones may take what a step needs."""
+    budget_bytes = 112 * 4096
+    ledger = Ledger(host_budget_bytes=None if is_limited else budget_bytes)
+    pool = HostPool(torch.device("cpu"), ledger, "activations", budget_bytes if is_limited else None)
+    for pages in ([50, 50], [50, 50, 1], [50, 50, 10], [60, 50]):
+        slabs = [pool.take(count * 4096) for count in pages]
+        while slabs:
+            pool.give_back(slabs.pop())
+        pool.consolidate()
+    assert pool.arena_bytes <= budget_bytes
+
+
 def test_sizes_that_take_turns_do_not_make_memory_each_time() -> None:
     pool, _ = make()
     grown = []

@@ -19,6 +19,7 @@ from headrace.errors import BudgetError, StateError
 from headrace.memory.arena import Arena, whole_pages
 from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.packed import Packed, pack, pack_into, unpack_on_device, unpacks_by_kernel
+from headrace.runtime.device import new_stream
 from headrace.runtime.host import available_host_bytes
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 from headrace.runtime.link import LinkSpeed
@@ -352,7 +353,7 @@ def _unpacks_right(device: torch.device, packed_place: torch.Tensor, place: torc
     at_home = Packed.in_memory(memory)
     why = "its bits are not the host's"
     try:
-        with torch.Stream(device=device) as stream:
+        with new_stream(device) as stream:
             stream.wait_event(free)  # type: ignore[arg-type]
             there = packed_place[: memory.nbytes].copy_(memory)
             result = place[: words.nbytes]

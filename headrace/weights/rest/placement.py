@@ -61,7 +61,7 @@ def place(
         return Placement()
     for_rings_bytes = max(0, host_bytes - (gradient_staging_bytes or 0))
     chunk_bytes, chunks = ring_size(for_rings_bytes // ranks, device_bytes, max(pages.values(), default=0))
-    half_bytes = 2 * min(chunk_bytes, _CHUNK_BYTES)  # of the ring of gradients
+    half_bytes = 2 * grain_size(chunk_bytes)  # of the ring of gradients
     gradient_bytes = half_bytes if all_gradient_bytes else 0
     gradient_staging_bytes = 2 * gradient_bytes if gradient_staging_bytes is None else gradient_staging_bytes
     if total_bytes + gradient_staging_bytes <= host_bytes:
@@ -84,6 +84,13 @@ def place(
         chunks=chunks,
         gradient_bytes=half_bytes,
     )
+
+
+def grain_size(chunk_bytes: int) -> int:
+    """Bytes of a block on disk that have one checksum. Writing a block, or updating it, takes host memory for several
+    grains beside the budget, so grains do not grow with chunks.
+    """
+    return min(chunk_bytes, _CHUNK_BYTES)
 
 
 def ring_size(host_bytes: int, device_bytes: int, largest_bytes: int) -> tuple[int, int]:

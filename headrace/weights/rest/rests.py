@@ -84,21 +84,22 @@ class HostRest(Rest):
 
 
 class DiskRest(Rest):
-    """A rest in an extent of a disk store. The tensors are mappings of it; reads bring `chunk_bytes` at a time.
+    """A rest in an extent of a disk store. The tensors are mappings of it; reads bring whole grains.
 
-    `spilled` is told how many bytes are written. `ranks`: each of so many ranks may read and check a range by itself.
+    `grain_bytes`: the most bytes that have one checksum. `spilled` is told how many bytes are written. `ranks`: each of
+    so many ranks may read and check a range by itself.
     """
 
     on_disk = has_own_files = True
 
     def __init__(
-        self, store: DiskStore, name: str, nbytes: int, chunk_bytes: int, spilled: Callable[[int], None], ranks: int
+        self, store: DiskStore, name: str, nbytes: int, grain_bytes: int, spilled: Callable[[int], None], ranks: int
     ) -> None:
-        self._chunk_bytes = self.range_bytes = chunk_bytes
+        self._grain_bytes = self.range_bytes = grain_bytes
         if ranks > 1:
-            self._chunk_bytes = self.range_bytes = _grain_bytes(nbytes // ranks, chunk_bytes)
+            self._grain_bytes = self.range_bytes = _even_grain_bytes(nbytes // ranks, grain_bytes)
         self.store = store
-        self.extent = store.allocate(name, nbytes, "weights", self._chunk_bytes)
+        self.extent = store.allocate(name, nbytes, "weights", self._grain_bytes)
         self._spilled = spilled
         self._flushing: Request | None = None
 
@@ -106,20 +107,20 @@ class DiskRest(Rest):
         """Writes the whole block from `source`, past the page cache. Called after the tensors were made."""
         self._spilled(self.extent.nbytes)
         self.store.expect(self.extent)
-        fill(self.extent.nbytes, self._chunk_bytes, source, partial(self.store.write, self.extent))
+        fill(self.extent.nbytes, self._grain_bytes, source, partial(self.store.write, self.extent))
         self.filled = True
 
     def fill_from(self, rest: "CheckpointRest", layouts: Sequence[Layout]) -> None:
         """As `fill`, from the files of a checkpoint."""
         regions = [(layout.offset, layout.nbytes) for layout in layouts]
-        self.fill(from_files(regions, self._chunk_bytes, rest.pieces))
+        self.fill(from_files(regions, self._grain_bytes, rest.pieces))
 
     def tensors(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         return _carve(layouts, partial(self.store.mapping, self.extent))
 
     def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[DiskRead]:
         whole = self.extent.nbytes
-        chunk_bytes = max(chunk_bytes // self._chunk_bytes, 1) * self._chunk_bytes  # checksummed grains are read whole
+        chunk_bytes = max(chunk_bytes // self._grain_bytes, 1) * self._grain_bytes  # checksummed grains are read whole
         if ranges is None:
             return [self._piece(first, min(chunk_bytes, whole - first)) for first in range(0, whole, chunk_bytes)]
         runs = _runs([(_EXTENT, first, nbytes, to) for first, nbytes, to in ranges], chunk_bytes)
@@ -386,11 +387,11 @@ def _runs(wanted: Iterable[tuple[str, int, int, int]], chunk_bytes: int) -> list
     return runs
 
 
-def _grain_bytes(nbytes: int, chunk_bytes: int) -> int:
-    """The length of a checksummed grain: whole pages, at most a chunk, chosen so that whole grains leave as few of
+def _even_grain_bytes(nbytes: int, most_bytes: int) -> int:
+    """The length of a checksummed grain: whole pages, at most `most_bytes`, chosen so that whole grains leave as few of
     `nbytes` over as possible.
     """
-    pages, least = nbytes // DISK_ALIGNMENT_BYTES, max(1, -(-nbytes // chunk_bytes))
+    pages, least = nbytes // DISK_ALIGNMENT_BYTES, max(1, -(-nbytes // most_bytes))
     grains = {max(1, pages // count) for count in range(least, least + 8)}
     return max(grains, key=lambda grain: (pages // grain * grain, grain)) * DISK_ALIGNMENT_BYTES
 

@@ -21,7 +21,7 @@ from headrace.weights.model.managed_param import Layout, ManagedParam
 from headrace.weights.rest.filling import from_memory, memory_of
 from headrace.weights.rest.materialize import Materialized
 from headrace.weights.rest.packing import PackedCopy
-from headrace.weights.rest.placement import Placement, ring_size
+from headrace.weights.rest.placement import Placement, grain_size, ring_size
 from headrace.weights.rest.rests import CheckpointRest, DiskRest, HostRest, Rest, SharedRest
 
 _HANDED_OUT = 4  # blocks that user code may hold memory of, and that `HandedOut` still looks after
@@ -158,7 +158,7 @@ class Tiers:
             )
         chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
         ranks = 1 if self._node is None else self._node.size
-        return DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled, ranks)
+        return DiskRest(self.store, name, nbytes, grain_size(chunk_bytes), self._meter.spilled, ranks)
 
     def hand_on(
         self, name: str, nbytes: int, before: Rest, params: Sequence[ManagedParam], *, keeps: bool
