@@ -20,7 +20,14 @@ MIB = 2**20
     ],
 )
 def test_large_blocks_come_in_large_chunks(host: int, largest: int, chunk: int) -> None:
-    chunk_bytes, chunks = ring_size(host, 1 << 30, largest)
+    chunk_bytes, chunks = ring_size(host, 1 << 30, [largest] * 10)
     assert chunk_bytes == chunk
     assert chunks >= 4
     assert chunks * chunk_bytes <= host // 4
+
+
+def test_large_tables_beside_layers_do_not_make_chunks_larger() -> None:
+    """A layer would have only a part of a chunk, and fewer layers would be read ahead."""
+    assert ring_size(1 << 30, 1 << 30, [500 * MIB, 500 * MIB, *[40 * MIB] * 32]) == (8 * MIB, 32)
+    assert ring_size(1 << 30, 1 << 30, [500 * MIB, 500 * MIB, *[40 * MIB] * 12])[0] == 32 * MIB  # the tables are most
+    assert ring_size(1 << 30, 1 << 30, ())[0] == 8 * MIB

@@ -53,8 +53,8 @@ class Room:
 
     def _open_way(self) -> None:
         budget_bytes = self._ledger.host_budget_bytes or 0
-        largest_bytes = max((block.nbytes for block in self._blocks()), default=0)
-        chunk_bytes, chunks = ring_size(budget_bytes, self._residency.streaming_budget_bytes, largest_bytes)
+        sizes = [block.nbytes for block in self._blocks()]
+        chunk_bytes, chunks = ring_size(budget_bytes, self._residency.streaming_budget_bytes, sizes)
         ring_bytes = self._ranks * whole_pages(chunk_bytes) * chunks
         if not self._has_room(ring_bytes - sum(block.nbytes for block in self._movable())):
             raise BudgetError(

@@ -1,6 +1,6 @@
 """In which tier does each block rest? As many on the host as have room there, spread evenly; the rest on disk."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from headrace.config import format_bytes
@@ -60,7 +60,7 @@ def place(
     if total_bytes + all_gradient_bytes + (gradient_staging_bytes or 0) <= host_bytes:
         return Placement()
     for_rings_bytes = max(0, host_bytes - (gradient_staging_bytes or 0))
-    chunk_bytes, chunks = ring_size(for_rings_bytes // ranks, device_bytes, max(pages.values(), default=0))
+    chunk_bytes, chunks = ring_size(for_rings_bytes // ranks, device_bytes, pages.values())
     half_bytes = 2 * grain_size(chunk_bytes)  # of the ring of gradients
     gradient_bytes = half_bytes if all_gradient_bytes else 0
     gradient_staging_bytes = 2 * gradient_bytes if gradient_staging_bytes is None else gradient_staging_bytes
@@ -93,10 +93,11 @@ def grain_size(chunk_bytes: int) -> int:
     return min(chunk_bytes, _CHUNK_BYTES)
 
 
-def ring_size(host_bytes: int, device_bytes: int, largest_bytes: int) -> tuple[int, int]:
-    """Bytes of a chunk and number of chunks, of the ring through which blocks of at most `largest_bytes` come."""
+def ring_size(host_bytes: int, device_bytes: int, sizes: Collection[int]) -> tuple[int, int]:
+    """Bytes of a chunk and number of chunks, of the ring through which blocks of these sizes come."""
+    largest_bytes, typical_bytes = max(sizes, default=0), _typical_bytes(sizes)
     chunk_bytes = _CHUNK_BYTES
-    while chunk_bytes < _LARGEST_CHUNK_BYTES and largest_bytes >= _FEWEST_CHUNKS * 2 * chunk_bytes:
+    while chunk_bytes < _LARGEST_CHUNK_BYTES and typical_bytes >= _FEWEST_CHUNKS * 2 * chunk_bytes:
         chunk_bytes *= 2
     while chunk_bytes > _SMALLEST_CHUNK_BYTES and chunk_bytes * _FEWEST_CHUNKS > host_bytes * _RING_SHARE:
         chunk_bytes //= 2
@@ -105,3 +106,13 @@ def ring_size(host_bytes: int, device_bytes: int, largest_bytes: int) -> tuple[i
         wanted_bytes = max(wanted_bytes, largest_bytes + chunk_bytes)
     ring_bytes = max(host_bytes * _RING_SHARE, min(host_bytes * _MOST_RING_SHARE, wanted_bytes))
     return chunk_bytes, max(_FEWEST_CHUNKS, int(min(ring_bytes, 2 * largest_bytes)) // chunk_bytes)
+
+
+def _typical_bytes(sizes: Collection[int]) -> int:
+    """The size of which larger blocks hold less than half of all bytes: of layers, even where tables are larger."""
+    beyond = sum(sizes) / 2
+    for size in sorted(sizes, reverse=True):
+        beyond -= size
+        if beyond <= 0:
+            return size
+    return 0

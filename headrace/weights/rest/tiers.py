@@ -156,7 +156,7 @@ class Tiers:
                 ' it or pass a directory, such as disk="/nvme/headrace", where they can rest',
                 tier="host",
             )
-        chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
+        chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, ())[0]
         ranks = 1 if self._node is None else self._node.size
         return DiskRest(self.store, name, nbytes, grain_size(chunk_bytes), self._meter.spilled, ranks)
 
@@ -203,7 +203,7 @@ class Tiers:
     @property
     def short_staging_bytes(self) -> int | None:
         """The value that `most_staged_bytes` would have if blocks rested on disk; None without a disk."""
-        return None if self._disk is None else 2 * ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
+        return None if self._disk is None else 2 * ring_size(self._ledger.host_budget_bytes or 0, 0, ())[0]
 
     def gradient_memory(self, name: str, nbytes: int, *, missing_bytes: int = 0) -> "GradientMemory":
         """The memory for the gradients of a block: on the host while its budget has room, else on disk if there is one.
