@@ -138,10 +138,16 @@ def of_case(case: Case) -> Loss:
     return lambda model, batch: case.loss(model(batch[0]), batch[1]) / COUNT
 
 
+PAIRS = [  # each kind of model and way of checkpointing with each of the others, and with each kind of training
+    pytest.param(case, checkpointing, training, id=f"{case.name}-{checkpointing}-{training}")
+    for number, case in enumerate(CASES)
+    for place, checkpointing in enumerate(CHECKPOINTING)
+    for training in [("full", "adapters")[(number + place) % 2]]
+]
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("training", ["full", "adapters"])
+@pytest.mark.parametrize(("case", "checkpointing", "training"), PAIRS)
 def test_kind(case: Case, checkpointing: str, training: str, compute_device: torch.device) -> None:
     batches = case.on(compute_device, COUNT * STEPS)
     steps = [batches[COUNT * step : COUNT * (step + 1)] for step in range(STEPS)]
