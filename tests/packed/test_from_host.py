@@ -24,6 +24,8 @@ from tests.packed import models
 from tests.packed.models import adapted_layer
 from tests.support.compare import assert_same, assert_same_weights, on_cpu
 
+pytestmark = pytest.mark.emu("random:0", "threads")
+
 WIDTH = 2048
 LAYERS = 6
 LAYER_BYTES = 2 * WIDTH * WIDTH + 2 * WIDTH
