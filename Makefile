@@ -38,7 +38,7 @@ format: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# `test`: what is likeliest to notice a mistake, in minutes. `test-extended`: the rest. `test-all`: both, in half an hour.
+# `test`: what is likeliest to notice a mistake, in minutes. `test-extended`: the rest. `test-all`: both, in about an hour on two cores.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) -m "not extended"
 
