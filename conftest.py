@@ -16,6 +16,7 @@ import contextlib
 import gc
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,12 @@ def pytest_collection_finish() -> None:
     _keep_what_there_is()
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    result = yield  # the test's fixtures are gone by then: frozen, they would never be collected
     if nextitem is None or nextitem.path != item.path:
         _keep_what_there_is()
+    return result
 
 
 def _keep_what_there_is() -> None:
