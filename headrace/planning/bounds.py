@@ -25,6 +25,8 @@ import heapq
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from headrace.planning.problem import Problem
 from headrace.planning.tape import Gap, Tape, make_tape
 
@@ -136,46 +138,67 @@ class _Load(NamedTuple):
     size: int
     seconds: float
     certain: int
-    possible: float
+    possible: int
 
 
 def _best_windows(tape: Tape, cut: int) -> float:
-    """The largest sum of window bounds over all partitions of one round that begins at slot `cut`."""
+    """The largest sum of window bounds over all partitions of one round that begins at slot `cut`.
+
+    The arrays have an entry for each slot behind the cut at which a window may begin: what it takes up to the slot that
+    the loop has reached. All partitions are of interest, so the time is quadratic in the slots.
+    """
     slots = tape.slots
-    loads: list[list[_Load]] = [[] for _ in range(2 * slots)]  # of the slots of two rounds
+    loads = _loads_of_two_rounds(tape)
+    returning = _returning(loads, slots, cut)
+    best = np.zeros(slots + 1)  # best[k]: the first k slots behind the cut
+    compute, certain, possible, densest = np.zeros((4, slots))
+    shortest = np.full(slots, math.inf)
+    # Without blocks of the visit in front of the window, until they are used again.
+    room = float(tape.budget) - np.roll(np.array(tape.base, dtype=float), 1 - cut)
+    for slot in range(slots):
+        begun = slice(slot + 1)
+        seconds, own = tape.compute[(cut + slot) % slots], loads[cut + slot]
+        compute[begun] += seconds
+        for begin, size in returning[slot]:
+            room[begin] += size
+        for load in own:
+            sure = slice(max(0, min(load.certain - cut, slot) + 1))
+            unsure = slice(max(sure.stop, load.possible - cut + 1), slot + 1)
+            certain[sure] += load.seconds
+            if load.size:
+                possible[unsure] += load.seconds
+                np.maximum(densest[unsure], load.seconds / load.size, out=densest[unsure])
+        if own:
+            np.minimum(shortest[begun], seconds, out=shortest[begun])
+        extra = np.maximum(0.0, possible[begun] - room[begun] * densest[begun])
+        moved = certain[begun] + extra
+        waits = moved > 1e-9 * possible[begun]
+        longest = np.where(waits, np.maximum(compute[begun], moved + shortest[begun]), compute[begun])
+        best[slot + 1] = np.max(best[begun] + longest)
+    return float(best[slots])
+
+
+def _loads_of_two_rounds(tape: Tape) -> list[list[_Load]]:
+    """By slot, the loads that its blocks may need."""
+    loads: list[list[_Load]] = [[] for _ in range(2 * tape.slots)]
     for gap in tape.gaps:
-        for boundary in (0, slots):  # if the block expires, it has done so behind this one
+        for boundary in (0, tape.slots):  # if the block expires, it has done so behind this one
             until = -1 if gap.keepable else boundary
-            behind = (gap.begin + boundary if gap.keepable else -1) if gap.size else math.inf
+            behind = gap.begin + boundary if gap.keepable else -1
             loads[gap.end + boundary].append(_Load(gap.block, gap.size, gap.seconds, until, behind))
-    steps = [*zip(loads, tape.compute * 2, strict=True)]
-    best = [0.0] * (slots + 1)  # best[k]: the first k slots behind the cut
-    for begin in range(slots):  # of windows of one slot, two slots, ...; much of the time of planning is spent here
-        known, last, first = best[begin], begin, cut + begin
-        compute = certain = possible = densest = 0.0
-        shortest = math.inf
-        before = {load.block: load.size for load in loads[(first - 1) % slots] if load.size}
-        room = tape.budget - sum(before.values())  # without blocks of the visit before, until they are used again
-        for own, seconds in steps[first : cut + slots]:
-            compute += seconds
-            for block, size, load_seconds, certain_until, possible_from in own:
-                if block in before:
-                    room += before.pop(block)
-                if first <= certain_until:
-                    certain += load_seconds
-                elif first > possible_from:
-                    possible += load_seconds
-                    if load_seconds > densest * size:
-                        densest = load_seconds / size
-            if own and seconds < shortest:
-                shortest = seconds
-            spared = room * densest
-            moved = certain + possible - spared if spared < possible else certain
-            longest = moved + shortest if moved > 1e-9 * possible and moved + shortest > compute else compute
-            last += 1
-            if known + longest > best[last]:
-                best[last] = known + longest
-    return best[slots]
+    return loads
+
+
+def _returning(loads: list[list[_Load]], slots: int, cut: int) -> list[list[tuple[int, int]]]:
+    """By slot behind the cut: the windows that use a block of the visit in front of them here first, and its bytes."""
+    returning: list[list[tuple[int, int]]] = [[] for _ in range(slots)]
+    following: dict[int, int] = {}  # block -> the slot of its next use
+    for slot in reversed(range(slots)):
+        following |= {load.block: slot for load in loads[cut + slot]}
+        for load in loads[(cut + slot - 1) % slots]:
+            if load.size and load.block in following:
+                returning[following[load.block]].append((slot, load.size))
+    return returning
 
 
 def _belady_bytes(tape: Tape) -> float:

@@ -1,7 +1,7 @@
 """Which method should a run take, what would help it most, and what would make it fit if nothing does?"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,7 +123,7 @@ def orders(run: Run) -> dict[int, float]:
     return found if len(found) > 1 else {}
 
 
-def helps(run: Run, considered: list[Option]) -> list[Help]:
+def helps(run: Run, considered: Sequence[Option]) -> list[Help]:
     """What would speed the run up, most first: each change with the gain in tokens per second.
 
     `considered`: the options among which the run was chosen; smaller micro-batches may make another one the fastest.
@@ -180,7 +180,7 @@ def helps(run: Run, considered: list[Option]) -> list[Help]:
     return sorted(found, key=lambda help: -help.gain)
 
 
-def _in_smaller_batches(run: Run, considered: list[Option]) -> list[Help]:
+def _in_smaller_batches(run: Run, considered: Sequence[Option]) -> list[Help]:
     """The same step in twice as many micro-batches, by the method that is the fastest then.
 
     That helps where a whole micro-batch leaves no room for anything but a slow method.

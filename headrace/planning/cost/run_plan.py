@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from headrace.formulas import WEIGHTS_RATIO, codec_cores, wear_steps
@@ -30,9 +31,7 @@ class RunPlan:
     - `fits`: whether any method fits. If not, `shortfall` says by how much and what would help, and `run` is None.
     - `run`: the recommended method with its bytes by tier, floors, lanes and step time; `run.visits` is the plan of its
       visits, an object like `handle.plan`.
-    - `options`: all methods that were considered, the simplest first; `helps`: what would speed it up most.
-    - `orders`: the seconds of a step by how many micro-batches go through a block together
-      (`handle.forward_backward(..., together=N)`). It has only numbers that fit.
+    - `options`: all methods that were considered, the simplest first.
     - `decoding`: for inference on one device, what a token takes once the prompt has been read. None for other runs.
     - `idle_devices`: the devices of a node that the run does not use.
     """
@@ -43,8 +42,6 @@ class RunPlan:
     hardware: Hardware
     run: Run | None
     options: tuple[Option, ...]
-    helps: tuple[Help, ...]
-    orders: dict[int, float]
     shortfall: Shortfall | None
     decoding: Decoding | None = None
     idle_devices: int = 0
@@ -60,6 +57,18 @@ class RunPlan:
         if found is None:
             raise ValueError("neither a run nor a shortfall was found: please report this problem")
         return found
+
+    @cached_property
+    def helps(self) -> tuple[Help, ...]:
+        """What would speed the run up most. Each is a forecast of its own, made when somebody first asks."""
+        return () if self.run is None else tuple(helps(self.run, self.options))
+
+    @cached_property
+    def orders(self) -> dict[int, float]:
+        """The seconds of a step by how many micro-batches go through a block together
+        (`handle.forward_backward(..., together=N)`). It has only numbers that fit. Forecast when somebody first asks.
+        """
+        return {} if self.run is None else orders(self.run)
 
     @property
     def tiers(self) -> Tiers:
@@ -240,8 +249,6 @@ def plan_run(
         hardware=hardware,
         run=run,
         options=tuple(considered),
-        helps=() if run is None else tuple(helps(run, considered)),
-        orders={} if run is None else orders(run),
         shortfall=shortfall(considered) if run is None else None,
         decoding=decoding,
         idle_devices=idle,
