@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,7 @@ from headrace.config import (
 from headrace.errors import StateError
 from headrace.memory.disk import Checkpoint, StagingRing
 from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.shared_budget import Share, current_budget
 from headrace.micro_batches import MicroBatches
 from headrace.planning import Plan
 from headrace.report import Report, RunRecord, Stats
@@ -168,6 +170,7 @@ def offload(
         onload=onload,
         packed=packed,
     )
+    config = _with_shared_budget(config)
     refuse_watched(model, ", and pass activations=True here")
     refuse_unmanageable(model, with_checkpoint=config.checkpoint is not None)
     if config.activations is not None:
@@ -177,8 +180,37 @@ def offload(
     return Offloaded(model, config)
 
 
+def _with_shared_budget(config: OffloadConfig) -> OffloadConfig:
+    """The settings with the sizes of the `headrace.budget()` around the caller, if there is one."""
+    shared = current_budget()
+    if shared is None:
+        return config
+    if config.mesh is not None:
+        raise ValueError("mesh= has budgets of its own, which ranks agree on; offload it outside of headrace.budget()")
+    for name, size in (("device_memory", shared.device_bytes), ("host_memory", shared.host_bytes)):
+        if size is not None and getattr(config, f"{name}_bytes") is not None:
+            raise ValueError(
+                f"{name} is given, and headrace.budget() around this call has one for all of its models; leave out one"
+            )
+    return replace(
+        config,
+        shared=shared,
+        device_memory_bytes=config.device_memory_bytes if shared.device_bytes is None else shared.device_bytes,
+        host_memory_bytes=config.host_memory_bytes if shared.host_bytes is None else shared.host_bytes,
+    )
+
+
 def _lists_modules(blocks: object) -> bool:
     return isinstance(blocks, Iterable | bytes) and not isinstance(blocks, str)
+
+
+def _host_bytes(ledger: weakref.ref[Ledger]) -> int:
+    counts = ledger()
+    return 0 if counts is None else counts.held_bytes(Tier.HOST)
+
+
+def _name_of(model: nn.Module) -> str:
+    return ", ".join(model) if type(model) is nn.ModuleDict else type(model).__name__  # or of a pipeline's parts
 
 
 def _budget(name: str, size: Size | None, model: nn.Module) -> int | None:
@@ -212,6 +244,10 @@ class Offloaded(live.Handle, live.ModelHandle):
         self._ledger = Ledger(
             frozenset({"weights", "buffers", "optimizer"}), self._own_part(config.host_memory_bytes), ranks
         )
+        self._share: Share | None = None
+        if config.shared is not None:
+            self._share = Share(config.shared, config.device, partial(_host_bytes, weakref.ref(self._ledger)))
+            self._ledger.share = self._share
         # In inference mode nothing could be trained that is made there.
         with torch.inference_mode(False), contextlib.ExitStack() as undo:
             materialized = None
@@ -236,8 +272,9 @@ class Offloaded(live.Handle, live.ModelHandle):
                 self._wire(model, inventory, parts, placement)
             undo.pop_all()
             self._watch_steps()
-        name = ", ".join(model) if type(model) is nn.ModuleDict else type(model).__name__  # or a pipeline's parts
-        self._described = f"{name} ({format_bytes(sum(block.nbytes for block in self._blocks()))} of weights)"
+        self._described = (
+            f"{_name_of(model)} ({format_bytes(sum(block.nbytes for block in self._blocks()))} of weights)"
+        )
         live.handles.add(self)
 
     def _cut(self, model: nn.Module, materialized: Materialized | None) -> tuple[Inventory, Partition, Placement]:
@@ -247,6 +284,8 @@ class Offloaded(live.Handle, live.ModelHandle):
         inventory.refuse_views()
         self._budgets = budgets = self._agreed(Budgets.of(model, inventory, config), model)
         self._ledger.host_budget_bytes = self._own_part(budgets.host_bytes)
+        if self._share is not None and self._share.budget.host_bytes is not None:
+            self._ledger.host_budget_bytes = self._share.budget.host_bytes
         cut = partial(partition, model, inventory, config.blocks, config.resident, tables_by_rows=self._node is None)
         parts = budgets.checked(inventory, cut, config.device)
         inventory.check_together(part.keys for part in (*parts.streamed, *parts.resident))
@@ -304,17 +343,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         packs = self._tiers.packs and config.packed is True
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
-        if config.disk is not None:
-            room = Room(
-                self._blocks,
-                self._residency,
-                self._executor,
-                self._ledger,
-                self._open_fetching,
-                self._tiers.has_room,
-                self._budgets.ranks,
-            )
-            self._tiers.make_room = room.make
+        room = self._room()
         gradients: GradientFlow
         metered = self._lanes, self._ledger, self._meter
         if self._common is None:
@@ -324,9 +353,13 @@ class Offloaded(live.Handle, live.ModelHandle):
         self._gradients = gradients
         buffers = ModuleBuffers(config.device, self._ledger)
         movers = self._residency, self._executor, gradients, buffers
-        self._engine = Engine(Passes(config.device, list(streamed), list(residents), *movers, self._common))
+        passes = Passes(config.device, list(streamed), list(residents), *movers, self._common)
+        self._engine = Engine(_name_of(model), passes)
+        self._engine.room = room
+        self._share_budget()
         for block in residents:
             self._executor.bring(block)
+        self._residency.pass_ends()
         self._executor.slices.use_host(placement.experts_bytes)
         mains: dict[nn.Module, tuple[Block, ...]] = {}
         for part, block in zip(parts.streamed, streamed, strict=True):
@@ -340,6 +373,23 @@ class Offloaded(live.Handle, live.ModelHandle):
             resources = self._lanes, self._ledger, store, self._meter.lane_use
             self.activations = ActivationOffloading(model, config.activations, *resources)
         self._micro_batches = MicroBatches(self._engine, gradients, self._attachment, self.activations)
+
+    def _room(self) -> Room | None:
+        """What makes room in host memory for all that comes after the model; None without a disk."""
+        if self._config.disk is None:
+            return None
+        among = self._blocks, self._residency, self._executor, self._ledger, self._open_fetching
+        room = Room(*among, self._tiers.has_room, self._budgets.ranks)
+        self._tiers.make_room = room.make
+        return room
+
+    def _share_budget(self) -> None:
+        """From now on other models of a shared budget know this one, and give way for what it brings at once."""
+        if self._share is not None:
+            self._share.member = weakref.ref(self._engine)
+            if self._share.budget.device_bytes is not None:
+                self._residency.share = self._share
+        self._residency.pass_begins()
 
     @property
     def plan(self) -> Plan | None:
@@ -451,6 +501,18 @@ class Offloaded(live.Handle, live.ModelHandle):
             for param in block.params:
                 param.touch()
         self._executor.homes_changed()
+
+    def sleep(self) -> None:
+        """Frees all device memory of the model: weights, buffers of modules, and what it lends to optimizers.
+
+        The next call brings back what it needs, and a `device_memory` that the model shares (`headrace.budget()`) is
+        the others' until then. Weights that autograd keeps for a backward to come stay. Waits for copies and updates.
+        Raises StateError within a pass, and after `remove()`.
+        """
+        self._check_offloaded("sleep()")
+        self._check_between_passes("sleep()")
+        self.synchronize()
+        self._engine.sleep()
 
     def _check_offloaded(self, what: str) -> None:
         if self._attachment is None:
@@ -595,6 +657,8 @@ class Offloaded(live.Handle, live.ModelHandle):
         if self.activations is not None:
             steps.append(self.activations.remove)
         steps += [self._executor.close, self._detach, partial(live.handles.discard, self)]
+        if self._share is not None:
+            steps.append(self._share.leave)
         steps.append(self._steps.unwatch)
         if self._leave_grad_scaler is not None:
             steps.append(self._leave_grad_scaler)

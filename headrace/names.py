@@ -17,6 +17,7 @@ from headrace.errors import (
 from headrace.integrations.diffusers import offload_pipeline
 from headrace.integrations.transformers import from_pretrained
 from headrace.loading import load
+from headrace.memory.shared_budget import SharedBudget, budget
 from headrace.own_experts import experts
 from headrace.planning.cost import Hardware, RunPlan
 from headrace.probing import Probe, probe
@@ -38,9 +39,11 @@ __all__ = [
     "RankError",
     "RunPlan",
     "Saving",
+    "SharedBudget",
     "StateError",
     "Stats",
     "WeightChangedError",
+    "budget",
     "experts",
     "from_pretrained",
     "load",

@@ -104,9 +104,17 @@ class DeviceBuffers:
         while self._is_over_with(0) and self._free:
             del self._free[0]
 
-    def close(self) -> None:
-        """Frees the kept buffers."""
+    def close(self) -> int:
+        """Frees the kept buffers. Returns their bytes."""
+        freed_bytes = sum(buffer.nbytes for buffer in self._free)
         self._free.clear()
+        return freed_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that the ledger books for its budget, and those of kept buffers."""
+        kept_bytes = 0 if self._on_cpu else sum(buffer.nbytes for buffer in self._free)  # on the CPU they are booked
+        return self._ledger.budgeted_bytes + kept_bytes
 
     def _is_over_with(self, nbytes: int) -> bool:
         held_bytes = self._ledger.held_bytes(Tier.DEVICE, _PURPOSE)

@@ -6,6 +6,7 @@ exactly once.
 """
 
 import contextlib
+import math
 import threading
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from headrace.config import format_bytes
 from headrace.errors import BudgetError
+from headrace.memory.shared_budget import Share
 
 
 class Tier(StrEnum):  # a string's hash is faster than an Enum's
@@ -97,21 +99,35 @@ class Ledger:
         self._ends: dict[int, _End] = {}  # of objects that still live, by id
         self._sums = _Sums()
         self._made_bytes = 0  # of host memory that is being made now
+        self.share: Share | None = None  # of the host budget, if other models have it as well
         # Called on any thread with the number of host bytes that are missing: frees memory that only saves time.
         self.spare: weakref.WeakMethod[Callable[[int], None]] | None = None
 
+    @property
+    def host_left_bytes(self) -> float:
+        """The bytes that the host budget leaves now; infinity without one."""
+        if self.host_budget_bytes is None:
+            return math.inf
+        return self.host_budget_bytes - self._host_bytes
+
+    @property
+    def _host_bytes(self) -> int:
+        """The bytes of the host budget that are taken now."""
+        return self.held_bytes(Tier.HOST) + (0 if self.share is None else self.share.others_host_bytes)
+
     def fits(self, nbytes: int) -> bool:
         """Whether the host budget allows `nbytes` more than are held now."""
-        return self.host_budget_bytes is None or self.held_bytes(Tier.HOST) + nbytes <= self.host_budget_bytes
+        return nbytes <= self.host_left_bytes
 
     def has_room(self, nbytes: int) -> bool:
-        """Like `fits`, but if they do not fit, first frees host memory that only saves time."""
+        """Like `fits`, but if they do not fit, first frees host memory that only saves time, and then others' share."""
         if self.fits(nbytes):
             return True
         make_room = None if self.spare is None else self.spare()
-        if make_room is None or self.host_budget_bytes is None:
-            return False
-        make_room(self.held_bytes(Tier.HOST) + nbytes - self.host_budget_bytes)
+        if make_room is not None:
+            make_room(int(nbytes - self.host_left_bytes))
+        if self.share is not None and not self.fits(nbytes):
+            self.share.claim_host(nbytes)
         return self.fits(nbytes)
 
     def take_spare(self, purpose: str, nbytes: int) -> bool:
@@ -120,8 +136,7 @@ class Ledger:
         There must be room for twice as much beside what is held or being made, because making it books it once more.
         """
         with self._lock:
-            wanted_bytes = self.held_bytes(Tier.HOST) + self._made_bytes + 2 * nbytes
-            if self.host_budget_bytes is not None and wanted_bytes > self.host_budget_bytes:
+            if self._made_bytes + 2 * nbytes > self.host_left_bytes:
                 return False
             self.add(Tier.HOST, purpose, nbytes)
             return True
@@ -140,7 +155,7 @@ class Ledger:
     def check_host(self, nbytes: int, purpose: str) -> None:
         """Raises BudgetError if `nbytes` more in host memory exceed the budget. To be called before allocating."""
         if self.host_budget_bytes is not None and not self.has_room(nbytes):
-            held = self.held_bytes(Tier.HOST)
+            held = self._host_bytes
             raise BudgetError(
                 f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(held)} that are held;"
                 f" {self.allowance(self.host_budget_bytes, held + nbytes)}, or train fewer parameters",
@@ -206,6 +221,11 @@ class Ledger:
         """The most bytes held at once since the last `reset_peaks`, for one purpose or in all."""
         sums = self._counted()
         return sums.tier_peak.get(tier, 0) if purpose is None else sums.peak.get((tier, purpose), 0)
+
+    @property
+    def budgeted_bytes(self) -> int:
+        """The bytes held now for the purposes that count to the device budget."""
+        return self._counted().budgeted_held
 
     @property
     def budgeted_peak_bytes(self) -> int:

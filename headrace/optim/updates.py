@@ -146,7 +146,7 @@ class Updates:
         self._on_device = {lender: known for lender, known in self._on_device.items() if lender in by_lender}
         for lender, theirs in by_lender.items():
             nbytes = device_bytes(theirs)
-            if lender in self._on_device and self._on_device[lender].memory.nbytes < nbytes:
+            if lender in self._on_device and self._on_device[lender].memory.untyped_storage().nbytes() < nbytes:
                 self.updater.drain()  # updates under way use the memory,
                 del self._on_device[lender]  # which is lent again
             if lender not in self._on_device:

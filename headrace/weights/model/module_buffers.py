@@ -172,6 +172,15 @@ class ModuleBuffers:
                 self._manage(container, name, host, held.detach() if held.requires_grad else held).stale()
         self._book()
 
+    def sleep(self) -> None:
+        """Frees the device's copies, unless a pass uses them. The next pass brings them again."""
+        if self.users:
+            return
+        for _, buffer in self._places.values():
+            buffer.make_good()
+            buffer.on_device = None
+        self._book()
+
     def release(self) -> None:
         """Makes all buffers ordinary tensors on the host again."""
         self.unbind()

@@ -111,6 +111,7 @@ class Executor:
 
     def end_cycle(self) -> None:
         """Ends the cycle, and submits loads for the next one, but for blocks whose homes will change before it."""
+        self._residency.pass_ends()
         self._close()
         self._was_agreed, self._is_agreed = self._is_agreed, False
         if self._was_agreed:
@@ -127,6 +128,7 @@ class Executor:
 
     def abandon_cycle(self) -> None:
         """Called when an exception broke off the cycle: nothing is learned from it."""
+        self._residency.pass_ends()
         self._entry = None
         self._records = []
         self._course = None
@@ -197,6 +199,12 @@ class Executor:
             self._note_changes()
             self._drop_old_copies()
             self._load_updated()
+
+    def sleep(self, *, computes: bool) -> None:
+        """Evicts everything from the device that nothing uses. `computes`: the model is within a pass."""
+        if not computes:
+            self.slices.give_way()
+        self._residency.sleep()
 
     def close(self) -> None:
         """Evicts everything from the device, also blocks that could not come from disk."""

@@ -142,9 +142,8 @@ class PackedLoads:
         half_bytes, free = scratch.nbytes // 2, self._lanes.mark()
         self._halves = [_Half(part, free) for part in scratch.split(half_bytes)]
         self._piece_bytes = min(MOST_PIECE_BYTES, int(half_bytes / _MOST_SHARE) // 256 * 256)
-        left_bytes = (self._ledger.host_budget_bytes or 0) - self._ledger.held_bytes(Tier.HOST)
         # The machine's memory counts, too: optimizers are in no budget.
-        self._room = _Room(int(min(left_bytes, available_host_bytes()) * _HOST_SHARE))
+        self._room = _Room(int(min(self._ledger.host_left_bytes, available_host_bytes()) * _HOST_SHARE))
         self._ledger.spare = weakref.WeakMethod(self._give_way)
         self._thread = OneThread("headrace-pack", self._device)
         check = partial(_unpacks_right, self._device, self._halves[0].memory, self._halves[1].memory, free)

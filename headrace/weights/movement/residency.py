@@ -11,6 +11,7 @@ from headrace.config import format_bytes
 from headrace.errors import BudgetError, DiskError, RankError, StateError
 from headrace.memory.buffers import DeviceBuffers, plain_tensors
 from headrace.memory.ledger import Ledger
+from headrace.memory.shared_budget import Share
 from headrace.runtime.lanes import Event, Lane, LateTransfer
 from headrace.runtime.link import LinkSpeed
 from headrace.runtime.pace import Pace
@@ -63,6 +64,7 @@ class Residency:
         # exception, or Ctrl-C, has broken one off, and `mend` is due.
         self.changing = 0
         self.addresses = Addresses(device)
+        self.share: Share | None = None  # of the budget, if other models have it as well
 
     @property
     def streaming_budget_bytes(self) -> int:
@@ -88,8 +90,20 @@ class Residency:
         return self.addresses.blocks()
 
     def fits(self, block: Block) -> bool:
-        """Whether the block can be onloaded without an eviction."""
+        """Whether the block can be onloaded without an eviction. Who shares the budget gives way to a pass."""
+        if self.share is not None:
+            return self._free_bytes(block.nbytes) >= block.nbytes
         return self.held_bytes + block.nbytes <= self.budget_bytes
+
+    def _free_bytes(self, nbytes: int) -> int:
+        """The bytes that blocks may take. Who shares the budget gives way first, if `nbytes` are wanted for a pass."""
+        if self.share is None:
+            return self.budget_bytes - self.held_bytes
+        if self.share.computes:
+            self.share.claim(self.budget_bytes - self.held_bytes - nbytes)
+        allowed_bytes = self.budget_bytes - self.share.others_bytes
+        self._buffers.limit(allowed_bytes)  # kept buffers are no others' memory
+        return allowed_bytes - self.held_bytes
 
     def onload(self, block: Block) -> None:
         """Allocates a buffer and submits the copy. The caller has seen to it that the block fits."""
@@ -119,6 +133,8 @@ class Residency:
                 self._undo(block, buffer)
                 raise
         self.changing -= 1
+        if self.share is not None:
+            self.share.note_peaks()
 
     def submit_copies(self, block: Block, *, gathered: bool = False) -> None:
         """Submits copies of what changed in the homes since the buffer was filled: of everything, if it never was.
@@ -313,18 +329,23 @@ class Residency:
             return
         in_use = ", ".join(repr(other.name) for other in self.with_buffers())
         whole = " as a whole, as more is done with it than looking rows up," if block.row_bytes else ""
+        others = "" if self.share is None else f", beside {format_bytes(self.share.others_bytes)} of other models"
         raise BudgetError(
             f"block {block.name!r} needs {format_bytes(block.nbytes)}{whole} while {format_bytes(self.held_bytes)} are"
-            f" in use{' by ' + in_use if in_use else ''}; device_memory allows {format_bytes(self.budget_bytes)} for"
-            f" weights; raise it{'' if whole else ', or pass smaller blocks'}"
+            f" in use{' by ' + in_use if in_use else ''}{others}; device_memory allows"
+            f" {format_bytes(self.budget_bytes)} for weights; raise it{'' if whole else ', or pass smaller blocks'}"
         )
 
     def clear(self, nbytes: int, keep: Iterable[Block] = (), next_use: NextUse | None = None) -> int:
         """Evicts blocks as `make_room` does until `nbytes` are free, or no more can go. Returns the bytes free then."""
-        next_use = next_use or self.next_use
-        free_bytes = self.budget_bytes - self.held_bytes
-        if free_bytes >= nbytes:
-            return free_bytes
+        free_bytes = self._free_bytes(nbytes)
+        if free_bytes < nbytes:
+            self._evict_until(self.held_bytes - (nbytes - free_bytes), keep, next_use or self.next_use)
+            free_bytes = self._free_bytes(nbytes)
+        return free_bytes
+
+    def _evict_until(self, most_bytes: int, keep: Iterable[Block], next_use: NextUse) -> None:
+        """Evicts blocks as `make_room` does until `most_bytes` are held at most, or no more can go."""
         kept = {id(other) for other in keep}
         candidates = [
             other
@@ -336,15 +357,52 @@ class Residency:
         ]
         for other in sorted(candidates, key=lambda other: (other.is_free, next_use(other)), reverse=True):
             self.evict(other)
-            if self.budget_bytes - self.held_bytes >= nbytes:
+            if self.held_bytes <= most_bytes:
                 break
-        return self.budget_bytes - self.held_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of device memory that this model takes now of a budget that it shares."""
+        return self._buffers.held_bytes
+
+    def check_turn(self) -> None:
+        """Raises StateError if a pass cannot begin: a model that shares the budget computes on another thread."""
+        if self.share is not None:
+            self.share.check_turn()
+
+    def pass_begins(self) -> None:
+        """Called when a pass begins, or its backward: until `pass_ends`, who shares the budget gives way to it."""
+        if self.share is not None:
+            self.share.begin()
+            self._free_bytes(0)  # for buffers of modules, which are about to come
+
+    def pass_ends(self) -> None:
+        """Called when a pass ends, or is broken off: who shares the budget gives way to it no more."""
+        if self.share is not None:
+            self.share.end()
+
+    def give_way(self, nbytes: int) -> None:
+        """Frees `nbytes` of the device for another model: memory that no block has, and then that of blocks."""
+        nbytes -= self._buffers.close()
+        if nbytes > 0:
+            self._evict_until(self.held_bytes - nbytes, (), self.next_use)
+            self._buffers.close()
+
+    def sleep(self) -> None:
+        """Frees all device memory but that of blocks in use."""
+        for block in list(self.with_buffers()):
+            if not (block.users or block.is_in_graph):
+                self.evict(block)
+        self._end_packed_loads()
+        self._buffers.close()
 
     def allot(self, nbytes: int) -> torch.Tensor:
         """Allocates device memory within the budget that no block has; the caller has seen to it that it fits."""
         with plain_tensors():
             buffer = self._buffers.allocate(nbytes)
         self.held_bytes += nbytes
+        if self.share is not None:
+            self.share.note_peaks()
         return buffer
 
     def free(self, buffer: torch.Tensor) -> None:
@@ -372,6 +430,8 @@ class Residency:
             if self.held_bytes > self.budget_bytes and not block.is_in_graph:
                 self.evict(block)
         self._buffers.limit(self.budget_bytes)
+        if self.share is not None:
+            self.share.claim(self.budget_bytes - self.held_bytes)
 
     def mend(self, blocks: Iterable[Block], beside_bytes: int) -> None:
         """Called after an eviction or an onload was broken off: makes each block wholly present or wholly absent.

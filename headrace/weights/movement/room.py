@@ -53,8 +53,7 @@ class Room:
 
     def _open_way(self) -> None:
         budget_bytes = self._ledger.host_budget_bytes or 0
-        sizes = [block.nbytes for block in self._blocks()]
-        chunk_bytes, chunks = ring_size(budget_bytes, self._residency.streaming_budget_bytes, sizes)
+        chunk_bytes, chunks = self._ring()
         ring_bytes = self._ranks * whole_pages(chunk_bytes) * chunks
         if not self._has_room(ring_bytes - sum(block.nbytes for block in self._movable())):
             raise BudgetError(
@@ -65,6 +64,18 @@ class Room:
             )
         self._free(ring_bytes)
         self._residency.fetch_from(self._open_fetching(chunk_bytes, chunks))
+
+    @property
+    def movable_bytes(self) -> int:
+        """The bytes of host memory that can come free, less what fetching will take."""
+        nbytes = sum(block.nbytes for block in self._movable())
+        chunk_bytes, chunks = (0, 0) if self._residency.fetching is not None else self._ring()
+        return max(0, nbytes - self._ranks * whole_pages(chunk_bytes) * chunks)
+
+    def _ring(self) -> tuple[int, int]:
+        """The bytes and the number of chunks of staging memory for fetching."""
+        sizes = [block.nbytes for block in self._blocks()]
+        return ring_size(self._ledger.host_budget_bytes or 0, self._residency.streaming_budget_bytes, sizes)
 
     def _movable(self) -> list[Block]:
         """Blocks that can move to disk: the largest first, resident ones last, as a move makes them come once more.

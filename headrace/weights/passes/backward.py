@@ -161,6 +161,7 @@ class Backward:
         end.queue()
         self._end, self.task = weakref.ref(end), task
         self.passes.becomes(PassState.BACKWARD)
+        self._residency.pass_begins()
         with without_overrides():
             self._executor.begin_backward()
         self.passes.bind_to_the_end()

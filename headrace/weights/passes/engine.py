@@ -21,6 +21,7 @@ from headrace.runtime.fibers import calling_thread
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block
+from headrace.weights.movement.room import Room
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.call import Call, MethodCall, Passes, PassState, Site, bind, release
 from headrace.weights.passes.expert_dispatch import ExpertDispatch
@@ -43,10 +44,15 @@ class Together(Protocol):
         """Notes that the micro-batch that computes uses these blocks, or parts of them."""
 
 
-class Engine:
-    """Runs the visits of one offloaded model."""
+class _Loan:
+    """Device memory that an optimizer has, as long as it has it."""
 
-    def __init__(self, passes: Passes) -> None:
+
+class Engine:
+    """Runs the visits of one offloaded model, `name`."""
+
+    def __init__(self, name: str, passes: Passes) -> None:
+        self.name = name
         self.passes = passes
         self._residency, self._executor = passes.residency, passes.executor
         self._buffer_bytes = 0  # the bytes of modules' buffers that have been taken off the budget for blocks
@@ -58,6 +64,7 @@ class Engine:
         self.row_gradients = RowGradients(self.backward)
         self.lookups = Lookups(self.lending, self.row_gradients)
         self.experts = ExpertDispatch(self.lending, self.row_gradients, self.call)
+        self.room: Room | None = None  # for what needs host memory, where blocks can move to disk
         self.together: Together | None = None  # several micro-batches, whose forwards are under way
         for block in passes.all_blocks():
             self._adopt(block)
@@ -110,9 +117,54 @@ class Engine:
         except torch.OutOfMemoryError:
             self._residency.shrink(-nbytes)
             raise
-        self._residency.ledger.book(memory, Tier.DEVICE, "optimizer", nbytes)
+        memory.headrace_loan = loan = _Loan()  # type: ignore[attr-defined]  # which ends with the memory
+        self._residency.ledger.book(loan, Tier.DEVICE, "optimizer", nbytes)
         self._lent.append((weakref.ref(memory), nbytes))
         return memory
+
+    def _take_back_device_memory(self) -> None:
+        """Ends all loans. The memory is empty from then on, and an optimizer's next step asks for other."""
+        if any(memory() is not None for memory, _ in self._lent):
+            torch.accelerator.synchronize(self.passes.device)  # updates may be in it
+        for lent, nbytes in self._lent:
+            memory = lent()
+            if memory is not None:
+                memory.untyped_storage().resize_(0)
+                del memory.headrace_loan  # type: ignore[attr-defined]
+            self._residency.shrink(-nbytes)
+        self._lent = []
+
+    # a budget that other models have as well --------------------------------------------------------------------------
+    @property
+    def held_bytes(self) -> int:
+        """See `memory.shared_budget.Member`, here and below."""
+        return self._residency.device_bytes
+
+    @property
+    def computes_on(self) -> int | None:
+        # A hook of its backward may call another model, on autograd's thread, while the backward waits.
+        return self.passes.thread if self.passes.computes and not self.passes.in_backward else None
+
+    @property
+    def movable_host_bytes(self) -> int:
+        return 0 if self.room is None else self.room.movable_bytes
+
+    def give_way_on_host(self, nbytes: int) -> None:
+        if self.room is not None and not self.passes.computes:
+            self.passes.wait_for_updates()
+            with without_overrides():
+                self.room.make(nbytes)
+
+    def give_way(self, nbytes: int) -> None:
+        with without_overrides():
+            self._residency.give_way(nbytes)
+
+    def sleep(self) -> None:
+        self.passes.wait_for_updates()
+        with without_overrides():
+            self._executor.sleep(computes=self.passes.computes)
+        self.passes.buffers.sleep()
+        self._take_back_device_memory()
 
     def add_resident(self, block: Block) -> None:
         """Takes in a block that came with a change of the model: it stays on the device from the next pass on."""
@@ -233,6 +285,8 @@ class Engine:
 
         A backward that autograd still holds belongs to the thread of its forward, even though no pass has the claim.
         """
+        if not self._claims:
+            self._residency.check_turn()
         this = calling_thread()
         owner = self._claims.setdefault("pass", this)  # one operation, which other threads cannot divide
         if owner == this and self.backward.is_held:
@@ -267,9 +321,7 @@ class Engine:
     def release_everything(self) -> None:
         """Ends all that is under way, with homes bound everywhere."""
         self._recover()
-        for lent, _ in self._lent:
-            if (memory := lent()) is not None:
-                memory.untyped_storage().resize_(0)
+        self._take_back_device_memory()
         self.passes.buffers.release()
 
     # updates ----------------------------------------------------------------------------------------------------------
@@ -301,6 +353,7 @@ class Engine:
             )
         if self.passes.state not in (PassState.AT_REST, PassState.BETWEEN) or self._residency.changing:
             self._recover()
+        self._residency.pass_begins()
         self.passes.becomes(PassState.FORWARD)
         self.passes.thread = calling_thread()
         self.before_call()

@@ -33,6 +33,7 @@ class Budgets:
     buffer_bytes: int
     host_bytes: int
     ranks: int = 1  # ranks of a node, which share the host budget
+    others_bytes: int = 0  # which models that share the device budget hold now, and give up
 
     @classmethod
     def of(cls, model: nn.Module, inventory: Inventory, config: OffloadConfig) -> "Budgets":
@@ -47,10 +48,16 @@ class Budgets:
             device_bytes = 2 * weights_bytes + buffer_bytes
         elif device_bytes is None:
             device_bytes = min(available_host_bytes() // 2, 2 * weights_bytes + buffer_bytes)
+        others_bytes = 0
+        if config.shared is not None:
+            others_bytes = config.shared.device_held_bytes
+            host_bytes = host_bytes if config.shared.host_bytes is None else config.shared.host_left_bytes
         if host_bytes is None:  # weights in host memory count as available: they are moved, not copied
             held_bytes = weights_bytes if config.checkpoint is None else 0
             host_bytes = spare_host_bytes() + held_bytes
-        return cls(device_bytes=device_bytes, buffer_bytes=buffer_bytes, host_bytes=host_bytes)
+        return cls(
+            device_bytes=device_bytes, buffer_bytes=buffer_bytes, host_bytes=host_bytes, others_bytes=others_bytes
+        )
 
     @property
     def weights_bytes(self) -> int:
@@ -81,7 +88,7 @@ class Budgets:
         sizes = [part.least_bytes(inventory) for part in parts.streamed if part.experts is None]
         all_bytes = sum(inventory.nbytes(part.keys) for part in parts.streamed if part.experts is not None)
         wanted_bytes = min(self.device_bytes, sum(sizes) + needs.kept_bytes + all_bytes)
-        if is_accelerator(device) and wanted_bytes > (free_bytes := free_device_bytes(device)):
+        if is_accelerator(device) and wanted_bytes > (free_bytes := free_device_bytes(device) + self.others_bytes):
             raise BudgetError(
                 f"device_memory={format_bytes(self.device_bytes)} is more than {device} has free,"
                 f" {format_bytes(free_bytes)}; lower it, or end what else uses the device"

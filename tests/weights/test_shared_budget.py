@@ -1,0 +1,342 @@
+"""Do models that share a budget keep it, give way in turn, and compute what they would alone?"""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import headrace
+from tests.support.held import Allocations, allocated_bytes, is_counted, weight_bytes
+from tests.support.loops import adamw
+from tests.support.models import Layer, Stack, seeded
+
+WIDTH = 64
+
+
+def stack(layers: int, seed: int = 0) -> Stack:
+    return seeded(lambda: Stack(Layer(WIDTH) for _ in range(layers)), seed=seed)
+
+
+class Normed(nn.Module):
+    """A model with buffers that its passes write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+LAYER_BYTES = weight_bytes(Layer(WIDTH))
+BATCH = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+
+
+def offloaded(shared: headrace.SharedBudget, device: torch.device, *models: nn.Module) -> list[headrace.Offloaded]:
+    with shared:
+        return [headrace.offload(model, device=device) for model in models]
+
+
+def run(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(BATCH).cpu()  # type: ignore[no-any-return]
+
+
+def test_models_in_turn_keep_one_budget(compute_device):
+    sizes = (4, 8, 16)
+    plain = [run(stack(layers, seed)) for seed, layers in enumerate(sizes)]
+    models = [stack(layers, seed) for seed, layers in enumerate(sizes)]
+    allocations = Allocations(compute_device)
+    shared = headrace.budget(device_memory=8 * LAYER_BYTES)
+    handles = offloaded(shared, compute_device, *models)
+    for _ in range(6):
+        for model, expected in zip(models, plain, strict=True):
+            assert torch.equal(run(model), expected)
+    assert 7 * LAYER_BYTES < shared.device_peak_bytes <= 8 * LAYER_BYTES
+    assert allocations.peak_bytes < 8.5 * LAYER_BYTES  # with activations
+    for handle in handles:
+        assert handle.stats().device_budget_bytes == 8 * LAYER_BYTES
+        handle.remove()
+
+
+def test_what_fits_is_not_read_again(compute_device):
+    models = [stack(4, seed) for seed in range(3)]
+    shared = headrace.budget(device_memory=12 * LAYER_BYTES)
+    handles = offloaded(shared, compute_device, *models)
+    for _ in range(3):
+        for model in models:
+            run(model)
+    assert [handle.stats().onload_bytes for handle in handles] == [4 * LAYER_BYTES] * 3
+    assert shared.device_peak_bytes == 12 * LAYER_BYTES
+
+
+def test_who_was_used_longest_ago_gives_way(compute_device):
+    first, second, third = (stack(4, seed) for seed in range(3))
+    shared = headrace.budget(device_memory=8 * LAYER_BYTES)
+    handles = offloaded(shared, compute_device, first, second, third)
+    for _ in range(4):
+        run(first)
+    for _ in range(4):
+        run(second)
+    run(first)
+    before = [handle.stats().onload_bytes for handle in handles]
+    assert before[:2] == [4 * LAYER_BYTES] * 2
+    run(third)  # in the place of the second
+    run(first)
+    assert handles[0].stats().onload_bytes == before[0]
+    run(second)
+    assert handles[1].stats().onload_bytes > before[1]
+
+
+def test_training_in_turn(compute_device):
+    """Each backward comes after the other model's forward, and each step after both backwards."""
+
+    def train(models: list[Stack], steps: int) -> list[torch.Tensor]:
+        optimizers = [adamw(model.parameters()) for model in models]
+        for step in range(steps):
+            losses = [model(BATCH + step).square().mean() for model in models]
+            for loss in losses:
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+    expected = train([stack(6, 0), stack(6, 1)], 4)
+    models = [stack(6, 0), stack(6, 1)]
+    shared = headrace.budget(device_memory=4 * LAYER_BYTES)
+    offloaded(shared, compute_device, *models)
+    assert all(map(torch.equal, train(models, 4), expected))
+    assert 3 * LAYER_BYTES < shared.device_peak_bytes <= 4 * LAYER_BYTES
+
+
+def test_one_model_calls_another(compute_device):
+    """As a hook does: the inner model takes room that the outer one's pass does not use at the moment."""
+
+    def joined(outer: Stack, inner: Stack) -> None:
+        hook = lambda _module, _args, output: output + inner(output.detach()).to(output.device)  # noqa: E731
+        outer.layers[2].register_forward_hook(hook)
+
+    models = [stack(6, 0), stack(3, 1)]
+    joined(*models)
+    expected = run(models[0])
+    models = [stack(6, 0), stack(3, 1)]
+    shared = headrace.budget(device_memory=3 * LAYER_BYTES)
+    offloaded(shared, compute_device, *models)
+    joined(*models)
+    for _ in range(4):
+        assert torch.equal(run(models[0]), expected)
+    assert shared.device_peak_bytes <= 3 * LAYER_BYTES
+
+
+def test_residents_give_way_last(compute_device):
+    models = [stack(4, seed) for seed in range(2)]
+    shared = headrace.budget(device_memory=4 * LAYER_BYTES)
+    with shared:
+        handles = [headrace.offload(model, device=compute_device, resident=["layers.0"]) for model in models]
+    expected = [run(stack(4, seed)) for seed in range(2)]
+    for _ in range(4):
+        for model, outcome in zip(models, expected, strict=True):
+            assert torch.equal(run(model), outcome)
+    assert shared.device_peak_bytes <= 4 * LAYER_BYTES
+    assert all(handle.stats().onload_bytes > 4 * LAYER_BYTES for handle in handles)
+
+
+def test_sleep_frees_the_device(compute_device):
+    torch.manual_seed(0)
+    plain, model = Normed(), Normed()
+    model.load_state_dict(plain.state_dict())
+    handle = headrace.offload(model, device=compute_device, device_memory=2 * weight_bytes(model))
+    before = allocated_bytes(compute_device)
+    for _ in range(3):
+        assert torch.equal(model(BATCH).detach().cpu(), plain(BATCH).detach())
+    assert not is_counted(compute_device) or allocated_bytes(compute_device) > before + weight_bytes(model)
+    handle.sleep()
+    handle.reset_stats()
+    assert handle.stats().device_peak_bytes == 0
+    assert allocated_bytes(compute_device) == before
+    assert torch.equal(model.layers[0][1].running_mean, plain.layers[0][1].running_mean)
+    for _ in range(2):
+        assert torch.equal(model(BATCH).detach().cpu(), plain(BATCH).detach())
+    assert handle.stats().onload_bytes == weight_bytes(model)
+    handle.remove()
+    with pytest.raises(headrace.StateError, match=r"sleep\(\) came after remove"):
+        handle.sleep()
+
+
+def test_sleep_between_forward_and_backward(compute_device):
+    plain, model = stack(4), stack(4)
+    handle = headrace.offload(model, device=compute_device, device_memory=8 * LAYER_BYTES)
+    for _ in range(4):
+        for one in (plain, model):
+            loss = one(BATCH).square().mean()
+            if one is model:
+                handle.sleep()
+            loss.backward()
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(parameter.grad, other.grad)
+
+
+def test_sleep_takes_back_what_optimizers_have(emu_device):
+    device = torch.device("emu:1")
+
+    def train(*, sleeps: bool) -> tuple[list[torch.Tensor], int]:
+        """The weights after some steps, and the most bytes that were on the device between them."""
+        model = stack(4)
+        handle = headrace.offload(model, device=device, device_memory="4MiB")
+        before, held_bytes = allocated_bytes(device), 0
+        optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-2, update="device")
+        for _ in range(3):
+            model(BATCH).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if sleeps:
+                handle.sleep()
+                handle.reset_stats()
+                assert handle.stats().device_peak_bytes == 0
+            held_bytes = max(held_bytes, allocated_bytes(device) - before)
+        handle.remove()
+        return [parameter.detach().clone() for parameter in model.parameters()], held_bytes
+
+    expected, kept_bytes = train(sleeps=False)
+    found, held_bytes = train(sleeps=True)
+    assert all(map(torch.equal, found, expected))
+    assert held_bytes == 0
+    assert kept_bytes > 4 * LAYER_BYTES
+
+
+def test_two_threads_are_refused(compute_device):
+    models = [stack(4, seed) for seed in range(2)]
+    offloaded(headrace.budget(device_memory=4 * LAYER_BYTES), compute_device, *models)
+    errors = []
+
+    def call_the_other(*_: object) -> None:
+        def call() -> None:
+            try:
+                run(models[1])
+            except headrace.StateError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    hook = models[0].layers[1].register_forward_hook(call_the_other)
+    run(models[0])
+    hook.remove()
+    (error,) = errors
+    assert "Stack, with which this model shares a budget, computes on thread" in error
+    for seed, model in enumerate(models):
+        assert torch.equal(run(model), run(stack(4, seed)))
+
+
+def test_host_memory_is_what_others_left(compute_device):
+    models = [stack(4, seed) for seed in range(2)]
+    weights = weight_bytes(models[0])
+    page = 4096
+    with headrace.budget(host_memory=weights + weights // 2 + 8 * page) as shared:
+        handle = headrace.offload(models[0], device=compute_device, device_memory=2 * LAYER_BYTES)
+        with pytest.raises(headrace.BudgetError, match=r"weights need .* of host memory in all; host_memory allows"):
+            headrace.offload(models[1], device=compute_device, device_memory=2 * LAYER_BYTES)
+        assert weights <= shared.host_peak_bytes <= weights + 8 * page
+        run(models[0])
+        handle.remove()
+        headrace.offload(models[1], device=compute_device, device_memory=2 * LAYER_BYTES)
+    assert repr(shared).endswith("shared by Stack>")
+
+
+def test_a_model_on_the_host_gives_way_to_a_later_one(compute_device, tmp_path):
+    """Its blocks move to disk, and are read from there; the later one rests on the host."""
+    width = 256
+    expected = []
+    for seed in range(2):
+        model = seeded(lambda: Stack(Layer(width) for _ in range(6)), seed=seed)
+        expected.append(model(torch.linspace(-1, 1, width).expand(2, -1)).detach())
+    first, second = (seeded(lambda: Stack(Layer(width) for _ in range(6)), seed=seed) for seed in range(2))
+    weights, layer = weight_bytes(first), weight_bytes(first.layers[0])
+    with headrace.budget(device_memory=3 * layer, host_memory=weights * 3 // 2) as shared:
+        one = headrace.offload(first, device=compute_device, disk=tmp_path)
+        assert one.stats().disk_bytes == 0
+        for _ in range(2):
+            with torch.no_grad():
+                first(torch.ones(2, width))
+        other = headrace.offload(second, device=compute_device)
+    for _ in range(3):
+        for model, outcome in zip((first, second), expected, strict=True):
+            with torch.no_grad():
+                assert torch.equal(model(torch.linspace(-1, 1, width).expand(2, -1)).cpu(), outcome)
+    assert 2 * layer <= one.stats().disk_bytes <= weights + 6 * 4096  # whole pages
+    assert other.stats().disk_bytes == other.stats().fetch_bytes == 0
+    assert one.stats().fetch_bytes >= 3 * 2 * layer
+    assert shared.host_peak_bytes <= weights * 3 // 2
+    assert shared.device_peak_bytes <= 3 * layer
+
+
+def test_generation_between_steps(emu_device):
+    """With a budget for one of two models, weights that stay are loaded once for all tokens."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=64,
+    )
+    device, prompts = torch.device("emu:1"), torch.arange(16).reshape(2, 8)
+
+    def step(policy: Any, reference: Any, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            answers = policy.generate(prompts, max_new_tokens=32, min_new_tokens=32, do_sample=True, pad_token_id=0)
+            expected = reference(answers).logits.log_softmax(-1)
+        loss = F.kl_div(policy(answers).logits.log_softmax(-1), expected, reduction="batchmean", log_target=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().cpu()
+
+    def train(shares: float | None) -> tuple[list[torch.Tensor], list[int]]:
+        """The losses, and the bytes that each model loaded in the last step."""
+        models = [seeded(LlamaForCausalLM, config, seed=seed) for seed in range(2)]
+        models[1].requires_grad_(False)
+        nbytes = weight_bytes(models[0])
+        if shares is None:
+            handles = [headrace.offload(one, device=device, device_memory=nbytes // 2) for one in models]
+        else:
+            handles = offloaded(headrace.budget(device_memory=int(nbytes * shares)), device, *models)
+        optimizer = headrace.optim.AdamW(models[0].parameters(), lr=1e-3)
+        losses = []
+        for seed in range(3):
+            for handle in handles:
+                handle.reset_stats()
+            losses.append(step(*models, optimizer, seed))
+        return losses, [handle.stats().onload_bytes / nbytes for handle in handles]
+
+    apart, loaded_apart = train(None)
+    shared, loaded = train(1.05)
+    assert all(map(torch.equal, apart, shared))
+    assert loaded[0] < 2.1
+    assert loaded[1] <= 1
+    assert loaded_apart[0] > 20
+
+
+def test_what_is_refused(compute_device):
+    with pytest.raises(ValueError, match=r"budget\(\) limits nothing; give"):
+        headrace.budget()
+    with pytest.raises(TypeError, match=r"device_memory is 1\.5"):
+        headrace.budget(device_memory=1.5)
+    shared = headrace.budget(device_memory="1MiB")
+    with shared, pytest.raises(ValueError, match=r"device_memory is given, and headrace\.budget"):
+        headrace.offload(stack(2), device=compute_device, device_memory="1MiB")
+    with shared, pytest.raises(ValueError, match="mesh= has budgets of its own"):
+        headrace.offload(stack(2), device=compute_device, mesh=object())
+    if compute_device.type != "cpu":
+        with shared:
+            headrace.offload(stack(2), device=compute_device)
+            with pytest.raises(ValueError, match="a budget is for one device"):
+                headrace.offload(stack(2), device="cpu")
+    assert repr(headrace.budget(device_memory="1MiB")) == "<budget(device_memory='1 MiB'), shared by nothing yet>"
