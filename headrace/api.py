@@ -95,6 +95,7 @@ def offload(
     mesh: Any = None,
     onload: Literal["own", "gather", "auto"] = "own",
     packed: bool | Literal["disk"] = "disk",
+    check_gradients: bool = True,
 ) -> "Offloaded":
     """Offloads `model` in place, for training and inference: its weights visit `device` block by block as it computes.
 
@@ -142,6 +143,8 @@ def offload(
       if that is quicker: then only three quarters of their bytes are read. True also packs weights in host memory, in
       what the host budget leaves, for an accelerator with Triton: then three quarters of their bytes cross the link.
       (This has not been timed on an accelerator yet.) False packs nothing.
+    - `check_gradients`: whether a backward raises StateError if it goes through the model and cannot reach any of the
+      parameters that require gradients, because something is detached. After the first gradient, nothing is checked.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (on meta, sparse, or
     trained tensor subclasses), StateError for a model that is offloaded already, is wrapped for data-parallel training,
@@ -152,6 +155,7 @@ def offload(
     Gradients of parameters come only from `backward()`: `torch.autograd.grad` and `backward(inputs=...)` do not find
     the parameters, because the graph holds their copies on the device.
     """
+    check_flag(check_gradients, "check_gradients")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     config = OffloadConfig(
@@ -169,6 +173,7 @@ def offload(
         mesh=mesh,
         onload=onload,
         packed=packed,
+        check_gradients=check_gradients,
     )
     config = _with_shared_budget(config)
     refuse_watched(model, ", and pass activations=True here")
@@ -356,6 +361,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         passes = Passes(config.device, list(streamed), list(residents), *movers, self._common)
         self._engine = Engine(_name_of(model), passes)
         self._engine.room = room
+        self._engine.backward.checks_gradients = config.check_gradients
         self._share_budget()
         for block in residents:
             self._executor.bring(block)

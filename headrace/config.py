@@ -131,6 +131,7 @@ class OffloadConfig:
     mesh: Any = None  # a DeviceMesh
     onload: Literal["own", "gather", "auto"] = "own"
     packed: bool | Literal["disk"] = "disk"
+    check_gradients: bool = True
     shared: Any = None  # a SharedBudget (which this layer does not know); its sizes are those above
 
     @property

@@ -40,6 +40,11 @@ SHOWN: dict[str, dict[str, str]] = {
         "mesh": "distributed/test_mesh.py::test_one_copy_for_a_node",
         "onload": "distributed/test_gather.py::test_bytes",
         "packed": "packed/test_from_disk.py::test_three_quarters_of_the_bytes_are_read",
+        "check_gradients": "weights/test_cut_off.py::test_it_is_off_with_one_word",
+    },
+    "budget": {
+        "device_memory": "weights/test_shared_budget.py::test_models_in_turn_keep_one_budget",
+        "host_memory": "weights/test_shared_budget.py::test_host_memory_is_what_others_left",
     },
     "offload_activations": {
         "layers": "activations/test_bytes.py::test_layers_and_modules_choose",

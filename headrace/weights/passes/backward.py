@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headrace.config import counted
 from headrace.errors import StateError
 from headrace.planning import Phase
 from headrace.runtime.autograd import (
@@ -59,6 +60,8 @@ class Backward:
         # up its own.
         self._of_rows: dict[tuple[ManagedParam, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._nested: list[ManagedParam] = []  # parameters that got gradients from nested backwards
+        self.checks_gradients = True  # until a parameter gets one: the trained ones may be cut off from the loss
+        self._leads_to_leaves = False  # whether any graph has led to a leaf that requires gradients
         self.settling = threading.RLock()  # a backward that raised may end on autograd's thread, in the next pass
         self.refused = False  # whether the model has been let go of
         self.batch_sums: BatchSums | None = None  # takes the gradients while several micro-batches go together
@@ -83,6 +86,11 @@ class Backward:
             if getattr(tensor, WATCHED, None) != node:
                 setattr(tensor, WATCHED, node)
                 tensor.register_hook(functools.partial(_reach, self, site))
+
+    def note_result(self, output: Any) -> None:
+        """Called with what a whole model returns: notes whether its backward can lead to a parameter."""
+        if self.checks_gradients and not self._leads_to_leaves:
+            self._leads_to_leaves = any(_leads_to_a_leaf(tensor.grad_fn) for tensor in tensors_in(output))
 
     def reach(self, site: Site) -> None:
         """Backward needs something of the site's forward: the site's blocks come, and the last site's may go."""
@@ -142,6 +150,7 @@ class Backward:
         parts = self._of_rows.pop((param, backward_task()), None)
         if parts:
             with without_overrides():
+                self.checks_gradients = False
                 rows, gradients = sum_of_rows(parts)
                 (self.batch_sums or self._gradients).take(param, *gradients, rows=rows)
 
@@ -188,6 +197,22 @@ class Backward:
                 else:
                     self._recover()
                 raise
+            if completed and self.checks_gradients and not self._leads_to_leaves:
+                self._refuse_without_gradients()
+
+    def _refuse_without_gradients(self) -> None:
+        """Raises StateError if the model has parameters that require gradients: no graph has led to any of them."""
+        trained = [
+            param.name for block in self.passes.all_blocks() for param in block.params if param.home.requires_grad
+        ]
+        if trained:
+            them = counted(len(trained), "trained parameter")
+            raise StateError(
+                f"backward() went through the model, and reached none of its {them} (such as {trained[0]!r}): they"
+                " would never change. Something between them and the loss is detached,"
+                " or was computed without gradients; with reentrant checkpoints, inputs need gradients"
+                " (model.enable_input_require_grads()). If it is meant so, pass check_gradients=False to offload()"
+            )
 
     def _finish(self, *, completed: bool) -> None:
         """Unbinds blocks, ends the cycle, and delivers gradients or drops them, in that order."""
@@ -244,6 +269,20 @@ class Backward:
         self._gradients.abandon()
 
 
+def _leads_to_a_leaf(node: Any) -> bool:
+    """Whether backward from this node of a graph leads to the leaf of a weight, if nothing limits it (`inputs=`)."""
+    seen, rest = set(), [node]
+    while rest:
+        node = rest.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(getattr(node, "variable", None), Leaf):
+            return True
+        seen.add(node)
+        rest.extend(following for following, _ in node.next_functions)
+    return False
+
+
 @unseen
 def _reach(backward: Backward, site: Site, _gradient: torch.Tensor) -> None:
     """The hook of a site's output. Called by autograd, on the thread of the device."""
@@ -274,6 +313,7 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
             return
         if gradient.requires_grad:
             refuse_graph(param, gradient)
+        self.checks_gradients = False
         (self.batch_sums or self._gradients).take(param, gradient)
     if backward_task() != self.task and leaf.got_nested_gradient is None:
         leaf.got_nested_gradient = param.name

@@ -217,6 +217,8 @@ class Engine:
             raise
         if torch.is_grad_enabled():
             self.backward.watch_output(site, output)
+            if outermost:
+                self.backward.note_result(output)
         return output
 
     def call_method(
@@ -250,6 +252,7 @@ class Engine:
                 self.passes.methods[this] = around
         if call.used and torch.is_grad_enabled():
             self.backward.watch_output(site, output)
+            self.backward.note_result(output)
         return output
 
     def _begin_method(self, call: MethodCall) -> None:

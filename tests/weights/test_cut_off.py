@@ -1,0 +1,84 @@
+"""Does a backward that cannot reach any trained parameter say so, and no other backward?"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import headrace
+from tests.support.held import weight_bytes
+from tests.support.models import Adapted, seeded
+
+WIDTH = 16
+BATCH = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+
+
+class Cut(nn.Module):
+    """Adapted layers. What the adapters add may be detached, and the layers recomputed."""
+
+    def __init__(self, *, detached: bool = False, reentrant: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted(nn.Linear(WIDTH, WIDTH), WIDTH, 2) for _ in range(4))
+        self.detached, self.reentrant = detached, reentrant
+
+    def layer(self, layer: Adapted, x: torch.Tensor) -> torch.Tensor:
+        return layer.base(x) + layer(x).detach() if self.detached else layer(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(self.layer, layer, x, use_reentrant=True) if self.reentrant else self.layer(layer, x)
+        return x
+
+
+def offloaded(device: torch.device, check_gradients: bool = True, **options: bool) -> Cut:
+    model = seeded(Cut, **options)
+    budget = weight_bytes(model) // 2
+    headrace.offload(model, device=device, device_memory=budget, blocks="1KiB", check_gradients=check_gradients)
+    return model
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_adapters_that_are_cut_off_are_named(compute_device, reentrant):
+    model = offloaded(compute_device, detached=True, reentrant=reentrant)
+    for _ in range(2):  # the error leaves nothing under way
+        loss = model(BATCH.clone().requires_grad_()).square().mean()
+        with pytest.raises(headrace.StateError, match=r"none of its 8 trained parameters \(such as 'layers.0.down.we"):
+            loss.backward()
+    model.detached = False
+    model(BATCH.clone().requires_grad_()).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    model.detached = True
+    model(BATCH.clone().requires_grad_()).square().mean().backward()  # they had gradients before
+
+
+def test_it_is_off_with_one_word(compute_device):
+    model = offloaded(compute_device, check_gradients=False, detached=True)
+    batch = BATCH.clone().requires_grad_()
+    model(batch).square().mean().backward()
+    assert batch.grad is not None
+    with pytest.raises(TypeError, match="check_gradients"):
+        headrace.offload(seeded(Cut), check_gradients="no")
+
+
+@pytest.mark.parametrize("way", ["grad", "inputs"])
+def test_gradients_of_inputs_alone_are_no_mistake(compute_device, way):
+    model = offloaded(compute_device)
+    batch = BATCH.clone().requires_grad_()
+    loss = model(batch).square().mean()
+    if way == "grad":
+        (found,) = torch.autograd.grad(loss, batch)
+    else:
+        loss.backward(inputs=[batch])
+        found = batch.grad
+    plain = seeded(Cut)
+    expected = BATCH.clone().requires_grad_()
+    plain(expected).square().mean().backward()
+    assert torch.equal(found.cpu(), expected.grad)
+
+
+def test_a_frozen_model_has_nothing_to_reach(compute_device):
+    model = seeded(Cut).requires_grad_(False)
+    headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2, blocks="1KiB")
+    batch = BATCH.clone().requires_grad_()
+    model(batch).square().mean().backward()
+    assert batch.grad is not None
