@@ -197,7 +197,8 @@ class Backward:
                 else:
                     self._recover()
                 raise
-            if completed and self.checks_gradients and not self._leads_to_leaves:
+            within_forward = bool(self.passes.calls)  # as `autograd.grad` in a penalty's forward
+            if completed and self.checks_gradients and not self._leads_to_leaves and not within_forward:
                 self._refuse_without_gradients()
 
     def _refuse_without_gradients(self) -> None:

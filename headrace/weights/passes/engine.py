@@ -217,7 +217,7 @@ class Engine:
             raise
         if torch.is_grad_enabled():
             self.backward.watch_output(site, output)
-            if outermost:
+            if outer:
                 self.backward.note_result(output)
         return output
 
