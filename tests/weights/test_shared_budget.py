@@ -133,6 +133,26 @@ def test_one_model_calls_another(compute_device):
     assert shared.device_peak_bytes <= 3 * LAYER_BYTES
 
 
+def test_a_model_that_fits_gives_way_before_its_backward(compute_device):
+    """Alone it would have autograd keep weights that are on the device, from the third step on."""
+
+    def train(shared: headrace.SharedBudget | None) -> list[torch.Tensor]:
+        model, reference = stack(6, 0), seeded(lambda: Stack(Layer(2 * WIDTH) for _ in range(2)), seed=1)
+        if shared is not None:
+            offloaded(shared, compute_device, model, reference)
+        found = []
+        for step in range(5):
+            loss = model(BATCH + step).square().mean()
+            with torch.no_grad():
+                found.append(reference(torch.ones(4, 2 * WIDTH)).cpu())
+            loss.backward()
+        return [*found, *(parameter.grad for parameter in model.parameters())]
+
+    shared = headrace.budget(device_memory=8 * LAYER_BYTES)
+    assert all(map(torch.equal, train(shared), train(None)))
+    assert shared.device_peak_bytes <= 8 * LAYER_BYTES
+
+
 def test_residents_give_way_last(compute_device):
     models = [stack(4, seed) for seed in range(2)]
     shared = headrace.budget(device_memory=4 * LAYER_BYTES)
@@ -181,7 +201,8 @@ def test_sleep_between_forward_and_backward(compute_device):
             assert torch.equal(parameter.grad, other.grad)
 
 
-def test_sleep_takes_back_what_optimizers_have(emu_device):
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_sleep_takes_back_what_optimizers_have(emu_device, overlap):
     device = torch.device("emu:1")
 
     def train(*, sleeps: bool) -> tuple[list[torch.Tensor], int]:
@@ -189,8 +210,8 @@ def test_sleep_takes_back_what_optimizers_have(emu_device):
         model = stack(4)
         handle = headrace.offload(model, device=device, device_memory="4MiB")
         before, held_bytes = allocated_bytes(device), 0
-        optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-2, update="device")
-        for _ in range(3):
+        optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-2, update="device", overlap=overlap)
+        for _ in range(4):
             model(BATCH).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
