@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Protocol, Self
 
 import torch
@@ -46,15 +46,15 @@ class SharedBudget:
         self.device_bytes, self.host_bytes = device_bytes, host_bytes
         self._shares: list[weakref.ref[Share]] = []  # of the models, the one that was used longest ago first
         self.device: torch.device | None = None  # on which all of them compute
-        self._entered: list[Token[SharedBudget | None]] = []
         self._peak_bytes = self._host_peak_bytes = 0
+        self.gives_way_on_host = False  # whether models move blocks to disk for another, and claim nothing
 
     def __enter__(self) -> Self:
-        self._entered.append(_current.set(self))
+        _around.set((*_around.get(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        _current.reset(self._entered.pop())
+        _around.set(_around.get()[:-1])
 
     def __repr__(self) -> str:
         limits = {"device_memory": self.device_bytes, "host_memory": self.host_bytes}
@@ -125,7 +125,6 @@ class Share:
         self.budget, self.held_on_host_bytes = budget, held_on_host_bytes
         self.member: Callable[[], Member | None] = lambda: None  # a weak reference to the model, once it is offloaded
         self.computes = False  # whether the model's pass is under way: others give way to nothing else
-        self._claims_host = False  # whether others are giving way on the host
 
     def check_turn(self) -> None:
         """Called before a pass of the model begins. Raises StateError if another one computes on another thread."""
@@ -178,15 +177,15 @@ class Share:
 
     def claim_host(self, nbytes: int) -> None:
         """The others that have a disk move blocks there until there is room for `nbytes`, or no more can go."""
-        if self.budget.host_bytes is None or self._claims_host:
+        if self.budget.host_bytes is None or self.budget.gives_way_on_host:
             return
-        self._claims_host = True
+        self.budget.gives_way_on_host = True
         try:
             for other in self._others():
                 if other.computes_on is None:
                     other.give_way_on_host(nbytes)
         finally:
-            self._claims_host = False
+            self.budget.gives_way_on_host = False
 
     def _others(self) -> list[Member]:
         own = self.member()
@@ -201,12 +200,12 @@ def _sleep(member: Member, _nbytes: int) -> None:
     member.sleep()
 
 
-_current: ContextVar[SharedBudget | None] = ContextVar("headrace_budget", default=None)
+_around: ContextVar[tuple[SharedBudget, ...]] = ContextVar("headrace_budgets", default=())  # the innermost last
 
 
 def current_budget() -> SharedBudget | None:
     """The budget of the `with` statement around the caller; None: there is none."""
-    return _current.get()
+    return next(reversed(_around.get()), None)
 
 
 def budget(*, device_memory: Size | None = None, host_memory: Size | None = None) -> SharedBudget:

@@ -204,7 +204,7 @@ class HostOptimizer(Optimizer):
         """Begins updates in backward, and adds their parameters to `updated`. After Ctrl-C, the next step raises."""
         places = self._places()
         begun = {parameter: gradient for parameter, gradient in gradients.items() if parameter in places}
-        if not begun:  # all belong to another optimizer
+        if not begun or not self._updates.has_device_memory:  # all belong to another optimizer, or `step` updates them
             return ()
         members = self._members(begun)
         with self._updates.interruption.guard_partial_step(members, self._updates.updater.drain):

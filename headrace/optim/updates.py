@@ -152,6 +152,11 @@ class Updates:
             if lender not in self._on_device:
                 self._on_device[lender] = DeviceUpdates(_lent(next(iter(theirs)), nbytes))
 
+    @property
+    def has_device_memory(self) -> bool:
+        """Whether the memory that was lent for updates on the device is still there: a lender may take it back."""
+        return all(known.memory.untyped_storage().nbytes() for known in self._on_device.values())
+
     def check_device(self) -> None:
         """Called when a step begins. Raises ValueError if an accelerator is to update, and none computes the model."""
         if self._options.update == "device" and not self._on_device:

@@ -134,7 +134,7 @@ class Manager(Protocol):
     def lend_device_memory(self, nbytes: int) -> torch.Tensor:
         """Device memory for updates, a flat uint8 tensor, off the budget of weights for as long as it is referred to.
 
-        It loses its bytes when the model is let go of. Not to be called during a pass. Raises BudgetError.
+        It loses its bytes when the model is let go of or sleeps. Not to be called during a pass. Raises BudgetError.
         """
 
 

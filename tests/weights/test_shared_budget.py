@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
+from headrace.memory.shared_budget import current_budget
+from headrace.weights.rest import budgets
 from tests.support.held import Allocations, allocated_bytes, is_counted, weight_bytes
 from tests.support.loops import adamw
 from tests.support.models import Layer, Stack, seeded
@@ -133,6 +135,26 @@ def test_one_model_calls_another(compute_device):
     assert shared.device_peak_bytes <= 3 * LAYER_BYTES
 
 
+def test_a_model_that_fits_gives_way_before_its_backward(compute_device):
+    """Alone it would have autograd keep weights that are on the device, from the third step on."""
+
+    def train(shared: headrace.SharedBudget | None) -> list[torch.Tensor]:
+        model, reference = stack(6, 0), seeded(lambda: Stack(Layer(2 * WIDTH) for _ in range(2)), seed=1)
+        if shared is not None:
+            offloaded(shared, compute_device, model, reference)
+        found = []
+        for step in range(5):
+            loss = model(BATCH + step).square().mean()
+            with torch.no_grad():
+                found.append(reference(torch.ones(4, 2 * WIDTH)).cpu())
+            loss.backward()
+        return [*found, *(parameter.grad for parameter in model.parameters())]
+
+    shared = headrace.budget(device_memory=8 * LAYER_BYTES)
+    assert all(map(torch.equal, train(shared), train(None)))
+    assert shared.device_peak_bytes <= 8 * LAYER_BYTES
+
+
 def test_residents_give_way_last(compute_device):
     models = [stack(4, seed) for seed in range(2)]
     shared = headrace.budget(device_memory=4 * LAYER_BYTES)
@@ -181,7 +203,8 @@ def test_sleep_between_forward_and_backward(compute_device):
             assert torch.equal(parameter.grad, other.grad)
 
 
-def test_sleep_takes_back_what_optimizers_have(emu_device):
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_sleep_takes_back_what_optimizers_have(emu_device, overlap):
     device = torch.device("emu:1")
 
     def train(*, sleeps: bool) -> tuple[list[torch.Tensor], int]:
@@ -189,8 +212,8 @@ def test_sleep_takes_back_what_optimizers_have(emu_device):
         model = stack(4)
         handle = headrace.offload(model, device=device, device_memory="4MiB")
         before, held_bytes = allocated_bytes(device), 0
-        optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-2, update="device")
-        for _ in range(3):
+        optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-2, update="device", overlap=overlap)
+        for _ in range(4):
             model(BATCH).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -274,6 +297,73 @@ def test_a_model_on_the_host_gives_way_to_a_later_one(compute_device, tmp_path):
     assert one.stats().fetch_bytes >= 3 * 2 * layer
     assert shared.host_peak_bytes <= weights * 3 // 2
     assert shared.device_peak_bytes <= 3 * layer
+
+
+def two_on_the_host(device: torch.device, directory: Any, share: float) -> tuple[Any, ...]:
+    """Two frozen models in host memory, each with a disk, whose budget is `share` times the bytes of one."""
+    models = [seeded(lambda: Stack(Layer(256) for _ in range(6)), seed=seed).requires_grad_(False) for seed in range(2)]
+    handles = []
+    with headrace.budget(device_memory="2MiB", host_memory=int(weight_bytes(models[0]) * share)) as shared:
+        for number, model in enumerate(models):
+            (directory / str(number)).mkdir()
+            handles.append(headrace.offload(model, device=device, disk=directory / str(number)))
+    return shared, models, handles
+
+
+def test_who_is_asked_for_host_memory_asks_nobody(compute_device, tmp_path):
+    """Else the model that wants room would be asked for its own blocks first."""
+    _shared, models, (first, second) = two_on_the_host(compute_device, tmp_path, 2.1)
+    assert first.stats().disk_bytes == second.stats().disk_bytes == 0
+    assert second._ledger.has_room(weight_bytes(models[1]) // 2)
+    assert first.stats().disk_bytes > 0
+    assert second.stats().disk_bytes == 0
+
+
+def test_a_model_that_cannot_give_way_on_the_host(compute_device, tmp_path):
+    """A user holds its memory, so nothing of it can move to disk. The other one's gradients go to disk then."""
+    shared, (first, second), _ = two_on_the_host(compute_device, tmp_path, 2.05)
+    kept = [parameter.data for parameter in first.parameters()]
+    plain, batch = seeded(lambda: Stack(Layer(256) for _ in range(6)), seed=1), torch.ones(4, 256)
+    for model in (plain, second.requires_grad_(True)):
+        model(batch).square().mean().backward()
+    for own, other in zip(second.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
+    assert shared.host_peak_bytes <= weight_bytes(first) * 2.05
+    del kept
+
+
+def test_threads_enter_a_budget_at_once():
+    shared, entered, left = headrace.budget(device_memory="1MiB"), threading.Event(), threading.Event()
+    errors = []
+
+    def enter() -> None:
+        try:
+            with shared:
+                entered.set()
+                left.wait()
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    with shared:
+        thread.start()
+        entered.wait()
+    left.set()
+    thread.join()
+    assert not errors
+    assert current_budget() is None
+
+
+def test_a_host_budget_leaves_the_device_to_each(emu_device, monkeypatch):
+    """What a model has there is not given up for another: it counts as taken."""
+    device = torch.device("emu:1")
+    with headrace.budget(host_memory="64MiB"):
+        first = stack(8)
+        headrace.offload(first, device=device, device_memory="1MiB")
+        run(first)
+        monkeypatch.setattr(budgets, "free_device_bytes", lambda _: 2 * LAYER_BYTES)
+        with pytest.raises(headrace.BudgetError, match="more than emu:1 has free"):
+            headrace.offload(stack(8), device=device, device_memory=8 * LAYER_BYTES)
 
 
 def test_generation_between_steps(emu_device):

@@ -436,7 +436,8 @@ class Executor:
         if self._course is not None and self._gathers is None:
             self._load_missing(self._course)
         self.everything_is_here = (
-            (
+            (self._residency.share is None or not entry.gradients)  # else blocks may have to give way before backward
+            and (
                 not entry.gradients
                 or (self._may_keep_weights and not self._has_module_experts and not self.shares.in_parts)
             )

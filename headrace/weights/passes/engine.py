@@ -4,6 +4,7 @@ In forward, a site's call makes its blocks present, binds their leaves, and pack
 See backward.py for what backward does with these, and docs/design/engine.md.
 """
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -152,7 +153,7 @@ class Engine:
     def give_way_on_host(self, nbytes: int) -> None:
         if self.room is not None and not self.passes.computes:
             self.passes.wait_for_updates()
-            with without_overrides():
+            with without_overrides(), contextlib.suppress(BudgetError):  # of this model, and another one asks
                 self.room.make(nbytes)
 
     def give_way(self, nbytes: int) -> None:

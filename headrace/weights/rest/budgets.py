@@ -50,7 +50,7 @@ class Budgets:
             device_bytes = min(available_host_bytes() // 2, 2 * weights_bytes + buffer_bytes)
         others_bytes = 0
         if config.shared is not None:
-            others_bytes = config.shared.device_held_bytes
+            others_bytes = 0 if config.shared.device_bytes is None else config.shared.device_held_bytes
             host_bytes = host_bytes if config.shared.host_bytes is None else config.shared.host_left_bytes
         if host_bytes is None:  # weights in host memory count as available: they are moved, not copied
             held_bytes = weights_bytes if config.checkpoint is None else 0
