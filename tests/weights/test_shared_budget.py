@@ -332,6 +332,25 @@ def test_a_model_that_cannot_give_way_on_the_host(compute_device, tmp_path):
     del kept
 
 
+def test_training_in_turn_with_a_disk(compute_device, tmp_path):
+    """The second model's gradients leave the room that the first one's backward, which comes later, needs."""
+
+    def train(models: list[Stack]) -> list[torch.Tensor]:
+        for step in range(3):
+            losses = [model(torch.ones(4, 256) + step).square().mean() for model in models]
+            for loss in losses:
+                loss.backward()
+        return [parameter.grad for model in models for parameter in model.parameters()]
+
+    shared, models, handles = two_on_the_host(compute_device, tmp_path, 2.5)
+    for model in models:
+        model.requires_grad_(True)
+    plain = [seeded(lambda: Stack(Layer(256) for _ in range(6)), seed=seed) for seed in range(2)]
+    assert all(map(torch.equal, train(models), train(plain)))
+    assert shared.host_peak_bytes <= weight_bytes(models[0]) * 2.5
+    assert sum(handle.stats().disk_bytes for handle in handles) > 0
+
+
 def test_threads_enter_a_budget_at_once():
     shared, entered, left = headrace.budget(device_memory="1MiB"), threading.Event(), threading.Event()
     errors = []

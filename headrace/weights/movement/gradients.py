@@ -5,6 +5,7 @@ micro-batch, another dtype, a gradient that rests on disk) it goes into pinned s
 adds, casts or copies.
 """
 
+import mmap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -85,17 +86,20 @@ class Gradients(GradientFlow):
 
     def _make(self, wanted: list[Wanted]) -> None:
         self._tiers.check_gradients(sum(offsets[-1] for _, _, offsets in wanted))
+        short_bytes, shared = self._tiers.short_staging_bytes, self.ledger.share is not None
+        least_bytes = 2 * (short_bytes + mmap.PAGESIZE) if shared and short_bytes is not None else 0  # of staging
         for block, params, offsets in wanted:
-            memory = self._tiers.gradient_memory(block.name, offsets[-1])
+            memory = self._tiers.gradient_memory(block.name, offsets[-1], missing_bytes=least_bytes)
             make = partial(_more_memory, self._tiers, self._staging, block.name)
             for param, offset in zip(params, offsets, strict=False):
                 self._memory[param] = HostGradient(param, self.dtype(param), memory, offset, make)
             largest_bytes = max(offsets[-1], block.nbytes)
             self._staging.grow(min(largest_bytes, _SEND_BYTES) if block.row_bytes else largest_bytes)
-        short_bytes = self._tiers.short_staging_bytes
         if short_bytes is not None and not self.ledger.has_room(self._staging.missing_bytes):
             self._staging.limit(short_bytes)
             self._tiers.make_room(self._staging.missing_bytes)
+        if short_bytes is not None and shared and self.ledger.fits(self._staging.missing_bytes):
+            self._staging.make()  # another model may take the room before this one's backward
 
     def add_on_host(self, param: ManagedParam, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
         """Takes a gradient that is in host memory already; the caller's thread adds it at once."""

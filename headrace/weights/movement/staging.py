@@ -148,6 +148,11 @@ class Staging:
         self._most_bytes = min(self._most_bytes, most_bytes)
         self._wanted_bytes = min(self._wanted_bytes, self._most_bytes)
 
+    def make(self) -> None:
+        """Makes the ring before its first use."""
+        if self.missing_bytes:
+            self._make(self.missing_bytes)
+
     @property
     def missing_bytes(self) -> int:
         """The most bytes that making the ring (anew) takes: the ring may be a page larger than wanted, see `carve`."""
