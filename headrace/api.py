@@ -209,11 +209,6 @@ def _lists_modules(blocks: object) -> bool:
     return isinstance(blocks, Iterable | bytes) and not isinstance(blocks, str)
 
 
-def _host_bytes(ledger: weakref.ref[Ledger]) -> int:
-    counts = ledger()
-    return 0 if counts is None else counts.held_bytes(Tier.HOST)
-
-
 def _name_of(model: nn.Module) -> str:
     return ", ".join(model) if type(model) is nn.ModuleDict else type(model).__name__  # or of a pipeline's parts
 
@@ -251,7 +246,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         )
         self._share: Share | None = None
         if config.shared is not None:
-            self._share = Share(config.shared, config.device, partial(_host_bytes, weakref.ref(self._ledger)))
+            self._share = Share(config.shared, config.device, self._ledger)
             self._ledger.share = self._share
         # In inference mode nothing could be trained that is made there.
         with torch.inference_mode(False), contextlib.ExitStack() as undo:
@@ -362,10 +357,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         self._engine = Engine(_name_of(model), passes)
         self._engine.room = room
         self._engine.backward.checks_gradients = config.check_gradients
-        self._share_budget()
-        for block in residents:
-            self._executor.bring(block)
-        self._residency.pass_ends()
+        self._bring(residents)
         self._executor.slices.use_host(placement.experts_bytes)
         mains: dict[nn.Module, tuple[Block, ...]] = {}
         for part, block in zip(parts.streamed, streamed, strict=True):
@@ -389,13 +381,18 @@ class Offloaded(live.Handle, live.ModelHandle):
         self._tiers.make_room = room.make
         return room
 
-    def _share_budget(self) -> None:
-        """From now on other models of a shared budget know this one, and give way for what it brings at once."""
+    def _bring(self, residents: Sequence[Block]) -> None:
+        """Brings the blocks that stay. Other models of a shared budget know this one from now on, and give way."""
         if self._share is not None:
             self._share.member = weakref.ref(self._engine)
             if self._share.budget.device_bytes is not None:
                 self._residency.share = self._share
         self._residency.pass_begins()
+        try:
+            for block in residents:
+                self._executor.bring(block)
+        finally:
+            self._residency.pass_ends()
 
     @property
     def plan(self) -> Plan | None:

@@ -111,7 +111,7 @@ class DeviceBuffers:
         return freed_bytes
 
     @property
-    def held_bytes(self) -> int:
+    def device_bytes(self) -> int:
         """The bytes that the ledger books for its budget, and those of kept buffers."""
         kept_bytes = 0 if self._on_cpu else sum(buffer.nbytes for buffer in self._free)  # on the CPU they are booked
         return self._ledger.budgeted_bytes + kept_bytes

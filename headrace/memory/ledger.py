@@ -111,9 +111,14 @@ class Ledger:
         return self.host_budget_bytes - self._host_bytes
 
     @property
+    def host_held_bytes(self) -> int:
+        """The bytes held now in host memory."""
+        return self.held_bytes(Tier.HOST)
+
+    @property
     def _host_bytes(self) -> int:
         """The bytes of the host budget that are taken now."""
-        return self.held_bytes(Tier.HOST) + (0 if self.share is None else self.share.others_host_bytes)
+        return self.host_held_bytes + (0 if self.share is None else self.share.others_host_bytes)
 
     def fits(self, nbytes: int) -> bool:
         """Whether the host budget allows `nbytes` more than are held now."""

@@ -18,7 +18,7 @@ class Member(Protocol):
     name: str
 
     @property
-    def held_bytes(self) -> int:
+    def device_bytes(self) -> int:
         """The bytes that it holds on the device now: weights, buffers of modules, and what it lends to optimizers."""
 
     @property
@@ -37,6 +37,14 @@ class Member(Protocol):
 
     def give_way_on_host(self, nbytes: int) -> None:
         """Moves blocks to disk until the budget has room for `nbytes` in host memory, or no more can go."""
+
+
+class HostCount(Protocol):
+    """What counts the host memory of a model: its ledger."""
+
+    @property
+    def host_held_bytes(self) -> int:
+        """The bytes that it holds now."""
 
 
 class SharedBudget:
@@ -77,7 +85,7 @@ class SharedBudget:
     @property
     def device_held_bytes(self) -> int:
         """The bytes on the device that the models hold now."""
-        return sum(member.held_bytes for member in self._members())
+        return sum(member.device_bytes for member in self._members())
 
     @property
     def host_left_bytes(self) -> int | None:
@@ -92,7 +100,7 @@ class SharedBudget:
     @property
     def host_held_bytes(self) -> int:
         """The bytes in host memory that the models hold now."""
-        return sum(share.held_on_host_bytes() for share in self._alive())
+        return sum(share.host_held_bytes for share in self._alive())
 
     def _alive(self) -> "list[Share]":
         """Those of the models, and of one that is being offloaded."""
@@ -111,20 +119,25 @@ class SharedBudget:
 class Share:
     """What one model knows of the budget that it shares, and of the others. It is one of them until `leave`.
 
-    `held_on_host_bytes`: tells the bytes that it holds in host memory. Raises ValueError if the others compute on a
-    device other than `device`.
+    Raises ValueError if the others compute on a device other than `device`.
     """
 
-    def __init__(self, budget: SharedBudget, device: torch.device, held_on_host_bytes: Callable[[], int]) -> None:
+    def __init__(self, budget: SharedBudget, device: torch.device, count: HostCount) -> None:
         if device != (budget.device or device):
             raise ValueError(
                 f"a budget is for one device, {budget.device} here, and not for {device}; give each device its own"
             )
         budget.device = device
         budget._shares.append(weakref.ref(self))
-        self.budget, self.held_on_host_bytes = budget, held_on_host_bytes
+        self.budget, self._count = budget, weakref.ref(count)
         self.member: Callable[[], Member | None] = lambda: None  # a weak reference to the model, once it is offloaded
-        self.computes = False  # whether the model's pass is under way: others give way to nothing else
+        self.may_claim = False  # whether the model's pass is under way: others give way to nothing else
+
+    @property
+    def host_held_bytes(self) -> int:
+        """The bytes that the model holds in host memory now."""
+        count = self._count()
+        return 0 if count is None else count.host_held_bytes
 
     def check_turn(self) -> None:
         """Called before a pass of the model begins. Raises StateError if another one computes on another thread."""
@@ -143,11 +156,11 @@ class Share:
     def begin(self) -> None:
         """Called when a pass of the model begins, or goes on with its backward after others have computed."""
         self.budget._shares.sort(key=lambda one: one() is self)  # it was used last; the others keep their order
-        self.computes = True
+        self.may_claim = True
 
     def end(self) -> None:
         """Called when the pass ends: what is loaded from here on finds room, or waits."""
-        self.computes = False
+        self.may_claim = False
 
     def note_peaks(self) -> None:
         """Called when the model has taken device memory."""
@@ -156,24 +169,25 @@ class Share:
     @property
     def others_bytes(self) -> int:
         """The bytes on the device that the others hold now."""
-        return sum(other.held_bytes for other in self._others())
+        return sum(other.device_bytes for other in self._others())
 
     @property
     def others_host_bytes(self) -> int:
         """The bytes in host memory that the others hold now; 0 if the budget says nothing about host memory."""
         if self.budget.host_bytes is None:
             return 0
-        return self.budget.host_held_bytes - self.held_on_host_bytes()
+        return self.budget.host_held_bytes - self.host_held_bytes
 
     def claim(self, most_bytes: int) -> None:
         """The others give way until they hold `most_bytes` on the device, or no more can go. First blocks go, then
         what else they hold, and each time first those of the model that was used longest ago.
         """
-        for step in (_give_way, _sleep):
-            for other in self._others():
-                too_many = self.others_bytes - most_bytes
-                if too_many > 0 and other.held_bytes:
-                    step(other, too_many)
+        for other in self._others():
+            if (too_many := self.others_bytes - most_bytes) > 0:
+                other.give_way(too_many)
+        for other in self._others():
+            if self.others_bytes > most_bytes and other.device_bytes:
+                other.sleep()
 
     def claim_host(self, nbytes: int) -> None:
         """The others that have a disk move blocks there until there is room for `nbytes`, or no more can go."""
@@ -190,14 +204,6 @@ class Share:
     def _others(self) -> list[Member]:
         own = self.member()
         return [other for other in self.budget._members() if other is not own]
-
-
-def _give_way(member: Member, nbytes: int) -> None:
-    member.give_way(nbytes)
-
-
-def _sleep(member: Member, _nbytes: int) -> None:
-    member.sleep()
 
 
 _around: ContextVar[tuple[SharedBudget, ...]] = ContextVar("headrace_budgets", default=())  # the innermost last

@@ -99,7 +99,7 @@ class Residency:
         """The bytes that blocks may take. Who shares the budget gives way first, if `nbytes` are wanted for a pass."""
         if self.share is None:
             return self.budget_bytes - self.held_bytes
-        if self.share.computes:
+        if self.share.may_claim:
             self.share.claim(self.budget_bytes - self.held_bytes - nbytes)
         allowed_bytes = self.budget_bytes - self.share.others_bytes
         self._buffers.limit(allowed_bytes)  # kept buffers are no others' memory
@@ -363,7 +363,7 @@ class Residency:
     @property
     def device_bytes(self) -> int:
         """The bytes of device memory that this model takes now of a budget that it shares."""
-        return self._buffers.held_bytes
+        return self._buffers.device_bytes
 
     def check_turn(self) -> None:
         """Raises StateError if a pass cannot begin: a model that shares the budget computes on another thread."""

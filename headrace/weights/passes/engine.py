@@ -137,7 +137,7 @@ class Engine:
 
     # a budget that other models have as well --------------------------------------------------------------------------
     @property
-    def held_bytes(self) -> int:
+    def device_bytes(self) -> int:
         """See `memory.shared_budget.Member`, here and below."""
         return self._residency.device_bytes
 
