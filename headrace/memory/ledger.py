@@ -140,8 +140,12 @@ class Ledger:
 
         There must be room for twice as much beside what is held or being made, because making it books it once more.
         """
+        others_bytes = (
+            0 if self.share is None else self.share.others_host_bytes
+        )  # their ledgers have locks of their own
         with self._lock:
-            if self._made_bytes + 2 * nbytes > self.host_left_bytes:
+            wanted_bytes = self.host_held_bytes + others_bytes + self._made_bytes + 2 * nbytes
+            if self.host_budget_bytes is not None and wanted_bytes > self.host_budget_bytes:
                 return False
             self.add(Tier.HOST, purpose, nbytes)
             return True

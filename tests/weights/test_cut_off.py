@@ -74,6 +74,23 @@ def test_gradients_of_inputs_alone_are_no_mistake(compute_device, way):
     expected = BATCH.clone().requires_grad_()
     plain(expected).square().mean().backward()
     assert torch.equal(found.cpu(), expected.grad)
+    model.detached = True
+    model(BATCH.clone().requires_grad_()).square().mean().backward()  # the first backward has been looked at
+
+
+def test_a_penalty_within_the_forward_is_no_backward(compute_device):
+    """It reaches no parameter, and the model's own backward reaches all of them."""
+
+    class Penalised(Cut):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y + slope
+
+    model = seeded(Penalised)
+    headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2, blocks="1KiB")
+    model(BATCH.clone().requires_grad_()).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
 def test_a_frozen_model_has_nothing_to_reach(compute_device):

@@ -60,7 +60,7 @@ class Backward:
         # up its own.
         self._of_rows: dict[tuple[ManagedParam, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._nested: list[ManagedParam] = []  # parameters that got gradients from nested backwards
-        self.checks_gradients = True  # until a parameter gets one: the trained ones may be cut off from the loss
+        self.checks_gradients = True  # until the first backward that is no mistake
         self._leads_to_leaves = False  # whether any graph has led to a leaf that requires gradients
         self.settling = threading.RLock()  # a backward that raised may end on autograd's thread, in the next pass
         self.refused = False  # whether the model has been let go of
@@ -197,15 +197,16 @@ class Backward:
                 else:
                     self._recover()
                 raise
-            within_forward = bool(self.passes.calls)  # as `autograd.grad` in a penalty's forward
-            if completed and self.checks_gradients and not self._leads_to_leaves and not within_forward:
-                self._refuse_without_gradients()
+            if completed and self.checks_gradients and not self.passes.calls:  # not `autograd.grad` within a forward
+                self._check_gradients()
 
-    def _refuse_without_gradients(self) -> None:
-        """Raises StateError if the model has parameters that require gradients: no graph has led to any of them."""
-        trained = [
-            param.name for block in self.passes.all_blocks() for param in block.params if param.home.requires_grad
-        ]
+    def _check_gradients(self) -> None:
+        """Called when a backward has ended, and none has had a gradient so far. Raises StateError if the model has
+        parameters that require gradients, and no graph has led to any of them. Otherwise nothing is checked any more.
+        """
+        params = [] if self._leads_to_leaves else [one for block in self.passes.all_blocks() for one in block.params]
+        trained = [param.name for param in params if param.home.requires_grad]
+        self.checks_gradients = bool(trained)
         if trained:
             them = counted(len(trained), "trained parameter")
             raise StateError(
