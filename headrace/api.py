@@ -640,6 +640,12 @@ class Offloaded(live.Handle, live.ModelHandle):
     def manages(self, parameter: nn.Parameter) -> bool:
         return getattr(unit_of(parameter), "manager", None) is self._engine
 
+    def known(self) -> dict[str, Any]:
+        return self._executor.known()
+
+    def restore(self, known: Any) -> bool:
+        return self._executor.restore(known)
+
     def note_checkpoint(self, saving: Checkpointed) -> None:
         self._meter.checkpoint_begun(saving)
 

@@ -44,6 +44,12 @@ class ModelHandle(Protocol):
     def refresh(self) -> None:
         """Renews device copies."""
 
+    def known(self) -> dict[str, Any]:
+        """What was learned of the order and the times of the model's passes, as plain values."""
+
+    def restore(self, known: Any) -> bool:
+        """Takes over what `known` gave. Returns whether it is of this model, cut into the same blocks."""
+
     def note_checkpoint(self, saving: Checkpointed) -> None:
         """The stats count it."""
 

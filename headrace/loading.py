@@ -104,6 +104,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
             one.load(converted)
         for module, value in modules:
             module.set_extra_state(value)
+        for handle in handles:
+            any(map(handle.restore, contents.passes))  # its own, if its blocks are the same
         if optimizers and contents.random is not None:
             restore_random_state(contents.random)
     return contents.extra

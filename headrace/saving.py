@@ -102,7 +102,8 @@ def save(
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         saved = saved_model(model, directory.path)
-        layouts, manifest = _laid_out(directory.path, saved, optimizers, extra, files or {})
+        known = [handle.known() for handle in handles]
+        layouts, manifest = _laid_out(directory.path, saved, optimizers, extra, files or {}, known)
         saving = Saving(directory, layouts, manifest, memory_bytes, keep=keep, shows=wait)
     except BaseException:
         directory.discard()
@@ -118,7 +119,12 @@ def save(
 
 
 def _laid_out(
-    directory: Path, saved: SavedModel, optimizers: Sequence[Optimizer], extra: Any, files: Mapping[str, bytes]
+    directory: Path,
+    saved: SavedModel,
+    optimizers: Sequence[Optimizer],
+    extra: Any,
+    files: Mapping[str, bytes],
+    known: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Layout], Callable[..., Manifest]]:
     """The files of a checkpoint that is made in `directory`, and a function from their records to the manifest."""
     configuration = [path for path in sorted(directory.rglob("*")) if path.is_file()]
@@ -134,7 +140,7 @@ def _laid_out(
     for file, optimizer in zip(optimizer_files, optimizers, strict=True):
         state = optimizer.state_at_rest() if isinstance(optimizer, HostOptimizer) else optimizer.state
         layouts.append(torch_file(file, state_of_optimizer(optimizer, state), directory))
-    layouts.append(literal(EXTRA, _extra_bytes(extra, saved.extra_state)))
+    layouts.append(literal(EXTRA, _extra_bytes(extra, saved.extra_state, known)))
     for name, data in files.items():
         taken = ("", "..", MANIFEST, *(layout.name for layout in layouts))
         if Path(name).name != name or name in taken:
@@ -150,7 +156,7 @@ def _laid_out(
     )
 
 
-def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
+def _extra_bytes(extra: Any, module_state: Mapping[str, Any], known: Sequence[Mapping[str, Any]]) -> bytes:
     """What `load` returns and restores, as `torch.save` writes it. Raises CheckpointError for objects."""
     strange: list[str] = []
 
@@ -168,7 +174,7 @@ def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
         return value
 
     whole = {"extra": extra, "module_state": module_state}
-    tree = map_tree(whole, plain, is_leaf=has_state_dict) | {"random": random_state()}
+    tree = map_tree(whole, plain, is_leaf=has_state_dict) | {"random": random_state(), "passes": known}
     buffer = io.BytesIO()
     try:
         torch.save(tree, buffer)

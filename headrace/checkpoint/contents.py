@@ -43,6 +43,7 @@ class Contents:
     optimizers: Sequence[TorchFile] = ()  # their trees are the state_dicts
     module_state: Mapping[str, Any] = field(default_factory=dict)
     random: Mapping[str, Any] | None = None
+    passes: Sequence[Any] = ()  # of each handle on the model, what it knew of its passes
     extra: Any = None
 
 
@@ -82,6 +83,7 @@ def _own(directory: Path, stack: ExitStack) -> Contents:
         optimizers=[open_torch_file(opened(name)) for name in manifest.optimizers],
         module_state=rest["module_state"],
         random=rest["random"],
+        passes=rest["passes"] if isinstance(rest.get("passes"), list) else (),
         extra=rest["extra"],
     )
 

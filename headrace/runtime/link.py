@@ -34,6 +34,10 @@ class LinkSpeed:
         moved = sum(nbytes for nbytes, _ in loads)
         self._seconds_per_byte = sum(seconds for _, seconds in loads) / moved if moved else 0.0
 
+    def known(self) -> list[list[float]]:
+        """A load of each measured size: its bytes, and its seconds."""
+        return [[nbytes, seconds] for nbytes, seconds in self._of_size.items()]
+
     def load_seconds(self, nbytes: int) -> float:
         """The median of the measured loads of that size; if there are none, by the mean speed."""
         measured = self._of_size.get(nbytes)

@@ -98,6 +98,7 @@ class Meter(Counts):
         self.last_cycle: _Cycle | None = None  # of the module on whose calls most visits were, as reports show it
         self._visits: Counter[str] = Counter()  # by the module that was called
         self.last_transfers: deque[Moved] = deque(maxlen=1024)
+        self.known_loads: list[tuple[int, float]] = []  # bytes and seconds of loads to the device in another process
         self.lane_use = LaneUse()
         self.disk_log = DiskLog()
         self._cycle_began_at = 0.0  # seconds of `time.perf_counter`
@@ -263,6 +264,9 @@ class Meter(Counts):
             self._compute_seconds += timing.compute_seconds
 
     def link(self, lane: Lane | CollectiveLane = Lane.ONLOAD) -> "LinkSpeed":
-        """The speed of the last onloads, or gathers, on their lane. Waits until they are done."""
+        """The speed of the last onloads, or gathers, on their lane. Waits until they are done. Before the first, that
+        of an earlier process, if it is known.
+        """
         loads = [(size, begun, done) for on, _, size, begun, done in self.last_transfers if on is lane and size]
-        return LinkSpeed([(size, self._lanes.seconds(begun, done)) for size, begun, done in loads])
+        measured = [(size, self._lanes.seconds(begun, done)) for size, begun, done in loads]
+        return LinkSpeed(measured or (self.known_loads if lane is Lane.ONLOAD else []))

@@ -9,6 +9,7 @@ trace, blocks are loaded on demand, the one that is needed again last makes room
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -217,6 +218,28 @@ class Executor:
         block.row_bytes, block.experts = 0, None
         self.shares.sort()
         self.replan()
+
+    def known(self) -> dict[str, Any]:
+        """What was learned of the order and the times of passes, as plain values; between passes."""
+        blocks = [[block.name, block.nbytes] for block in self._blocks]
+        return {"blocks": blocks, "loads": self._meter.link().known(), **self._book.known()}
+
+    def restore(self, known: Any) -> bool:
+        """Takes over what `known` gave for a model with the same blocks, unless passes have been learned here already;
+        between passes. False: the blocks are others.
+        """
+        if len(self._book):
+            return True
+        try:
+            if known["blocks"] != [[block.name, block.nbytes] for block in self._blocks]:
+                return False
+            loads = [(int(nbytes), float(seconds)) for nbytes, seconds in known["loads"]]
+            self._book.restore(known, len(self._blocks))
+        except (KeyError, TypeError, ValueError):
+            return False
+        self._meter.known_loads = loads
+        self._course = None
+        return True
 
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:

@@ -5,17 +5,20 @@ trace is the list of its visits. Which trace to expect depends on how a cycle be
 evaluation inside training, or two forwards before two backwards, have traces of their own.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.planning import Phase, Plan, Step
 from headrace.weights.meter import Timing
 
 MOST_TRACES = 64  # the most that are remembered: where layers are skipped at random, each cycle has its own trace
 MOST_PLANS = 8  # the most of one trace, each for other blocks that change
+
+_MOST_SAVED_VISITS = 10_000  # of a trace that goes on in another process
 
 _QUICKER = 0.9  # of the compute that plans count with: a cycle that takes less shows that it is measured too high
 
@@ -186,7 +189,68 @@ class TraceBook:
         }
         self._by_entry = {entry: trace for entry, trace in self._by_entry.items() if trace is not old}
 
+    def known(self) -> dict[str, Any]:
+        """The traces that are expected now, as plain values; `restore` takes them in another process."""
+        traces = [trace for trace in dict.fromkeys(self._by_entry.values()) if len(trace.visits) <= _MOST_SAVED_VISITS]
+        number = {trace: place for place, trace in enumerate(traces)}
+        after = [(before, *entry, trace) for (before, entry), trace in self._by_context.items() if before is not None]
+        alone = [(None, *entry, trace) for entry, trace in self._by_entry.items()]
+        return {
+            "traces": [
+                {
+                    "site": trace.site,
+                    "visits": [[list(blocks), phase.value] for blocks, phase in trace.visits],
+                    "compute_seconds": list(trace.compute_seconds),
+                    "other_bytes": list(trace.other_bytes),
+                    "repeats": trace.repeats,
+                }
+                for trace in traces
+            ],
+            "expected": [
+                [-1 if before is None else number[before], site, phase.value, gradients, number[trace]]
+                for before, site, phase, gradients, trace in (*after, *alone)
+                if trace in number and (before is None or before in number)
+            ],
+        }
+
+    def restore(self, known: Any, blocks: int) -> None:
+        """Takes over what `known` gave for a model of so many blocks, in the place of all that is in the book.
+
+        Raises ValueError, TypeError or KeyError, and changes nothing, for anything else.
+        """
+        traces = [_restored(saved, blocks) for saved in known["traces"]]
+        by_context: dict[tuple[Trace | None, Entry], Trace] = {}
+        by_entry: dict[Entry, Trace] = {}
+        for before, site, phase, gradients, number in known["expected"]:
+            if not (-1 <= before < len(traces) and 0 <= number < len(traces)):
+                raise ValueError("a trace is expected that is not there")
+            entry = Entry(site, Phase(phase), bool(gradients))
+            if before < 0:
+                by_entry[entry] = traces[number]
+            else:
+                by_context[traces[before], entry] = traces[number]
+        self._all = OrderedDict(((trace.site, trace.visits), trace) for trace in traces)
+        self._by_context, self._by_entry, self._last = by_context, by_entry, None
+
     def forget_plans(self) -> None:
         """Drops all plans: they are made anew when their traces are expected again."""
         for trace in self._all.values():
             trace.plans.clear()
+
+
+def _restored(saved: Any, blocks: int) -> Trace:
+    """The trace of `TraceBook.known`. It is timed again, as this may be another machine."""
+    visits = tuple((tuple(indexes), Phase(phase)) for indexes, phase in saved["visits"])
+    seconds, other_bytes = tuple(saved["compute_seconds"]), tuple(saved["other_bytes"])
+    numbers = [index for indexes, _ in visits for index in indexes]
+    if not (
+        visits
+        and len(visits) == len(seconds)
+        and len(other_bytes) in (0, len(visits))
+        and all(isinstance(index, int) and 0 <= index < blocks for index in numbers)
+        and all(isinstance(nbytes, int) and nbytes >= 0 for nbytes in other_bytes)
+        and all(isinstance(each, float) and 0 <= each < math.inf for each in seconds)
+        and isinstance(saved["site"], str)
+    ):
+        raise ValueError("this is no trace of the model")
+    return Trace(saved["site"], visits, seconds, repeats=bool(saved["repeats"]), other_bytes=other_bytes)

@@ -1,0 +1,123 @@
+"""Is the first step after a resume planned, as the last one before it was?"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import headrace
+from headrace.weights.movement.trace import TraceBook
+from tests.support.held import weight_bytes
+from tests.support.loops import adamw
+from tests.support.models import Layer, Stack, seeded
+
+BATCH = torch.linspace(-1, 1, 64).reshape(4, 16)
+
+
+def run(device: torch.device, layers: int = 12, **options: Any) -> tuple[Stack, headrace.Offloaded, Any]:
+    model = seeded(lambda: Stack(Layer() for _ in range(layers)))
+    handle = headrace.offload(model, device=device, device_memory=weight_bytes(model) // 3, **options)
+    return model, handle, adamw(model.parameters())
+
+
+def step(model: Stack, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    loss = model(BATCH).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().cpu()
+
+
+def evaluate(model: Stack) -> None:
+    with torch.no_grad():
+        model(BATCH)
+
+
+def demands(handle: headrace.Offloaded, do: Any) -> int:
+    handle.reset_stats()
+    do()
+    return handle.stats().demand_onloads
+
+
+def test_the_first_step_is_prefetched(compute_device, tmp_path):
+    model, handle, optimizer = run(compute_device)
+    assert demands(handle, lambda: step(model, optimizer)) > 12
+    for _ in range(3):
+        step(model, optimizer)
+        evaluate(model)
+    settled = demands(handle, lambda: step(model, optimizer))
+    assert settled <= 1
+    headrace.save(tmp_path / "step-5", model, optimizer)
+    expected = [step(model, optimizer) for _ in range(3)]
+    model, handle, optimizer = run(compute_device)
+    headrace.load(tmp_path / "step-5", model, optimizer)
+    assert demands(handle, lambda: evaluate(model)) <= 1
+    losses = []
+    assert demands(handle, lambda: losses.append(step(model, optimizer))) <= 1
+    losses += [step(model, optimizer) for _ in range(2)]
+    assert all(map(torch.equal, losses, expected))
+
+
+def test_other_blocks_learn_their_own(compute_device, tmp_path):
+    model, handle, optimizer = run(compute_device)
+    for _ in range(3):
+        step(model, optimizer)
+    headrace.save(tmp_path / "step-3", model, optimizer)
+    expected = step(model, optimizer)
+    model, handle, optimizer = run(compute_device, blocks=["layers.*"], resident=["layers.0"])
+    headrace.load(tmp_path / "step-3", model, optimizer)
+    losses = []
+    assert demands(handle, lambda: losses.append(step(model, optimizer))) > 11
+    assert torch.equal(losses[0], expected)
+
+
+def test_what_was_learned_here_stays(compute_device, tmp_path):
+    model, handle, optimizer = run(compute_device)
+    evaluate(model)
+    headrace.save(tmp_path / "step-0", model, optimizer)
+    for _ in range(3):
+        step(model, optimizer)
+    headrace.load(tmp_path / "step-0", model, optimizer)
+    assert demands(handle, lambda: step(model, optimizer)) <= 1
+
+
+DAMAGE = {
+    "nothing": lambda known: known.clear(),
+    "a block that is not there": lambda known: known["traces"][0]["visits"][0][0].append(99),
+    "a negative block": lambda known: known["traces"][0]["visits"][0][0].append(-1),
+    "an unknown phase": lambda known: known["traces"][0]["visits"][0].__setitem__(1, "sideways"),
+    "too few times": lambda known: known["traces"][0]["compute_seconds"].pop(),
+    "endless times": lambda known: known["traces"][0]["compute_seconds"].__setitem__(0, float("inf")),
+    "text for times": lambda known: known["traces"][0]["compute_seconds"].__setitem__(0, "long"),
+    "a trace that is not there": lambda known: known["expected"][0].__setitem__(-1, 7),
+    "no visits": lambda known: known["traces"][0].update(visits=[], compute_seconds=[]),
+    "text for all": lambda known: known.update(traces="none"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_what_cannot_be_is_not_believed(damage):
+    model, handle, optimizer = run(torch.device("cpu"))
+    for _ in range(3):
+        step(model, optimizer)
+    known = copy.deepcopy(handle.known())
+    damage(known)
+    model, handle, optimizer = run(torch.device("cpu"))
+    assert not handle.restore(known)
+    assert not handle.restore(None)
+    plain = seeded(lambda: Stack(Layer() for _ in range(12)))
+    assert torch.equal(step(model, optimizer), plain(BATCH).square().mean().detach())
+
+
+def test_a_book_goes_on():
+    model, handle, optimizer = run(torch.device("cpu"))
+    for _ in range(2):
+        step(model, optimizer)
+        evaluate(model)
+    known = handle.known()
+    book = TraceBook()
+    book.restore(known, 12)
+    assert {key: book.known()[key] for key in ("traces", "expected")} == {
+        key: known[key] for key in ("traces", "expected")
+    }
