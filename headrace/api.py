@@ -247,7 +247,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         self._share: Share | None = None
         if config.shared is not None:
             self._share = Share(config.shared, config.device, self._ledger)
-            self._ledger.share = self._share
+            self._ledger.share = None if config.shared.host_bytes is None else self._share
         # In inference mode nothing could be trained that is made there.
         with torch.inference_mode(False), contextlib.ExitStack() as undo:
             materialized = None
@@ -284,8 +284,8 @@ class Offloaded(live.Handle, live.ModelHandle):
         inventory.refuse_views()
         self._budgets = budgets = self._agreed(Budgets.of(model, inventory, config), model)
         self._ledger.host_budget_bytes = self._own_part(budgets.host_bytes)
-        if self._share is not None and self._share.budget.host_bytes is not None:
-            self._ledger.host_budget_bytes = self._share.budget.host_bytes
+        if self._ledger.share is not None:
+            self._ledger.host_budget_bytes = self._ledger.share.budget.host_bytes
         cut = partial(partition, model, inventory, config.blocks, config.resident, tables_by_rows=self._node is None)
         parts = budgets.checked(inventory, cut, config.device)
         inventory.check_together(part.keys for part in (*parts.streamed, *parts.resident))

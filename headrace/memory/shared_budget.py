@@ -173,9 +173,7 @@ class Share:
 
     @property
     def others_host_bytes(self) -> int:
-        """The bytes in host memory that the others hold now; 0 if the budget says nothing about host memory."""
-        if self.budget.host_bytes is None:
-            return 0
+        """The bytes in host memory that the others hold now."""
         return self.budget.host_held_bytes - self.host_held_bytes
 
     def claim(self, most_bytes: int) -> None:
@@ -191,7 +189,7 @@ class Share:
 
     def claim_host(self, nbytes: int) -> None:
         """The others that have a disk move blocks there until there is room for `nbytes`, or no more can go."""
-        if self.budget.host_bytes is None or self.budget.gives_way_on_host:
+        if self.budget.gives_way_on_host:
             return
         self.budget.gives_way_on_host = True
         try:

@@ -1,7 +1,9 @@
 """How fast is the link to the device, and what was sent over it? Loads of weights and activations tell."""
 
+import math
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 
 @dataclass
@@ -46,3 +48,12 @@ class LinkSpeed:
     def seconds(self, nbytes: int) -> float:
         """Seconds for that many bytes, by the mean speed of all measured loads."""
         return nbytes * self._seconds_per_byte
+
+
+def known_loads(known: Any) -> list[tuple[int, float]]:
+    """The loads that `LinkSpeed.known` gave, to make another one of. Raises ValueError or TypeError for others."""
+    loads = [(nbytes, seconds) for nbytes, seconds in known]
+    for nbytes, seconds in loads:
+        if not (isinstance(nbytes, int) and nbytes > 0 and isinstance(seconds, float) and 0 <= seconds < math.inf):
+            raise ValueError(f"{nbytes!r} bytes in {seconds!r} s are no load")
+    return loads

@@ -92,6 +92,12 @@ DAMAGE = {
     "text for times": lambda known: known["traces"][0]["compute_seconds"].__setitem__(0, "long"),
     "a trace that is not there": lambda known: known["expected"][0].__setitem__(-1, 7),
     "no visits": lambda known: known["traces"][0].update(visits=[], compute_seconds=[]),
+    "a load of endless bytes": lambda known: known["loads"].append([float("inf"), 1.0]),
+    "a load that takes no number": lambda known: known["loads"].append([4096, float("nan")]),
+    "a load before its time": lambda known: known["loads"].append([4096, -1.0]),
+    "tensors for blocks": lambda known: known["blocks"].__setitem__(0, [torch.ones(2), torch.ones(2)]),
+    "tensors for numbers": lambda known: known["expected"].__setitem__(0, [torch.ones(2)] * 5),
+    "a list for a name": lambda known: known["expected"][0].__setitem__(1, []),
     "text for all": lambda known: known.update(traces="none"),
 }
 

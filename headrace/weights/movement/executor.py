@@ -15,6 +15,7 @@ import torch
 
 from headrace.planning import Phase, Plan
 from headrace.runtime.lanes import Lanes
+from headrace.runtime.link import known_loads
 from headrace.weights.meter import Meter, VisitRecord
 from headrace.weights.model.home import AliasHome
 from headrace.weights.movement.block import Block, Presence
@@ -233,9 +234,9 @@ class Executor:
         try:
             if known["blocks"] != [[block.name, block.nbytes] for block in self._blocks]:
                 return False
-            loads = [(int(nbytes), float(seconds)) for nbytes, seconds in known["loads"]]
+            loads = known_loads(known["loads"])
             self._book.restore(known, len(self._blocks))
-        except (KeyError, TypeError, ValueError):
+        except (LookupError, RuntimeError, TypeError, ValueError):  # RuntimeError: tensors compared with numbers
             return False
         self._meter.known_loads = loads
         self._course = None

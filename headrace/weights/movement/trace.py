@@ -216,7 +216,7 @@ class TraceBook:
     def restore(self, known: Any, blocks: int) -> None:
         """Takes over what `known` gave for a model of so many blocks, in the place of all that is in the book.
 
-        Raises ValueError, TypeError or KeyError, and changes nothing, for anything else.
+        Raises LookupError, RuntimeError, TypeError or ValueError, and changes nothing, for anything else.
         """
         traces = [_restored(saved, blocks) for saved in known["traces"]]
         by_context: dict[tuple[Trace | None, Entry], Trace] = {}
