@@ -43,11 +43,23 @@ def pipeline() -> diffusers.StableDiffusionPipeline:
     return made
 
 
+def controlled() -> Any:
+    """The same pipeline with a ControlNet, which has blocks of its own beside those of the UNet."""
+    parts = pipeline()
+    torch.manual_seed(1)
+    control = diffusers.ControlNetModel.from_unet(parts.unet, conditioning_embedding_out_channels=(16, 16))
+    for parameter in control.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)  # some are zeros at first, which do nothing
+    made = diffusers.StableDiffusionControlNetPipeline(**parts.components, controlnet=control)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
 def models(pipe: Any) -> list[Any]:
-    return [pipe.text_encoder, pipe.unet, pipe.vae]
+    return [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
 
 
-def image(pipe: Any, device: torch.device) -> torch.Tensor:
+def image(pipe: Any, device: torch.device, **more: Any) -> torch.Tensor:
     with torch.no_grad():
         text = pipe.text_encoder(torch.arange(5).view(1, -1).to(device))[0]
         blank = pipe.text_encoder(torch.zeros(1, 5, dtype=torch.long).to(device))[0]
@@ -59,6 +71,7 @@ def image(pipe: Any, device: torch.device) -> torch.Tensor:
         width=16,
         output_type="pt",
         generator=torch.Generator().manual_seed(0),
+        **more,
     ).images.cpu()
 
 
@@ -80,6 +93,27 @@ def test_one_budget_for_all(compute_device: torch.device) -> None:
         assert stats.onload_bytes > total
         assert pipe.device == compute_device
     assert all(parameter.device.type == "cpu" for model in models(pipe) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one handle", "a handle for each part"])
+def test_with_a_controlnet(compute_device: torch.device, apart: bool) -> None:
+    """Its blocks and those of the UNet take turns in each step; the UNet is also a part of a second pipeline."""
+    hint = torch.linspace(0, 1, 3 * 16 * 16).reshape(1, 3, 16, 16)
+    plain, pipe = controlled(), controlled()
+    plain.to(compute_device)
+    expected = image(plain, compute_device, image=hint)
+    total = sum(map(weight_bytes, models(pipe)))
+    with headrace.budget(device_memory=total // 3) as shared:
+        parts = models(pipe) if apart else []
+        handles = [headrace.offload(part, device=compute_device) for part in parts]
+        handles = handles or [headrace.offload_pipeline(pipe, device=compute_device)]
+    components = {name: part for name, part in pipe.components.items() if name != "controlnet"}
+    second = diffusers.StableDiffusionPipeline(**components, requires_safety_checker=False)
+    for _ in range(3):
+        assert torch.equal(image(pipe, compute_device, image=hint), expected)
+    assert torch.equal(image(second, compute_device), image(pipeline().to(compute_device), compute_device))
+    assert 0 < shared.device_peak_bytes <= total // 3
+    assert sum(handle.stats().onload_bytes for handle in handles) > total
 
 
 @pytest.mark.extended

@@ -28,8 +28,17 @@ PAIRS = [
 class Run:
     """One run of a trainer: plain, or with models that are offloaded."""
 
-    def __init__(self, device: torch.device, directory: Path, *, offloads: bool, together: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        directory: Path,
+        *,
+        offloads: bool,
+        together: bool = False,
+        shared: headrace.SharedBudget | None = None,
+    ) -> None:
         self.device, self.directory, self.offloads, self.together = device, directory, offloads, together
+        self.shared = shared
         self.handles: list[headrace.Offloaded] = []
 
     def llama(self, kind: Any = LlamaForCausalLM, **settings: Any) -> Any:
@@ -37,7 +46,10 @@ class Run:
         return self.offload(kind(LlamaConfig(**IDS, **SIZES, **settings)))
 
     def offload(self, model: Any) -> Any:
-        if self.offloads:
+        if self.shared is not None:
+            with self.shared:
+                self.handles.append(headrace.offload(model, device=self.device))
+        elif self.offloads:
             self.handles.append(headrace.offload(model, device=self.device, device_memory=weight_bytes(model) * 2 // 3))
         return model
 
@@ -113,6 +125,20 @@ def test_trainer(script: Callable[[Run], Outcome], trainer_device: torch.device,
         assert stats.onload_bytes > stats.device_budget_bytes
         assert stats.device_peak_bytes <= stats.device_budget_bytes
         handle.remove()
+
+
+@pytest.mark.extended
+def test_one_budget_for_grpo(trainer_device: torch.device, tmp_path: Path) -> None:
+    """The policy generates and is trained, and the reference computes, in the room for 1.2 of one of them."""
+    plain = grpo(Run(trainer_device, tmp_path, offloads=False))
+    nbytes = weight_bytes(LlamaForCausalLM(LlamaConfig(**IDS, **SIZES)))
+    shared = headrace.budget(device_memory=nbytes * 6 // 5)
+    run = Run(trainer_device, tmp_path, offloads=True, shared=shared)
+    assert_same(grpo(run), plain)
+    assert nbytes < shared.device_peak_bytes <= nbytes * 6 // 5
+    policy, reference = (handle.stats() for handle in run.handles)
+    assert policy.onload_bytes < 5 * nbytes  # in 3 steps, with 7 tokens generated twice
+    assert reference.onload_bytes < 2 * nbytes
 
 
 def tuned(run: Run) -> Outcome:
