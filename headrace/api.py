@@ -357,7 +357,8 @@ class Offloaded(live.Handle, live.ModelHandle):
         self._engine = Engine(_name_of(model), passes)
         self._engine.room = room
         self._engine.backward.checks_gradients = config.check_gradients
-        self._bring(residents)
+        self._join()
+        self._engine.wake()
         self._executor.slices.use_host(placement.experts_bytes)
         mains: dict[nn.Module, tuple[Block, ...]] = {}
         for part, block in zip(parts.streamed, streamed, strict=True):
@@ -381,18 +382,12 @@ class Offloaded(live.Handle, live.ModelHandle):
         self._tiers.make_room = room.make
         return room
 
-    def _bring(self, residents: Sequence[Block]) -> None:
-        """Brings the blocks that stay. Other models of a shared budget know this one from now on, and give way."""
+    def _join(self) -> None:
+        """Other models of a shared budget know this one from now on, and give way."""
         if self._share is not None:
             self._share.member = weakref.ref(self._engine)
             if self._share.budget.device_bytes is not None:
                 self._residency.share = self._share
-        self._residency.pass_begins()
-        try:
-            for block in residents:
-                self._executor.bring(block)
-        finally:
-            self._residency.pass_ends()
 
     @property
     def plan(self) -> Plan | None:
@@ -505,17 +500,41 @@ class Offloaded(live.Handle, live.ModelHandle):
                 param.touch()
         self._executor.homes_changed()
 
-    def sleep(self) -> None:
+    def sleep(self, *, host: bool = False) -> None:
         """Frees all device memory of the model: weights, buffers of modules, and what it lends to optimizers.
 
-        The next call brings back what it needs, and a `device_memory` that the model shares (`headrace.budget()`) is
-        the others' until then. Weights that autograd keeps for a backward to come stay. Waits for copies and updates.
-        Raises StateError within a pass, and after `remove()`.
+        The next call brings back what it needs, and memory that the model shares (`headrace.budget()`) is the others'
+        until then. Weights that autograd keeps for a backward to come stay. Waits for copies and updates.
+
+        - `host`: also moves the weights in host memory to `disk`, but for those whose memory somebody keeps (`p.data`).
+          They come back with the next call, as far as `host_memory` is free then, or with a later one. Gradients and
+          optimizer state stay; optimizers with `tier="disk"` have theirs on disk anyway.
+
+        Raises StateError within a pass, and after `remove()`; with `host`, ValueError if the model has no disk or has a
+        mesh, and DiskError if the drive has no room: some weights may have moved then, and the model works.
         """
+        check_flag(host, "host")
         self._check_offloaded("sleep()")
         self._check_between_passes("sleep()")
+        if host and (self._config.disk is None or self._node is not None):
+            raise ValueError(
+                "sleep(host=True) moves weights from this process's memory to disk; offload() the model with"
+                ' disk="/nvme/headrace", and without mesh'
+            )
         self.synchronize()
-        self._engine.sleep()
+        if host:
+            self._engine.sleep_on_disk()
+        else:
+            self._engine.sleep()
+
+    def wake(self) -> None:
+        """Brings back what `sleep` freed, before the next call does: to host memory, and from there to the device.
+
+        Copies to the device may be under way when this returns. Raises StateError within a pass, and after `remove()`.
+        """
+        self._check_offloaded("wake()")
+        self._check_between_passes("wake()")
+        self._engine.wake()
 
     def _check_offloaded(self, what: str) -> None:
         if self._attachment is None:

@@ -81,6 +81,7 @@ SHOWN: dict[str, dict[str, str]] = {
     },
     "HeadraceCallback": {"save": "integrations/test_trainer.py::test_checkpoints_beside_the_trainers_own"},
     "forward_backward": {"together": "weights/test_forward_backward.py::test_some_go_together_and_then_the_next"},
+    "sleep": {"host": "weights/test_sleep.py::test_between_forward_and_backward"},
     "limit_copies": {"window_seconds": "weights/test_copy_control.py::test_no_window_carries_more_than_the_limit"},
     "stats": {"wait_for_updates": "optim/test_overlap.py::test_stats_that_need_not_wait_for_updates"},
     "options": {

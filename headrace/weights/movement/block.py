@@ -25,6 +25,7 @@ from headrace.weights.model.places import Member, Places
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
 from headrace.weights.rest.fetching import Fetch, Fetching
 from headrace.weights.rest.reads import Range
+from headrace.weights.rest.rests import DiskRest, HostRest, Rest
 from headrace.weights.rest.tiers import Tiers
 
 _KINDS: dict[tuple[Layout, ...], int] = {}  # a number for each layout: blocks of one kind have the same layout
@@ -88,6 +89,7 @@ class Block:
         self.written_generation = 0  # that at which a home was last written (handing one out does not count)
         self._as_arena = -1  # the generation for which a copy of the arena alone was enough
         self._tiers = tiers
+        self._left: DiskRest | None = None  # the files that it had before it returned to host memory
         self.manager: Manager  # set by `Engine`, of which each offloaded model has one
         self._lay_down(members, device, param_dtype)
         self.packed = tiers.packed_copy(name)
@@ -363,9 +365,34 @@ class Block:
 
     def spill(self, *, keeps: bool = True) -> None:
         """Moves the block to disk, from host memory or a checkpoint. Its memory is freed with its last user."""
+        among = self.name, self.nbytes, self.rest, self.params, self._left
+        self._move(partial(self._tiers.hand_on, *among, keeps=keeps))
+
+    def return_to_host(self) -> None:
+        """Moves the block from the disk tier to host memory; its files stay for another `spill`.
+
+        Raises BudgetError where there is no room, and DiskError if the drive fails; the block stays on disk then.
+        """
+        left = self.rest
+        if not isinstance(left, DiskRest):
+            return
+        self.flush()
+        self._move(partial(self._read_from, left))
+        self._left = left
+
+    def _read_from(self, files: DiskRest) -> tuple[HostRest, bool]:
+        """See `_move`: a rest in host memory, read past the page cache where the files hold what the homes hold."""
+        rest = self._tiers.on_host(self.nbytes, [param.home for param in self.params])
+        keeps = not (self.in_files and all(param.in_place or param.casts for param in self.params))
+        if not keeps:
+            files.read(rest.memory)
+        return rest, keeps
+
+    def _move(self, make: Callable[[], tuple[Rest, bool]]) -> None:
+        """Moves the block to another rest. `make`: returns it, and whether the homes have to be copied there."""
         self.wait_until_free()
         before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded_generation
-        rest, keeps = self._tiers.hand_on(self.name, self.nbytes, self.rest, self.params, keeps=keeps)
+        rest, keeps = make()
         for param, place in zip(self.params, rest.tensors([param.layout for param in self.params]), strict=True):
             param.move_to(place, keeps=keeps)
         self.rest, self._flushed, self._flushed_ranges = rest, -1, None

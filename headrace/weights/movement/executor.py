@@ -171,10 +171,13 @@ class Executor:
         for block in waiting:
             self.prefetch(block)
 
-    def _load_missing(self, course: Course) -> None:
-        """Called when a cycle begins: submits loads, in the order of use, of what its plan counts on and the device
-        lacks: a step made it old, or another plan did not leave it.
+    def load_ahead(self) -> None:
+        """Called when a cycle begins, and after sleep: submits loads, in the order of use, of what its plan counts on
+        and the device lacks: a step made it old, or another plan did not leave it.
         """
+        course = self._course
+        if course is None or self._gathers is not None:
+            return
         missing = [index for index in course.at_start if self._blocks[index].buffer is None]
         for index in sorted(missing, key=course.next_use):
             self.prefetch(self._blocks[index])
@@ -457,8 +460,7 @@ class Executor:
         if self._gathers is not None and entry.gradients and entry.phase is Phase.FORWARD:
             self._agree_on_course(self._gathers, entry)
         self._drop_old_copies()
-        if self._course is not None and self._gathers is None:
-            self._load_missing(self._course)
+        self.load_ahead()
         self.everything_is_here = (
             (self._residency.share is None or not entry.gradients)  # else blocks may have to give way before backward
             and (

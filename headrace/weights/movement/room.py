@@ -1,4 +1,4 @@
-"""How does host memory come free for adapters and gradients that come later? Blocks move from there to disk."""
+"""How does host memory come free, for what comes later or while a model sleeps? Blocks move from there to disk."""
 
 from collections.abc import Callable, Sequence
 
@@ -37,6 +37,7 @@ class Room:
         self._ledger = ledger
         self._open_fetching = open_fetching
         self._has_room, self._ranks = has_room, ranks
+        self._asleep: list[Block] = []  # blocks that `sleep` has moved to disk
         residency.open_way = self._open_way
 
     def make(self, nbytes: int) -> bool:
@@ -51,10 +52,31 @@ class Room:
             self._open_way()
         return self._free(nbytes)
 
+    def sleep(self) -> None:
+        """Moves all blocks that can go from host memory to disk, until `wake`. Not to be called during a pass."""
+        for block in self._movable():
+            self._asleep.append(block)
+            self._to_disk(block)
+
+    def wake(self) -> None:
+        """Moves the blocks back as far as host memory is free; the others sleep on, and are fetched when they are used.
+
+        A block whose memory a user has asked for stays where it is. Called when a pass begins, too.
+        """
+        if not self._asleep:
+            return
+        fits, all_bytes = self._ledger.fits, sum(whole_pages(block.nbytes) for block in self._asleep)
+        beside_bytes = 0 if fits(all_bytes) else self._missing_ring_bytes
+        while self._asleep and fits(whole_pages(self._asleep[-1].nbytes) + beside_bytes):
+            block = self._asleep[-1]
+            if not block.memory_is_kept:
+                block.return_to_host()
+                self._executor.replan()
+            self._asleep.pop()
+
     def _open_way(self) -> None:
         budget_bytes = self._ledger.host_budget_bytes or 0
-        chunk_bytes, chunks = self._ring()
-        ring_bytes = self._ranks * whole_pages(chunk_bytes) * chunks
+        ring_bytes = self._missing_ring_bytes
         if not self._has_room(ring_bytes - sum(block.nbytes for block in self._movable())):
             raise BudgetError(
                 f"host_memory={format_bytes(self._ranks * budget_bytes)} is full, and so few blocks can move to"
@@ -63,14 +85,20 @@ class Room:
                 tier="host",
             )
         self._free(ring_bytes)
-        self._residency.fetch_from(self._open_fetching(chunk_bytes, chunks))
+        self._residency.fetch_from(self._open_fetching(*self._ring()))
 
     @property
     def movable_bytes(self) -> int:
         """The bytes of host memory that can come free, less what fetching will take."""
-        nbytes = sum(block.nbytes for block in self._movable())
-        chunk_bytes, chunks = (0, 0) if self._residency.fetching is not None else self._ring()
-        return max(0, nbytes - self._ranks * whole_pages(chunk_bytes) * chunks)
+        return max(0, sum(block.nbytes for block in self._movable()) - self._missing_ring_bytes)
+
+    @property
+    def _missing_ring_bytes(self) -> int:
+        """The bytes of staging memory that fetching will take, once blocks rest on disk."""
+        if self._residency.fetching is not None:
+            return 0
+        chunk_bytes, chunks = self._ring()
+        return self._ranks * whole_pages(chunk_bytes) * chunks
 
     def _ring(self) -> tuple[int, int]:
         """The bytes and the number of chunks of staging memory for fetching."""
@@ -93,7 +121,10 @@ class Room:
         for block in self._movable():
             if self._has_room(nbytes):
                 break
-            self._residency.evict(block)  # its last copy still refers to the memory
-            block.spill()
-            self._executor.replan()
+            self._to_disk(block)
         return self._has_room(nbytes)
+
+    def _to_disk(self, block: Block) -> None:
+        self._residency.evict(block)  # its last copy still refers to the memory
+        block.spill()
+        self._executor.replan()

@@ -167,6 +167,26 @@ class Engine:
         self.passes.buffers.sleep()
         self._take_back_device_memory()
 
+    def sleep_on_disk(self) -> None:
+        """As `sleep`, and moves the blocks from host memory to disk. The model has one."""
+        self.sleep()
+        if self.room is not None:
+            with without_overrides():
+                self.room.sleep()
+
+    def wake(self) -> None:
+        """Brings back what `sleep` and `sleep_on_disk` took, as far as there is room; copies may be under way then."""
+        with without_overrides():
+            self._residency.pass_begins()
+            try:
+                if self.room is not None:
+                    self.room.wake()
+                for block in self.passes.residents:
+                    self._executor.bring(block)
+                self._executor.load_ahead()
+            finally:
+                self._residency.pass_ends()
+
     def add_resident(self, block: Block) -> None:
         """Takes in a block that came with a change of the model: it stays on the device from the next pass on."""
         self.passes.residents.append(block)
@@ -358,6 +378,9 @@ class Engine:
         if self.passes.state not in (PassState.AT_REST, PassState.BETWEEN) or self._residency.changing:
             self._recover()
         self._residency.pass_begins()
+        if self.room is not None:
+            with without_overrides():
+                self.room.wake()
         self.passes.becomes(PassState.FORWARD)
         self.passes.thread = calling_thread()
         self.before_call()

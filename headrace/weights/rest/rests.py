@@ -115,6 +115,10 @@ class DiskRest(Rest):
         regions = [(layout.offset, layout.nbytes) for layout in layouts]
         self.fill(from_files(regions, self._grain_bytes, rest.pieces))
 
+    def read(self, memory: torch.Tensor) -> None:
+        """Reads the whole block, uint8 of shape (nbytes,), past the page cache. Raises DiskError."""
+        self.store.read(self.extent, memory).synchronize()
+
     def tensors(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         return _carve(layouts, partial(self.store.mapping, self.extent))
 

@@ -92,8 +92,7 @@ class Tiers:
             self._move_in(name, shared, parameters, layouts, casts)
             return shared
         if on_host:
-            trained = any(parameter.requires_grad for parameter in parameters)
-            rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights", computed=trained), nbytes)
+            rest = self.on_host(nbytes, parameters)
             if not casts:
                 self._read(parameters, rest, layouts)
             return rest
@@ -112,6 +111,11 @@ class Tiers:
             for parameter, place in zip(parameters, places, strict=True):
                 parameter.data = place
         return on_disk
+
+    def on_host(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> HostRest:
+        """An empty rest in this process's memory. Raises BudgetError where there is no room."""
+        trained = any(parameter.requires_grad for parameter in parameters)
+        return HostRest(Arena(nbytes, self._device, self._ledger, "weights", computed=trained), nbytes)
 
     def packed_copy(self, name: str) -> PackedCopy:
         """The packed copy that a block has beside its bytes where these rest on disk; empty at first."""
@@ -161,16 +165,23 @@ class Tiers:
         return DiskRest(self.store, name, nbytes, grain_size(chunk_bytes), self._meter.spilled, ranks)
 
     def hand_on(
-        self, name: str, nbytes: int, before: Rest, params: Sequence[ManagedParam], *, keeps: bool
+        self,
+        name: str,
+        nbytes: int,
+        before: Rest,
+        params: Sequence[ManagedParam],
+        left: DiskRest | None = None,
+        *,
+        keeps: bool,
     ) -> tuple[Rest, bool]:
         """The new rest of a block that moves from `before` to disk, and whether the caller has to copy homes there.
 
-        `keeps`: whether the contents are kept. What all ranks see is copied here; what this rank alone has written is
-        for the caller to copy, and stays its own.
+        `left`: files that the block had before. `keeps`: whether the contents are kept. What all ranks see is copied
+        here; what this rank alone has written is for the caller to copy, and stays its own.
         """
         layouts = [param.layout for param in params]
         if self._node is None:
-            rest = self._writable(name, nbytes)
+            rest = left or self._writable(name, nbytes)
             if keeps and all(param.in_place or param.casts for param in params):
                 rest.tensors(layouts)
                 if isinstance(before, CheckpointRest) and before.is_as_in_files:

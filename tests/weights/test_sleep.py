@@ -1,0 +1,150 @@
+"""Does a model that sleeps free its memory, on the device and on the host, and compute the same once it is awake?"""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headrace
+from headrace.memory.ledger import Tier
+from tests.support.held import allocated_bytes, is_counted, weight_bytes
+from tests.support.models import Layer, Stack, seeded
+
+WIDTH = 128
+LAYER_BYTES = weight_bytes(Layer(WIDTH))
+BATCH = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+
+
+def stack(layers: int = 6, dtype: torch.dtype = torch.float32) -> Stack:
+    return seeded(lambda: Stack(Layer(WIDTH) for _ in range(layers))).to(dtype)
+
+
+def host_bytes(handle: headrace.Offloaded) -> int:
+    """The bytes of weights in host memory, without the staging memory of fetches."""
+    gc.collect()
+    return handle._ledger.held_bytes(Tier.HOST, "weights")
+
+
+def train(model: nn.Module, steps: int, handle: Any = None, **settings: Any) -> list[torch.Tensor]:
+    """The losses and the weights of some steps; the handle's model sleeps after each, and wakes up for every other."""
+    optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-2, **settings)
+    dtype = next(model.parameters()).dtype
+    losses = []
+    for step in range(steps):
+        loss = model(BATCH.to(dtype) + step).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+        if handle is not None:
+            handle.sleep(host=True)
+            assert host_bytes(handle) == 0
+            assert (
+                weight_bytes(model) <= handle.stats().disk_bytes < 1.2 * weight_bytes(model)
+            )  # each time the same files
+            if step % 2:
+                handle.wake()
+                assert host_bytes(handle) >= weight_bytes(model)
+    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"overlap": "forward"}, {"tier": "disk"}], ids=str)
+def test_training(compute_device: torch.device, tmp_path: Path, dtype: torch.dtype, settings: dict[str, str]) -> None:
+    expected = train(stack(dtype=dtype), 5)
+    model = stack(dtype=dtype)
+    handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES, disk=tmp_path / "weights")
+    own = settings | ({"disk": str(tmp_path / "state")} if settings.get("tier") else {})
+    assert all(map(torch.equal, train(model, 5, handle, **own), expected))
+    handle.remove()
+
+
+def test_between_forward_and_backward(compute_device: torch.device, tmp_path: Path) -> None:
+    plain, model = stack(), stack()
+    handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES, disk=tmp_path)
+    for _ in range(4):
+        losses = [one(BATCH).square().mean() for one in (plain, model)]
+        handle.sleep(host=True)
+        assert host_bytes(handle) == 0
+        for loss in losses:
+            loss.backward()
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(own.grad, other.grad)
+
+
+def test_writes_while_it_sleeps(compute_device: torch.device, tmp_path: Path) -> None:
+    """Weights on disk are tensors that can be read and written. One whose memory is kept stays where it is."""
+    plain, model = stack(), stack()
+    handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES, disk=tmp_path)
+    handle.sleep(host=True)
+    kept = next(model.layers[1].parameters()).data
+    for one in (plain, model):
+        with torch.no_grad():
+            next(one.layers[0].parameters()).mul_(2)
+            next(one.layers[1].parameters()).data.add_(1)
+    with torch.no_grad():
+        assert torch.equal(model(BATCH).cpu(), plain(BATCH))
+    assert 5 * LAYER_BYTES <= host_bytes(handle) < 5.5 * LAYER_BYTES  # whole pages
+    assert torch.equal(kept, next(plain.layers[1].parameters()))
+    kept.add_(1)
+    next(plain.layers[1].parameters()).data.add_(1)
+    handle.refresh()
+    with torch.no_grad():
+        assert torch.equal(model(BATCH).cpu(), plain(BATCH))
+
+
+def test_waking_loads_what_the_next_pass_begins_with(compute_device: torch.device) -> None:
+    model = stack()
+    handle = headrace.offload(model, device=compute_device, device_memory=8 * LAYER_BYTES)
+    with torch.no_grad():
+        for _ in range(3):
+            expected = model(BATCH).cpu()
+    before = handle.stats()
+    assert before.onload_bytes == 6 * LAYER_BYTES
+    for wakes in (False, True):
+        handle.sleep()
+        if wakes:
+            handle.wake()
+            handle.synchronize()
+            assert not is_counted(compute_device) or allocated_bytes(compute_device) >= 6 * LAYER_BYTES
+        handle.reset_stats()
+        with torch.no_grad():
+            assert torch.equal(model(BATCH).cpu(), expected)
+        assert handle.stats().onload_bytes == (0 if wakes else 6 * LAYER_BYTES)
+    handle.wake()  # nothing to do
+    handle.remove()
+    with pytest.raises(headrace.StateError, match=r"wake\(\) came after remove"):
+        handle.wake()
+
+
+def test_another_model_has_the_host_meanwhile(compute_device: torch.device, tmp_path: Path) -> None:
+    """Host memory for one of two: while the first sleeps, the second is made; the first computes from disk then."""
+    first, second = stack(), stack()
+    with headrace.budget(device_memory=4 * LAYER_BYTES, host_memory=10 * LAYER_BYTES) as shared:
+        handle = headrace.offload(first.requires_grad_(False), device=compute_device, disk=tmp_path)
+        handle.sleep(host=True)
+        other = headrace.offload(second.requires_grad_(False), device=compute_device)
+        with torch.no_grad():
+            assert torch.equal(first(BATCH), second(BATCH))
+        assert LAYER_BYTES <= host_bytes(handle) < 3 * LAYER_BYTES  # beside staging memory
+        assert shared.host_peak_bytes <= 10 * LAYER_BYTES
+        handle.sleep(host=True)
+        other.remove()
+        handle.wake()
+        assert host_bytes(handle) >= weight_bytes(first)
+
+
+def test_what_is_refused(compute_device: torch.device, tmp_path: Path) -> None:
+    model = stack()
+    handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES)
+    with pytest.raises(ValueError, match=r"sleep\(host=True\) moves weights .* offload\(\) the model with disk="):
+        handle.sleep(host=True)
+    with pytest.raises(TypeError, match="host=1 "):
+        handle.sleep(host=1)  # type: ignore[arg-type]
+    hook = model.layers[2].register_forward_hook(lambda *_: handle.wake())
+    with pytest.raises(headrace.StateError, match=r"wake\(\) was called within a forward"):
+        model(BATCH)
+    hook.remove()
