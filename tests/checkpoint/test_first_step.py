@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import headrace
 from headrace.weights.movement.trace import TraceBook
@@ -91,6 +92,14 @@ DAMAGE = {
     "endless times": lambda known: known["traces"][0]["compute_seconds"].__setitem__(0, float("inf")),
     "text for times": lambda known: known["traces"][0]["compute_seconds"].__setitem__(0, "long"),
     "a trace that is not there": lambda known: known["expected"][0].__setitem__(-1, 7),
+    "a block twice in a visit": lambda known: known["traces"][0]["visits"][0][0].extend([0, 0]),
+    "a visit of endless blocks": lambda known: known["traces"][0]["visits"].extend([[[0] * 99, "forward"]] * 9999),
+    "more traces than there can be": lambda known: known["traces"].extend(known["traces"] * 99),
+    "times whose sum is endless": lambda known: known["traces"][0]["compute_seconds"].__setitem__(0, 1e308),
+    "bytes beyond all measure": lambda known: known["traces"][0].update(other_bytes=[10**400] * 24),
+    "a load beyond all measure": lambda known: known["loads"].append([10**400, 1.0]),
+    "a tensor for a trace": lambda known: known["traces"].__setitem__(0, torch.ones(2)),
+    "a number for a module": lambda known: known["expected"][0].__setitem__(1, 7),
     "no visits": lambda known: known["traces"][0].update(visits=[], compute_seconds=[]),
     "a load of endless bytes": lambda known: known["loads"].append([float("inf"), 1.0]),
     "a load that takes no number": lambda known: known["loads"].append([4096, float("nan")]),
@@ -114,6 +123,30 @@ def test_what_cannot_be_is_not_believed(damage):
     assert not handle.restore(None)
     plain = seeded(lambda: Stack(Layer() for _ in range(12)))
     assert torch.equal(step(model, optimizer), plain(BATCH).square().mean().detach())
+
+
+def test_models_with_the_same_blocks_keep_their_own(tmp_path):
+    """The second one is only evaluated, and has the same blocks as the first one."""
+    found = []
+    for _ in range(2):
+        both = nn.ModuleList()
+        handles = []
+        for _ in range(2):
+            model, handle, _ = run(torch.device("cpu"))
+            both.append(model)
+            handles.append(handle)
+        found.append((both, handles))
+    (both, _), (again, handles) = found
+    first, second = both
+    optimizer = adamw(first.parameters())
+    for _ in range(2):
+        step(first, optimizer)
+        evaluate(second)
+    headrace.save(tmp_path / "step-2", both)
+    headrace.load(tmp_path / "step-2", again)
+    first, second = again
+    assert demands(handles[0], lambda: step(first, adamw(first.parameters()))) <= 1
+    assert demands(handles[1], lambda: evaluate(second)) <= 1
 
 
 def test_a_book_goes_on():
