@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import headrace
+from headrace import StateError
 from headrace.weights.movement.trace import TraceBook
 from tests.support.held import weight_bytes
 from tests.support.loops import adamw
@@ -160,3 +161,59 @@ def test_a_book_goes_on():
     assert {key: book.known()[key] for key in ("traces", "expected")} == {
         key: known[key] for key in ("traces", "expected")
     }
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_first_pass_of_another_process_is_prefetched(compute_device, tmp_path, on_disk):
+    options = {"disk": tmp_path, "host_memory": 64 << 20} if on_disk else {}
+    model, handle, _ = run(compute_device, **options)
+    assert not handle.load_order(tmp_path / "order.json")  # there is none yet
+    assert demands(handle, lambda: evaluate(model)) == 12
+    for _ in range(2):
+        evaluate(model)
+    for _ in range(2):  # it takes the place of an older one
+        handle.save_order(tmp_path / "order.json")
+    with torch.no_grad():
+        expected = model(BATCH)
+    model, handle, _ = run(compute_device, **options)
+    assert handle.load_order(str(tmp_path / "order.json"))
+    outputs = []
+    with torch.no_grad():
+        assert demands(handle, lambda: outputs.append(model(BATCH))) <= 1
+    assert handle.stats().onloads > 11
+    assert torch.equal(outputs[0], expected)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["order.json"]
+
+
+@pytest.mark.parametrize("text", [b"", b"null", b"[", b"\xff", b"[" * 100_000, b'{"blocks": [], "loads": []}'])
+def test_a_damaged_order_changes_nothing(tmp_path, text):
+    model, handle, _ = run(torch.device("cpu"))
+    (tmp_path / "order.json").write_bytes(text)
+    assert not handle.load_order(tmp_path / "order.json")
+    assert not handle.load_order(tmp_path)
+    assert demands(handle, lambda: evaluate(model)) == 12
+
+
+def test_an_order_of_other_blocks_is_not_taken(tmp_path):
+    model, handle, _ = run(torch.device("cpu"))
+    evaluate(model)
+    handle.save_order(tmp_path / "order.json")
+    _, handle, _ = run(torch.device("cpu"), layers=11)
+    assert not handle.load_order(tmp_path / "order.json")
+
+
+def test_where_no_order_can_be_written(tmp_path):
+    model, handle, _ = run(torch.device("cpu"))
+    evaluate(model)
+    with pytest.raises(headrace.DiskError, match=r"order\.json cannot be written \(No such file or dir"):
+        handle.save_order(tmp_path / "missing" / "order.json")
+    (tmp_path / "order.json").mkdir()
+    with pytest.raises(headrace.DiskError, match=r"order\.json cannot be written"):
+        handle.save_order(tmp_path / "order.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["order.json"]
+    with model.register_forward_hook(lambda *_: handle.save_order(tmp_path / "order")), pytest.raises(StateError):
+        evaluate(model)
+    handle.remove()
+    for call in (handle.save_order, handle.load_order):
+        with pytest.raises(StateError, match="after remove"):
+            call(tmp_path / "order")

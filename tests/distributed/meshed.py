@@ -1010,3 +1010,20 @@ def a_rank_may_reach_no_trained_parameter() -> None:
                 loss.backward()
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             assert all((parameter.grad is not None) is adapted for parameter in trained)
+
+
+def an_order_is_kept_once(directory: str) -> None:
+    """The first rank of the node writes it, and all ranks load their first pass ahead."""
+    file = os.path.join(directory, "order.json")
+    for is_known in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        with offloaded(model) as handle, torch.no_grad():
+            assert handle.load_order(file) is is_known
+            model(torch.ones(2, WIDTH))
+            assert (handle.stats().demand_onloads <= 1) is is_known
+            distributed.barrier()
+            with mock.patch("os.replace", wraps=os.replace) as replaced:
+                handle.save_order(file)
+            assert replaced.call_count == (distributed.get_rank() == 0)
+            distributed.barrier()
