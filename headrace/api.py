@@ -1,6 +1,7 @@
 """How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
 
 import contextlib
+import json
 import math
 import os
 import time
@@ -18,6 +19,7 @@ from headrace.activation_offloading import ActivationOffloading
 from headrace.activations.calls import refuse_watched
 from headrace.activations.targets import find_targets
 from headrace.ahead import probed_rates
+from headrace.checkpoint.directory import replace_whole
 from headrace.config import (
     BlocksSpec,
     OffloadConfig,
@@ -499,6 +501,33 @@ class Offloaded(live.Handle, live.ModelHandle):
             for param in block.params:
                 param.touch()
         self._executor.homes_changed()
+
+    def save_order(self, path: str | os.PathLike[str]) -> None:
+        """Writes the order and the times of the passes so far to a small file, for `load_order()` in other processes.
+
+        The file appears as a whole, or takes the place of an older one. With `mesh`, one rank of each node writes it.
+        Raises StateError within a pass and after `remove()`, and DiskError when the file cannot be written.
+        """
+        self._check_offloaded("save_order()")
+        self._check_between_passes("save_order()")
+        file = path_of(path, "path").expanduser()
+        if self._node is None or self._node.is_first:
+            replace_whole(file, json.dumps(self._executor.known()).encode())
+
+    def load_order(self, path: str | os.PathLike[str]) -> bool:
+        """Reads what `save_order()` wrote, so that the first pass is planned. Returns whether it is of this model.
+
+        False: there is no such file yet, or it is damaged, or it is of a model with other blocks. Then the order is
+        learned in the first pass, as without it. What passes have taught already is kept. Raises StateError within a
+        pass and after `remove()`.
+        """
+        self._check_offloaded("load_order()")
+        self._check_between_passes("load_order()")
+        file = path_of(path, "path").expanduser()
+        try:
+            return file.is_file() and self._executor.restore(json.loads(file.read_bytes()))
+        except (OSError, RecursionError, ValueError):  # nothing but the first pass depends on it
+            return False
 
     def sleep(self, *, host: bool = False) -> None:
         """Frees all device memory of the model: weights, buffers of modules, and what it lends to optimizers.

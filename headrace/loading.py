@@ -104,8 +104,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
             one.load(converted)
         for module, value in modules:
             module.set_extra_state(value)
-        for handle in handles:
-            any(map(handle.restore, contents.passes))  # its own, if its blocks are the same
+        passes = list(contents.passes)
+        for handle in handles:  # each takes its own: two models may have the same blocks
+            for place, known in enumerate(passes):
+                if handle.restore(known):
+                    del passes[place]
+                    break
         if optimizers and contents.random is not None:
             restore_random_state(contents.random)
     return contents.extra

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from headrace.ahead import cache_path
+from headrace.checkpoint.directory import replace_whole
 from headrace.config import check_flag, directory_of
 from headrace.planning.cost import Hardware
 from headrace.runtime.device import free_and_total_bytes, is_accelerator, resolve_device
@@ -105,19 +106,8 @@ def probe(
         notes=(*link.notes, *disk_found.notes, *_implausible(hardware)),
     )
     if cache:
-        _keep(hardware)
+        replace_whole(cache_path(), hardware.to_json().encode())
     return found
-
-
-def _keep(hardware: Hardware) -> None:
-    """Writes atomically: whoever reads meanwhile finds the earlier measurement, or this one."""
-    path = cache_path()
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        new.write_text(hardware.to_json())
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _implausible(hardware: Hardware) -> list[str]:

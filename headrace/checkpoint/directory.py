@@ -298,6 +298,22 @@ def write_whole(path: Path, data: bytes) -> None:
         raise DiskError(error.errno, f"{path} could not be written: {error.strerror}") from error
 
 
+def replace_whole(path: Path, data: bytes) -> None:
+    """Writes a small file in the place of an older one: whoever reads meanwhile finds that one, or this. Raises
+    DiskError.
+    """
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        try:
+            write_whole(new, data)
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        why = os.strerror(error.errno or errno.EIO)
+        raise DiskError(error.errno, f"{path} cannot be written ({why}); name a file that can be") from error
+
+
 def restore_interrupted(parent: Path) -> None:
     """Restores directories that a crash left under another name, in the middle of a swap by renaming."""
     for path in parent.glob(f"{_BEFORE}*"):

@@ -1,9 +1,10 @@
 """How fast is the link to the device, and what was sent over it? Loads of weights and activations tell."""
 
-import math
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+_MOST_SECONDS = 1e9  # 30 years: sums of longer times might be infinite
 
 
 @dataclass
@@ -50,10 +51,20 @@ class LinkSpeed:
         return nbytes * self._seconds_per_byte
 
 
+def is_size(value: Any) -> bool:
+    """Whether a value from a file can be a number of bytes."""
+    return isinstance(value, int) and 0 <= value < 1 << 63
+
+
+def is_duration(value: Any) -> bool:
+    """Whether a value from a file can be the seconds that something took."""
+    return isinstance(value, float) and 0 <= value < _MOST_SECONDS
+
+
 def known_loads(known: Any) -> list[tuple[int, float]]:
     """The loads that `LinkSpeed.known` gave, to make another one of. Raises ValueError or TypeError for others."""
     loads = [(nbytes, seconds) for nbytes, seconds in known]
     for nbytes, seconds in loads:
-        if not (isinstance(nbytes, int) and nbytes > 0 and isinstance(seconds, float) and 0 <= seconds < math.inf):
+        if not (nbytes and is_size(nbytes) and is_duration(seconds)):
             raise ValueError(f"{nbytes!r} bytes in {seconds!r} s are no load")
     return loads

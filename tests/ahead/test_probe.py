@@ -9,6 +9,7 @@ import torch
 
 import headrace
 from headrace import ahead, probing
+from headrace.checkpoint import directory
 from headrace.cli.main import main
 from headrace.runtime.probe import disk_rates, link_rates, matmul_rates, memory_rate, update_rate
 from tests.cost.conftest import LLAMA_8B
@@ -38,14 +39,14 @@ def test_a_probe_is_kept_and_planned_with(small: Path, capsys: pytest.CaptureFix
 
 def test_who_reads_while_it_is_written_finds_the_one_of_before(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = headrace.probe("cpu", disk=small).hardware
-    write, read = Path.write_text, []
+    read = []
 
-    def slowly(path: Path, text: str) -> None:
-        for end in (0, len(text) // 2, len(text)):
-            write(path, text[:end])
+    def slowly(path: Path, data: bytes) -> None:
+        for end in (0, len(data) // 2, len(data)):
+            path.write_bytes(data[:end])
             read.append(ahead.cached_probe())
 
-    monkeypatch.setattr(Path, "write_text", slowly)
+    monkeypatch.setattr(directory, "write_whole", slowly)
     second = headrace.probe("cpu", disk=small).hardware
     assert read == [first] * 3
     assert ahead.cached_probe() == second != first

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import headrace
+from headrace import StateError
 from headrace.weights.movement.trace import TraceBook
 from tests.support.held import weight_bytes
 from tests.support.loops import adamw
@@ -91,6 +93,14 @@ DAMAGE = {
     "endless times": lambda known: known["traces"][0]["compute_seconds"].__setitem__(0, float("inf")),
     "text for times": lambda known: known["traces"][0]["compute_seconds"].__setitem__(0, "long"),
     "a trace that is not there": lambda known: known["expected"][0].__setitem__(-1, 7),
+    "a block twice in a visit": lambda known: known["traces"][0]["visits"][0][0].extend([0, 0]),
+    "a visit of endless blocks": lambda known: known["traces"][0]["visits"].extend([[[0] * 99, "forward"]] * 9999),
+    "more traces than there can be": lambda known: known["traces"].extend(known["traces"] * 99),
+    "times whose sum is endless": lambda known: known["traces"][0]["compute_seconds"].__setitem__(0, 1e308),
+    "bytes beyond all measure": lambda known: known["traces"][0].update(other_bytes=[10**400] * 24),
+    "a load beyond all measure": lambda known: known["loads"].append([10**400, 1.0]),
+    "a tensor for a trace": lambda known: known["traces"].__setitem__(0, torch.ones(2)),
+    "a number for a module": lambda known: known["expected"][0].__setitem__(1, 7),
     "no visits": lambda known: known["traces"][0].update(visits=[], compute_seconds=[]),
     "a load of endless bytes": lambda known: known["loads"].append([float("inf"), 1.0]),
     "a load that takes no number": lambda known: known["loads"].append([4096, float("nan")]),
@@ -116,6 +126,30 @@ def test_what_cannot_be_is_not_believed(damage):
     assert torch.equal(step(model, optimizer), plain(BATCH).square().mean().detach())
 
 
+def test_models_with_the_same_blocks_keep_their_own(tmp_path):
+    """The second one is only evaluated, and has the same blocks as the first one."""
+    found = []
+    for _ in range(2):
+        both = nn.ModuleList()
+        handles = []
+        for _ in range(2):
+            model, handle, _ = run(torch.device("cpu"))
+            both.append(model)
+            handles.append(handle)
+        found.append((both, handles))
+    (both, _), (again, handles) = found
+    first, second = both
+    optimizer = adamw(first.parameters())
+    for _ in range(2):
+        step(first, optimizer)
+        evaluate(second)
+    headrace.save(tmp_path / "step-2", both)
+    headrace.load(tmp_path / "step-2", again)
+    first, second = again
+    assert demands(handles[0], lambda: step(first, adamw(first.parameters()))) <= 1
+    assert demands(handles[1], lambda: evaluate(second)) <= 1
+
+
 def test_a_book_goes_on():
     model, handle, optimizer = run(torch.device("cpu"))
     for _ in range(2):
@@ -127,3 +161,59 @@ def test_a_book_goes_on():
     assert {key: book.known()[key] for key in ("traces", "expected")} == {
         key: known[key] for key in ("traces", "expected")
     }
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_first_pass_of_another_process_is_prefetched(compute_device, tmp_path, on_disk):
+    options = {"disk": tmp_path, "host_memory": 64 << 20} if on_disk else {}
+    model, handle, _ = run(compute_device, **options)
+    assert not handle.load_order(tmp_path / "order.json")  # there is none yet
+    assert demands(handle, lambda: evaluate(model)) == 12
+    for _ in range(2):
+        evaluate(model)
+    for _ in range(2):  # it takes the place of an older one
+        handle.save_order(tmp_path / "order.json")
+    with torch.no_grad():
+        expected = model(BATCH)
+    model, handle, _ = run(compute_device, **options)
+    assert handle.load_order(str(tmp_path / "order.json"))
+    outputs = []
+    with torch.no_grad():
+        assert demands(handle, lambda: outputs.append(model(BATCH))) <= 1
+    assert handle.stats().onloads > 11
+    assert torch.equal(outputs[0], expected)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["order.json"]
+
+
+@pytest.mark.parametrize("text", [b"", b"null", b"[", b"\xff", b"[" * 100_000, b'{"blocks": [], "loads": []}'])
+def test_a_damaged_order_changes_nothing(tmp_path, text):
+    model, handle, _ = run(torch.device("cpu"))
+    (tmp_path / "order.json").write_bytes(text)
+    assert not handle.load_order(tmp_path / "order.json")
+    assert not handle.load_order(tmp_path)
+    assert demands(handle, lambda: evaluate(model)) == 12
+
+
+def test_an_order_of_other_blocks_is_not_taken(tmp_path):
+    model, handle, _ = run(torch.device("cpu"))
+    evaluate(model)
+    handle.save_order(tmp_path / "order.json")
+    _, handle, _ = run(torch.device("cpu"), layers=11)
+    assert not handle.load_order(tmp_path / "order.json")
+
+
+def test_where_no_order_can_be_written(tmp_path):
+    model, handle, _ = run(torch.device("cpu"))
+    evaluate(model)
+    with pytest.raises(headrace.DiskError, match=r"order\.json cannot be written \(No such file or dir"):
+        handle.save_order(tmp_path / "missing" / "order.json")
+    (tmp_path / "order.json").mkdir()
+    with pytest.raises(headrace.DiskError, match=r"order\.json cannot be written"):
+        handle.save_order(tmp_path / "order.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["order.json"]
+    with model.register_forward_hook(lambda *_: handle.save_order(tmp_path / "order")), pytest.raises(StateError):
+        evaluate(model)
+    handle.remove()
+    for call in (handle.save_order, handle.load_order):
+        with pytest.raises(StateError, match="after remove"):
+            call(tmp_path / "order")

@@ -986,3 +986,44 @@ def steps_until_a_rank_is_gone(model: nn.Module, optimizer: torch.optim.Optimize
     except (RankError, StateError) as error:
         print(type(error).__name__, error, flush=True)
         os._exit(0)
+
+
+def a_rank_may_reach_no_trained_parameter() -> None:
+    """No mistake if another rank reaches some; if none does, all ranks say so."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Layer(adapters=True) for _ in range(LAYERS))
+
+        def forward(self, x: torch.Tensor, adapted: bool) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, None) if adapted else layer.linear(x).tanh()
+            return x
+
+    for adapted in (True, False):
+        model = Routed()
+        with offloaded(model):
+            loss = model(torch.ones(2, WIDTH, requires_grad=True), adapted and distributed.get_rank() == 1).mean()
+            with contextlib.nullcontext() if adapted else pytest.raises(StateError, match="none of its 12 trained"):
+                loss.backward()
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            assert all((parameter.grad is not None) is adapted for parameter in trained)
+
+
+def an_order_is_kept_once(directory: str) -> None:
+    """The first rank of the node writes it, and all ranks load their first pass ahead."""
+    file = os.path.join(directory, "order.json")
+    for is_known in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        with offloaded(model) as handle, torch.no_grad():
+            assert handle.load_order(file) is is_known
+            model(torch.ones(2, WIDTH))
+            assert (handle.stats().demand_onloads <= 1) is is_known
+            distributed.barrier()
+            with mock.patch("os.replace", wraps=os.replace) as replaced:
+                handle.save_order(file)
+            assert replaced.call_count == (distributed.get_rank() == 0)
+            distributed.barrier()

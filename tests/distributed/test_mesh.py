@@ -155,3 +155,11 @@ def test_a_node_dies(nursery: Nursery, tmp_path: Path) -> None:
 def test_descriptors_are_given_back(nursery: Nursery, tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = settings | ({"disk": str(tmp_path / "weights")} if "disk" in settings else {})
     run_ranks(nursery, tmp_path, 2, f"meshed.descriptors_are_given_back, {settings!r}")
+
+
+def test_a_rank_may_reach_no_trained_parameter(nursery: Nursery, tmp_path: Path) -> None:
+    run_ranks(nursery, tmp_path, 2, "meshed.a_rank_may_reach_no_trained_parameter")
+
+
+def test_an_order_is_kept_once(nursery: Nursery, tmp_path: Path) -> None:
+    run_ranks(nursery, tmp_path, 2, f"meshed.an_order_is_kept_once, {str(tmp_path)!r}")

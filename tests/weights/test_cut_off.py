@@ -1,5 +1,8 @@
 """Does a backward that cannot reach any trained parameter say so, and no other backward?"""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +94,84 @@ def test_a_penalty_within_the_forward_is_no_backward(compute_device):
     headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2, blocks="1KiB")
     model(BATCH.clone().requires_grad_()).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+class Hidden(Cut):
+    """Returns an object of which nobody knows what is in it."""
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(found=super().forward(x))
+
+
+class Skipped(Cut):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def of_inputs_past_an_object(x: torch.Tensor) -> None:
+    torch.autograd.grad(built(Hidden)(x).found.sum(), x)
+
+
+def of_tensors_in_the_place_of_weights(x: torch.Tensor) -> None:
+    model = built(Cut)
+    others = {name: weight.detach().clone().requires_grad_() for name, weight in model.named_parameters()}
+    torch.func.functional_call(model, others, (x,)).sum().backward()
+    assert all(other.grad is not None for other in others.values())
+
+
+def of_what_is_handed_on(x: torch.Tensor) -> None:
+    built(Skipped)(x * 2).sum().backward()
+
+
+def of_a_frozen_part(x: torch.Tensor) -> None:
+    built(Cut).layers[0].base(x).sum().backward()
+
+
+def of_what_was_frozen_in_forward(x: torch.Tensor) -> None:
+    model = built(Cut).requires_grad_(False)
+    loss = model(x).sum()
+    model.requires_grad_(True)
+    loss.backward()
+
+
+def within_a_function_of_the_users(x: torch.Tensor) -> None:
+    model = built(Cut)
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return model(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                return torch.autograd.grad(model(x), x, gradient)[0]
+
+    Again.apply(x).sum().backward()
+
+
+NO_MISTAKES = (
+    of_inputs_past_an_object,
+    of_tensors_in_the_place_of_weights,
+    of_what_is_handed_on,
+    of_a_frozen_part,
+    of_what_was_frozen_in_forward,
+    within_a_function_of_the_users,
+)
+
+
+def built(kind: type[Cut]) -> Cut:
+    model = seeded(kind)
+    headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2, blocks="1KiB")
+    return model
+
+
+@pytest.mark.parametrize("backward", NO_MISTAKES)
+def test_a_backward_may_have_no_business_with_weights(backward):
+    batch = BATCH.clone().requires_grad_()
+    backward(batch)
 
 
 def test_a_frozen_model_has_nothing_to_reach(compute_device):

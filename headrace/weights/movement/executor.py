@@ -232,11 +232,11 @@ class Executor:
         """Takes over what `known` gave for a model with the same blocks, unless passes have been learned here already;
         between passes. False: the blocks are others.
         """
-        if len(self._book):
-            return True
         try:
-            if known["blocks"] != [[block.name, block.nbytes] for block in self._blocks]:
+            if not isinstance(known, dict) or known["blocks"] != [[block.name, block.nbytes] for block in self._blocks]:
                 return False
+            if len(self._book):
+                return True
             loads = known_loads(known["loads"])
             self._book.restore(known, len(self._blocks))
         except (LookupError, RuntimeError, TypeError, ValueError):  # RuntimeError: tensors compared with numbers

@@ -5,7 +5,6 @@ trace is the list of its visits. Which trace to expect depends on how a cycle be
 evaluation inside training, or two forwards before two backwards, have traces of their own.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from headrace.planning import Phase, Plan, Step
+from headrace.runtime.link import is_duration, is_size
 from headrace.weights.meter import Timing
 
 MOST_TRACES = 64  # the most that are remembered: where layers are skipped at random, each cycle has its own trace
@@ -218,11 +218,13 @@ class TraceBook:
 
         Raises LookupError, RuntimeError, TypeError or ValueError, and changes nothing, for anything else.
         """
+        if len(known["traces"]) > MOST_TRACES:
+            raise ValueError("these are more traces than a book has")
         traces = [_restored(saved, blocks) for saved in known["traces"]]
         by_context: dict[tuple[Trace | None, Entry], Trace] = {}
         by_entry: dict[Entry, Trace] = {}
         for before, site, phase, gradients, number in known["expected"]:
-            if not (-1 <= before < len(traces) and 0 <= number < len(traces)):
+            if not (isinstance(site, str) and -1 <= before < len(traces) and 0 <= number < len(traces)):
                 raise ValueError("a trace is expected that is not there")
             entry = Entry(site, Phase(phase), bool(gradients))
             if before < 0:
@@ -240,16 +242,20 @@ class TraceBook:
 
 def _restored(saved: Any, blocks: int) -> Trace:
     """The trace of `TraceBook.known`. It is timed again, as this may be another machine."""
-    visits = tuple((tuple(indexes), Phase(phase)) for indexes, phase in saved["visits"])
+    given = saved["visits"]
+    # Lengths come first: a short pickle may name one list a million times.
+    if not 0 < len(given) <= _MOST_SAVED_VISITS or any(len(indexes) > blocks for indexes, _ in given):
+        raise ValueError("a trace is too long")
+    visits = tuple((tuple(indexes), Phase(phase)) for indexes, phase in given)
     seconds, other_bytes = tuple(saved["compute_seconds"]), tuple(saved["other_bytes"])
     numbers = [index for indexes, _ in visits for index in indexes]
     if not (
-        visits
-        and len(visits) == len(seconds)
+        len(visits) == len(seconds)
         and len(other_bytes) in (0, len(visits))
         and all(isinstance(index, int) and 0 <= index < blocks for index in numbers)
-        and all(isinstance(nbytes, int) and nbytes >= 0 for nbytes in other_bytes)
-        and all(isinstance(each, float) and 0 <= each < math.inf for each in seconds)
+        and all(len(set(indexes)) == len(indexes) for indexes, _ in visits)
+        and all(map(is_size, other_bytes))
+        and all(map(is_duration, seconds))
         and isinstance(saved["site"], str)
     ):
         raise ValueError("this is no trace of the model")

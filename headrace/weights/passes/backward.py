@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from headrace.config import counted
 from headrace.errors import StateError
@@ -60,8 +61,8 @@ class Backward:
         # up its own.
         self._of_rows: dict[tuple[ManagedParam, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._nested: list[ManagedParam] = []  # parameters that got gradients from nested backwards
-        self.checks_gradients = True  # until the first backward that is no mistake
-        self._leads_to_leaves = False  # whether any graph has led to a leaf that requires gradients
+        self.checks_gradients = True  # until a graph leads to a leaf, or the first backward that is no mistake
+        self._cut_off: list[ManagedParam] = []  # trained parameters of the last call, if its result leads to no leaf
         self.settling = threading.RLock()  # a backward that raised may end on autograd's thread, in the next pass
         self.refused = False  # whether the model has been let go of
         self.batch_sums: BatchSums | None = None  # takes the gradients while several micro-batches go together
@@ -87,10 +88,22 @@ class Backward:
                 setattr(tensor, WATCHED, node)
                 tensor.register_hook(functools.partial(_reach, self, site))
 
-    def note_result(self, output: Any) -> None:
-        """Called with what a whole model returns: notes whether its backward can lead to a parameter."""
-        if self.checks_gradients and not self._leads_to_leaves:
-            self._leads_to_leaves = any(_leads_to_a_leaf(tensor.grad_fn) for tensor in tensors_in(output))
+    def note_result(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Called with what an outermost call took and gave: notes whether its backward can lead to a parameter.
+
+        A tensor that is only handed on leads nowhere by rights; so do results for which the module had other tensors in
+        the place of its parameters (`torch.func.functional_call`).
+        """
+        if not self.checks_gradients:
+            return
+        given = {tensor.grad_fn for tensor in tensors_in(inputs)}
+        made = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn not in given]
+        if any(map(_leads_to_a_leaf, made)):
+            self.checks_gradients = False
+        elif any(made):
+            its_own = set(map(id, module.parameters()))
+            params = [param for block in self.passes.all_blocks() for param in block.params]
+            self._cut_off = [one for one in params if one.home.requires_grad and id(one.home) in its_own]
 
     def reach(self, site: Site) -> None:
         """Backward needs something of the site's forward: the site's blocks come, and the last site's may go."""
@@ -201,11 +214,12 @@ class Backward:
                 self._check_gradients()
 
     def _check_gradients(self) -> None:
-        """Called when a backward has ended, and none has had a gradient so far. Raises StateError if the model has
-        parameters that require gradients, and no graph has led to any of them. Otherwise nothing is checked any more.
+        """Called when a backward has ended, and none has had a gradient so far. Raises StateError if the last call had
+        parameters that require gradients, and its result led to none (nor did that of another rank). Otherwise
+        nothing is checked any more.
         """
-        params = [] if self._leads_to_leaves else [one for block in self.passes.all_blocks() for one in block.params]
-        trained = [param.name for param in params if param.home.requires_grad]
+        params, self._cut_off = self._cut_off, []
+        trained = [] if any(param.home.grad is not None for param in params) else [param.name for param in params]
         self.checks_gradients = bool(trained)
         if trained:
             them = counted(len(trained), "trained parameter")

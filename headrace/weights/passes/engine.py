@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from headrace.errors import BudgetError, StateError
 from headrace.memory.ledger import Tier
@@ -195,7 +196,14 @@ class Engine:
         self._executor.replan()
 
     # calls ------------------------------------------------------------------------------------------------------------
-    def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self,
+        site: Site,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Runs the call of a managed module. An outermost call begins a pass; a call that needs blocks is a visit."""
         self.passes.check_process()
         call, outermost = Call(site, recomputes=self.passes.in_backward), False
@@ -239,11 +247,17 @@ class Engine:
         if torch.is_grad_enabled():
             self.backward.watch_output(site, output)
             if outer:
-                self.backward.note_result(output)
+                self.backward.note_result(module, (args, kwargs), output)
         return output
 
     def call_method(
-        self, site: Site, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        site: Site,
+        module: nn.Module,
+        name: str,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Runs a method of a managed module other than `forward`: with inputs on the device, it finds weights there."""
         this, passes = threading.get_ident(), self.passes
@@ -273,7 +287,7 @@ class Engine:
                 self.passes.methods[this] = around
         if call.used and torch.is_grad_enabled():
             self.backward.watch_output(site, output)
-            self.backward.note_result(output)
+            self.backward.note_result(module, (args, kwargs), output)
         return output
 
     def _begin_method(self, call: MethodCall) -> None:

@@ -100,7 +100,7 @@ class ExpertDispatch:
                 self._executor.let_travel_whole(block)
         whole = found is _NEEDS_ALL
         if whole:
-            found = self._call(site, own, args, kwargs)
+            found = self._call(site, module, own, args, kwargs)
         self._gradients.note_way(block, call.used, found, whole=whole)
         return found
 

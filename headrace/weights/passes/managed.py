@@ -143,12 +143,12 @@ class Managed:
             output = forward(*args, **kwargs)
             engine.backward.watch_output(site, output)
             return output
-        return engine.call(site, forward, args, kwargs)
+        return engine.call(site, module, forward, args, kwargs)
 
-    def _call(self, name: str, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # within a pass
             return own(*args, **kwargs)
-        return self._engine.call_method(self.site, name, own, args, kwargs)
+        return self._engine.call_method(self.site, module, name, own, args, kwargs)
 
     def _compute_with_parts(self, module: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
         """The `forward` of a module that computes with rows of its weight, or experts, or adapts experts."""
