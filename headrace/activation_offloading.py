@@ -13,6 +13,7 @@ from headrace.activations.calls import Calls, refuse_watched
 from headrace.activations.decisions import Basis
 from headrace.activations.passes import Passes
 from headrace.activations.selection import Selection
+from headrace.activations.selective import kept_values_go_to_hooks, offloaded_values_are_kept
 from headrace.activations.stash import PURPOSE
 from headrace.activations.targets import find_targets, named_layers
 from headrace.config import ActivationConfig, Size, directory_of
@@ -129,6 +130,7 @@ class ActivationOffloading(Handle):
         if self._shares:
             self._stash.pool.reserve()
         layers, modules = find_targets(model, config)
+        self._ends = [change.use(self) for change in (kept_values_go_to_hooks, offloaded_values_are_kept)]
         self._selection = Selection(model, lanes.device, config.min_bytes, layers, modules)
         watched = (*named_layers(model), *(layers or ()), *(modules or ()))
         self._calls = Calls(model, watched, self._passes, self._selection, self._check_device)
@@ -213,6 +215,8 @@ class ActivationOffloading(Handle):
         if self._removed:
             return
         self._removed = True
+        for end in self._ends:
+            end()
         closing = ExitStack()  # runs in reverse order; none of it refers to the stash itself
         if not self._shares:
             closing.callback(self._lanes.close, wait=False)
