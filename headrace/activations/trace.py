@@ -16,7 +16,8 @@ from headrace.planning import ActivationPlan
 from headrace.runtime.device import allocated_bytes
 from headrace.runtime.lanes import Tick
 
-Entry = tuple[Any, ...]  # what was known of a forward when it began: see `entry_of`
+# What was known of a forward when it began: how many share the ceiling, and what `entry_of` says.
+Entry = tuple[Any, ...]
 
 _MOST_LOOKS = 512  # about how often, at most, a forward and its backward look at what else the device holds
 
@@ -101,9 +102,14 @@ class ForwardTrace:
         return self.plan is not None and not self.plan.position_of_use.keys() <= used
 
     @property
+    def is_held(self) -> bool:
+        """Whether autograd still has an item that it saved."""
+        return any(ref() is not None for ref in self._items)
+
+    @property
     def is_gone(self) -> bool:
         """Whether autograd has let go of every item that it saved."""
-        return bool(self._items) and all(ref() is None for ref in self._items)
+        return bool(self._items) and not self.is_held
 
     # forward ----------------------------------------------------------------------------------------------------------
     def saved(self, item: Item) -> None:
