@@ -95,13 +95,13 @@ class Passes:
             self.stash.arrive(item)
             item.trace.used_again(item)
 
-    def recomputed(self) -> None:
-        """Called when a call of the model ends within a backward: the values that it recomputed are on the device."""
+    def recomputed(self, name: str) -> None:
+        """Called when the call of a module of this name ends within a backward: what it recomputed is on the device."""
         backward = self._whole or self._backwards.get(backward_task())
         if backward is not None:
             with self.stash.lock:
                 for trace in backward.traces:
-                    trace.recomputed()
+                    trace.recomputed(name)
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:

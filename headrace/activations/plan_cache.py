@@ -149,6 +149,7 @@ class PlanCache:
                     ),
                     alone_at=save.alone_at,
                     name=save.name,
+                    shape=save.shape,
                 )
                 for save in saves
             ),
@@ -163,6 +164,7 @@ class PlanCache:
             other_seconds=self._weights_seconds(trace, onload),
             forward_other_bytes=_forward_bytes(others[: len(saves) + 1], least)[: len(saves)],
             backward_other_bytes=_backward_bytes(uses, least),
+            recomputed=tuple(trace.recomputed_names),
         )
 
     @staticmethod
