@@ -13,6 +13,7 @@ from headrace.activations.calls import Calls, refuse_watched
 from headrace.activations.decisions import Basis
 from headrace.activations.passes import Passes
 from headrace.activations.selection import Selection
+from headrace.activations.selective import kept_values_go_to_hooks, offloaded_values_are_kept
 from headrace.activations.stash import PURPOSE
 from headrace.activations.targets import find_targets, named_layers
 from headrace.config import ActivationConfig, Size, directory_of
@@ -21,7 +22,7 @@ from headrace.live import Handle
 from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Ledger, Tier
 from headrace.planning import ActivationPlan
-from headrace.report import ActivationStats, Report, Row, RunRecord
+from headrace.report import ActivationStats, Report, Row, RunRecord, plan_rows
 from headrace.runtime.device import resolve_device
 from headrace.runtime.host import spare_host_bytes
 from headrace.runtime.lanes import Lanes, open_lanes
@@ -60,7 +61,8 @@ def offload_activations(
       compiled code are not seen, so name the module that was compiled.
     - `tier`: "host"; or "disk": tensors pass through a little host memory and rest in a file in the directory `disk`.
     - `device_memory`: ceiling in bytes for the saved tensors on the device, from the second step on, kept even if
-      compute has to wait; only a computation under way may exceed it. Default: as few bytes as possible without making
+      compute has to wait; only a computation under way may exceed it. Forwards that wait for their backwards together,
+      as in a pipeline, share it. Default: as few bytes as possible without making
       compute wait.
     - `host_memory`: ceiling in bytes for the host memory. Default: the memory that is free on the machine and in the
       cgroup, less 15%.
@@ -129,6 +131,7 @@ class ActivationOffloading(Handle):
         if self._shares:
             self._stash.pool.reserve()
         layers, modules = find_targets(model, config)
+        self._ends = [change.use(self) for change in (kept_values_go_to_hooks, offloaded_values_are_kept)]
         self._selection = Selection(model, lanes.device, config.min_bytes, layers, modules)
         watched = (*named_layers(model), *(layers or ()), *(modules or ()))
         self._calls = Calls(model, watched, self._passes, self._selection, self._check_device)
@@ -184,8 +187,9 @@ class ActivationOffloading(Handle):
         self._ledger.reset_peaks()
 
     def summary(self) -> tuple[Row, ...]:
-        """The stats by name, and what the plan advises."""
+        """The stats by name, what the plan does with each kind of saved tensor and why, and what it advises."""
         rows, plan = self.stats().rows(), self.plan
+        rows += [] if plan is None else plan_rows(plan)
         if plan is not None and plan.beyond_bytes:
             rows.append(("advice", ActivationStats.advice(plan.beyond_bytes, plan.recompute)))
         return tuple(rows)
@@ -213,6 +217,8 @@ class ActivationOffloading(Handle):
         if self._removed:
             return
         self._removed = True
+        for end in self._ends:
+            end()
         closing = ExitStack()  # runs in reverse order; none of it refers to the stash itself
         if not self._shares:
             closing.callback(self._lanes.close, wait=False)

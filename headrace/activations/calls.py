@@ -83,7 +83,7 @@ class Calls(Participant):
             try:
                 yield
             finally:
-                self._passes.recomputed()
+                self._passes.recomputed(self._names.get(module, ""))
         else:
             yield
 

@@ -48,6 +48,9 @@ class Passes:
             self.stash = DiskStash(lanes, ledger, self.meter, config, store)
         self.plans = PlanCache(config, lanes, self.meter)
         self._lanes = lanes
+        self._has_ceiling = config.device_memory_bytes is not None
+        self._waiting: weakref.WeakSet[ForwardTrace] = weakref.WeakSet()  # the forwards that no backward has used
+        self._at_once = 1  # the most forwards that have been waiting for their backwards together
         self._rounds = itertools.count()
         # The backwards under way, by the number of their graph task, which keeps them alive.
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
@@ -65,7 +68,11 @@ class Passes:
     def _begin(self, entry: Entry, selection: Selection) -> Forward:
         self.stash.begin()
         selection.begin()
+        if self._has_ceiling:  # those that wait together share it, as the stages of a pipeline have several
+            self._at_once = max(self._at_once, 1 + sum(trace.is_held for trace in self._waiting))
+        entry = (self._at_once, *entry)
         trace = ForwardTrace(self.stash, entry, self.plans.expect(entry), selection.gradient_bytes)
+        self._waiting.add(trace)
         return Forward(trace, self.stash, selection, self._use, self.plans)
 
     # backward ---------------------------------------------------------------------------------------------------------
@@ -88,13 +95,13 @@ class Passes:
             self.stash.arrive(item)
             item.trace.used_again(item)
 
-    def recomputed(self) -> None:
-        """Called when a call of the model ends within a backward: the values that it recomputed are on the device."""
+    def recomputed(self, name: str) -> None:
+        """Called when the call of a module of this name ends within a backward: what it recomputed is on the device."""
         backward = self._whole or self._backwards.get(backward_task())
         if backward is not None:
             with self.stash.lock:
                 for trace in backward.traces:
-                    trace.recomputed()
+                    trace.recomputed(name)
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:
@@ -131,6 +138,7 @@ class Passes:
         self._backwards.pop(backward.task, None)
         self.meter.backward_ended(backward.begun)
         for trace in backward.traces:
+            self._waiting.discard(trace)
             trace.end_backward()
             if completed and trace.is_over and not trace.learned:
                 self._learn(trace)

@@ -149,6 +149,7 @@ class PlanCache:
                     ),
                     alone_at=save.alone_at,
                     name=save.name,
+                    shape=save.shape,
                 )
                 for save in saves
             ),
@@ -156,13 +157,14 @@ class PlanCache:
             uses=tuple(use.index for use in uses),
             backward_seconds=self._seconds([use.began for use in uses], after_uses),
             freed_at=tuple(use.freed_at for use in uses),
-            budget_bytes=config.device_memory_bytes,
+            budget_bytes=None if config.device_memory_bytes is None else config.device_memory_bytes // trace.entry[0],
             offload_bytes=min(int(nbytes * config.fraction), nbytes if room is None else room),
             most_in_flight=config.most_in_flight,
             all_leave=config.all_leave,
             other_seconds=self._weights_seconds(trace, onload),
             forward_other_bytes=_forward_bytes(others[: len(saves) + 1], least)[: len(saves)],
             backward_other_bytes=_backward_bytes(uses, least),
+            recomputed=tuple(trace.recomputed_names),
         )
 
     @staticmethod

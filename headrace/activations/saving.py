@@ -106,7 +106,7 @@ class Forward:
 
     def push(self) -> None:
         """Puts these hooks on top: autograd saves through them."""
-        push_hooks(self._pack, self._unpack)
+        push_hooks(self.pack, self.unpack)
 
     def pop(self) -> None:
         """Removes these hooks if they are on top; after an interrupt they may not be."""
@@ -129,9 +129,14 @@ class Forward:
             if self.trace.strayed:
                 self._plans.strayed(self.trace.entry)
 
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor may leave, now that it is saved."""
+        return not self.trace.is_over and self._selection.wants(tensor)
+
     @unseen
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        if self.trace.is_over or not self._selection.wants(tensor):
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps instead of the tensor."""
+        if not self.takes(tensor):
             # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
             return _Kept(tensor.detach(), tensor._version)
         return self._stash.guard(self._handle_of, tensor)
@@ -179,7 +184,8 @@ class Forward:
         return item if tensor._version == 0 and counter._version == version else None
 
     @unseen
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor, on the device again."""
         if isinstance(packed, _Kept):
             check_version(packed.tensor, packed.version)
             return packed.tensor
@@ -205,6 +211,22 @@ def may_save() -> bool:
     this one. Nor may it inside of `torch.func.grad` and similar transforms, which allow no hooks.
     """
     return hooks_are_enabled() and top_hooks(True) is None
+
+
+def forward_below() -> Forward | None:
+    """The forward whose hooks lie under those of checkpoints and visits, on this thread."""
+    above = []
+    try:
+        while (hooks := top_hooks(True)) is not None:
+            owner = getattr(hooks[0], "__self__", None)
+            if isinstance(owner, Forward):
+                return owner
+            pop_hooks()  # an interrupt here loses hooks, and does not leave any behind
+            above.append(hooks)
+        return None
+    finally:
+        for hooks in reversed(above):
+            push_hooks(*hooks)
 
 
 def pop_left_over(stash: Stash) -> None:

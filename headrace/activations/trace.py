@@ -16,7 +16,8 @@ from headrace.planning import ActivationPlan
 from headrace.runtime.device import allocated_bytes
 from headrace.runtime.lanes import Tick
 
-Entry = tuple[Any, ...]  # what was known of a forward when it began: see `entry_of`
+# What was known of a forward when it began: how many share the ceiling, and what `entry_of` says.
+Entry = tuple[Any, ...]
 
 _MOST_LOOKS = 512  # about how often, at most, a forward and its backward look at what else the device holds
 
@@ -27,6 +28,7 @@ class SaveRecord:
 
     nbytes: int
     name: str
+    shape: str
     asked: Tick
     began: Tick
     weights_bytes: int  # the bytes of weights sent for since the beginning
@@ -81,6 +83,7 @@ class ForwardTrace:
         self.used_unplanned = False  # its backward used items that the plan's backward does not use
         self.saves: list[SaveRecord] = []
         self.uses: list[UseRecord] = []
+        self.recomputed_names: dict[str, None] = {}  # of the modules that a backward has called again
         self._items: list[weakref.ref[Item]] = []
         self._decisions = _decisions(expected, self._items)
         self._others = Others(0, 0)  # as seen at the last look
@@ -101,9 +104,14 @@ class ForwardTrace:
         return self.plan is not None and not self.plan.position_of_use.keys() <= used
 
     @property
+    def is_held(self) -> bool:
+        """Whether autograd still has an item that it saved."""
+        return any(ref() is not None for ref in self._items)
+
+    @property
     def is_gone(self) -> bool:
         """Whether autograd has let go of every item that it saved."""
-        return bool(self._items) and all(ref() is None for ref in self._items)
+        return bool(self._items) and not self.is_held
 
     # forward ----------------------------------------------------------------------------------------------------------
     def saved(self, item: Item) -> None:
@@ -119,7 +127,7 @@ class ForwardTrace:
         if self.timed:
             weights_bytes, others = self._stash.meter.lane_use.weights_bytes, self._look_at_others()
             began = self._stash.lanes.tick()
-            record = SaveRecord(item.nbytes, item.name, asked, began, weights_bytes, others)
+            record = SaveRecord(item.nbytes, item.name, _shape(item), asked, began, weights_bytes, others)
             self.saves.append(record)
             self._shared.append((item, record))
             self.look_who_is_alone()
@@ -199,8 +207,10 @@ class ForwardTrace:
         if item.use is not None and not self.learned:
             item.use.freed_at = len(self.uses) - 1
 
-    def recomputed(self) -> None:
-        """Called when a recomputation for the last use has ended, and all its values are on the device."""
+    def recomputed(self, name: str) -> None:
+        """Called when a recomputation for the last use has ended, and all its values are on the device. `name`: of the
+        module that was called again."""
+        self.recomputed_names[name] = None
         if self.timed and self.plan is not None and self.uses and not self.learned:
             use, others = self.uses[-1], self._others_now()
             item = self._items[use.index]()
@@ -214,6 +224,12 @@ class ForwardTrace:
             item = ref()
             if item is not None:
                 self._stash.put_back(item)
+
+
+def _shape(item: Item) -> str:
+    """Dtype and shape of the first tensor that was saved of it."""
+    handle = next(iter(item.handles))()
+    return "" if handle is None else f"{handle.dtype} {'x'.join(map(str, handle.size))}".removeprefix("torch.")
 
 
 def _decisions(expected: Expected, items: list[weakref.ref[Item]]) -> Decisions:

@@ -25,7 +25,7 @@ class Saved:
 
     - `offload_seconds`, `onload_seconds`: how long its copies take on their lanes, alone.
     - `alone_at`: the index of the save from which only autograd holds its memory. None: never in forward.
-    - `name`: the module that saved it, for texts.
+    - `name`, `shape`: the module that saved it, and its dtype and shape, for texts.
     """
 
     nbytes: int
@@ -33,6 +33,7 @@ class Saved:
     onload_seconds: float
     alone_at: int | None
     name: str = ""
+    shape: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class ActivationProblem:
       lane. Empty: there are none.
     - `forward_other_bytes[k]`, `backward_other_bytes[j]`: the most that other things (values on their way, gradients)
       take on the device from that save or use to the next. Only the peak of the whole uses them. Empty: nothing.
+    - `recomputed`: the modules that are called again in backward, for texts.
     """
 
     saved: tuple[Saved, ...]
@@ -64,6 +66,7 @@ class ActivationProblem:
     forward_other_bytes: tuple[int, ...] = ()
     backward_other_bytes: tuple[int, ...] = ()
     all_leave: bool = False
+    recomputed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.forward_seconds) != len(self.saved):

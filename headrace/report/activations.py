@@ -1,10 +1,17 @@
 """What did activations move and hold, in numbers?"""
 
+import math
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.config import format_bytes
+from headrace.planning import ActivationPlan
+from headrace.planning.text import seconds_text
 from headrace.report.rows import Row, rows_text
+
+_SHOWN_KINDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +76,56 @@ class ActivationStats:
             f"{format_bytes(beyond_bytes)} of activations neither fit in device_memory nor hide behind compute:"
             f" recompute them (gradient checkpointing) in {layers}"
         )
+
+
+def plan_rows(plan: ActivationPlan) -> list[Row]:
+    """What the plan expects; and which kinds of tensors leave, stay or are recomputed, and why. Layers that differ in
+    their numbers are one kind, and those with the most bytes are shown."""
+    problem = plan.problem
+    leaving = [problem.saved[index] for index in plan.offloaded]
+    out, back, forward, backward = map(
+        seconds_text,
+        (
+            math.fsum(saved.offload_seconds for saved in leaving),
+            math.fsum(saved.onload_seconds for saved in leaving),
+            math.fsum(problem.forward_seconds),
+            math.fsum(problem.backward_seconds),
+        ),
+    )
+    share = f"{format_bytes(plan.host_bytes)} of {format_bytes(problem.nbytes)} leave"
+    copies = f"copies take {out} of a forward of {forward}, and {back} of a backward of {backward}"
+    rows = [("plan for activations", f"{share}; {copies}; compute waits {seconds_text(plan.stall_seconds)}")]
+    kinds: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    computed: Counter[str] = Counter()
+    for index, (saved, seconds) in enumerate(zip(problem.saved, problem.forward_seconds, strict=True)):
+        kinds[_kind(saved.name), saved.shape, _fate(plan, index)].append(saved.nbytes)
+        computed[_kind(saved.name)] += seconds  # type: ignore[assignment]
+    for (kind, shape, fate), sizes in sorted(kinds.items(), key=lambda group: -sum(group[1]))[:_SHOWN_KINDS]:
+        rows.append((f"saved in {kind}", f"{len(sizes):,} of {shape}, {format_bytes(sum(sizes))}: {fate}"))
+    for kind in dict.fromkeys(map(_kind, problem.recomputed)):
+        again = f", in {seconds_text(computed[kind])}" if kind in computed else ""
+        rows.append((f"the rest of {kind}", f"recomputed in backward{again}, by its checkpoints"))
+    return rows
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "*", name) or "the model itself"
+
+
+def _fate(plan: ActivationPlan, index: int) -> str:
+    """What becomes of a saved tensor, and why."""
+    problem, saved = plan.problem, plan.problem.saved[index]
+    if index in plan.offloaded:
+        if problem.all_leave:
+            return "leave, as all_leave says"
+        return "leave, as " + ("copies hide" if problem.budget_bytes is None else "device_memory has no room for all")
+    if index not in plan.position_of_use:
+        return "stay, as backward has not used them"
+    if saved.alone_at is None:
+        return "stay, as something else holds them"
+    if problem.offload_bytes is not None and plan.host_bytes + saved.nbytes > problem.offload_bytes:
+        return "stay, as no more bytes may leave"
+    return "stay, as " + ("compute would wait" if problem.budget_bytes is None else "device_memory has room")
 
 
 def _copies(number: int) -> str:

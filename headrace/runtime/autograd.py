@@ -20,15 +20,18 @@ What is called often is not wrapped.
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import attrgetter, methodcaller
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.overrides
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from headrace.runtime.process_wide import patched
 from headrace.runtime.threads import keeps_interrupts
 
 __all__ = [
@@ -54,12 +57,15 @@ __all__ = [
     "more_flops",
     "neg_view",
     "no_override",
+    "patched_keeping",
+    "patched_policies",
     "pop_hooks",
     "push_hooks",
     "running_node",
     "runs_in_backward",
     "saving_is_left_to_autograd",
     "sequence_number",
+    "sharing_versions",
     "storage_use_count",
     "tensor_use_count",
     "top_hooks",
@@ -100,6 +106,13 @@ push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 # Whether hooks may be pushed. Relies on `torch.func.grad` and the like disabling them.
 hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+# selective checkpoints ------------------------------------------------------------------------------------------------
+# Decorators as of runtime/process_wide.py. What a selective checkpoint keeps of an operation's output: relies on the
+# class being looked up by its name, called with a detached tensor, and asked once for it with `get_val(allowed)`.
+patched_keeping = patched(lambda: torch.utils.checkpoint, "_VersionWrapper")
+# Relies on the mode under which the checkpoint's forward runs being constructed with the policy first.
+patched_policies = patched(lambda: torch.utils.checkpoint._CachingTorchDispatchMode, "__init__")
 
 # the backward under way ---------------------------------------------------------------------------------------------
 # Autograd's number of the backward that this thread runs now, or NO_TASK. Relies on autograd numbering its graph tasks,
@@ -220,6 +233,14 @@ innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_st
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # `with without_modes():` none of them sees any.
 without_modes = torch.utils._python_dispatch._disable_current_modes
+
+
+def sharing_versions() -> AbstractContextManager[None]:
+    """Within a mode, `detach()` gives a tensor that shares its version counter, as it does outside of modes.
+
+    Relies on modes being called below the dispatch key that sees to it.
+    """
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def overrides_are_on() -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.support import models
 from tests.support.models import TanhLayer
@@ -24,7 +25,9 @@ class Layer(TanhLayer):
 class Stack(models.Stack):
     """Autograd keeps one tensor for each layer, as an output is the next one's input. The same weights every time."""
 
-    def __init__(self, layers: int = 8, kind: Callable[[], nn.Module] = Layer, checkpointing: str = "none") -> None:
+    def __init__(
+        self, layers: int = 8, kind: Callable[[], nn.Module] = Layer, checkpointing: str | CheckpointPolicy = "none"
+    ) -> None:
         torch.manual_seed(0)
         super().__init__((kind() for _ in range(layers)), checkpointing=checkpointing)
 

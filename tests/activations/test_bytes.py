@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from tests.activations.models import ROWS, SAVED_BYTES, Layer, Stack, rows, step
+from tests.activations.models import ROWS, SAVED_BYTES, Layer, Stack, results, rows, step
 from tests.support.compare import assert_same
 from tests.support.held import Allocations
 
@@ -321,3 +321,29 @@ def test_a_tensor_that_the_user_keeps_does_not_leave(compute_device):
         handle.reset_stats()
         step(model, rows(compute_device))
         assert handle.stats().offload_bytes == 0  # it would free nothing
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_forwards_that_wait_together_share_the_ceiling(emu_device, together):
+    """As in the first stage of a pipeline, whose micro-batches come one after the other before the first backward."""
+    device, ceiling_bytes = torch.device("emu", 1), (LAYERS + 1) * SAVED_BYTES
+    model, handle = settled(device, device_memory=ceiling_bytes)
+    plain = Stack(LAYERS).to(device)
+    for _ in range(4):
+        handle.reset_stats()
+        model.zero_grad()
+        inputs = [rows(device, seed) for seed in range(together)]
+        allocations = Allocations(device)
+        losses = [model(x).square().sum() for x in inputs]
+        allocations.forward_done(0)
+        for loss in losses:
+            loss.backward()
+    assert allocations.after_forward_bytes[0] <= ceiling_bytes + SAVED_BYTES  # and losses
+    saved_bytes = together * ceiling_bytes
+    assert saved_bytes - ceiling_bytes <= handle.stats().offload_bytes <= saved_bytes
+    assert handle.stats().offload_bytes > 0 or together == 1
+    plain_losses = [plain(x).square().sum() for x in inputs]
+    for loss in plain_losses:
+        loss.backward()
+    assert_same(results(model, *losses), results(plain, *plain_losses))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 import headrace
 from headrace.report import Report, RunRecord
@@ -71,6 +72,22 @@ def test_copies_no_slower_than_compute_cost_nothing(slow_link: Any, ratio: float
     assert seconds <= 1.03 * plain
     assert len(plan.offloaded) >= LAYERS - 3
     assert abs(seconds - plan.seconds) <= 0.03 * seconds
+
+
+@pytest.mark.emu("lazy")
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])
+def test_what_a_checkpoint_offloads_costs_nothing(slow_link: Any, policy: CheckpointPolicy) -> None:
+    """A layer's input and its product leave: two copies, which take 0.9 of its forward. Nothing is computed again."""
+    slow_link(0.45)
+    plain = step_seconds(Stack(LAYERS, wide, CheckpointPolicy.MUST_SAVE).to("emu"))
+    model = Stack(LAYERS, wide, policy).to("emu")
+    with headrace.offload_activations(model, min_bytes=0) as handle:
+        seconds = step_seconds(model)
+        plan = handle.plan
+    assert plan is not None
+    assert seconds <= 1.03 * plain
+    assert plan.host_bytes >= (2 * LAYERS - 4) * SAVED_BYTES
+    assert plan.saving_bytes >= LAYERS * SAVED_BYTES
 
 
 @pytest.mark.emu("lazy")

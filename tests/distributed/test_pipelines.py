@@ -25,6 +25,10 @@ def test_pipelines(
     run_ranks(nursery, tmp_path, 2, call)
 
 
+def test_later_stages_offload_fewer_activations(nursery: Nursery, tmp_path: Path) -> None:
+    run_ranks(nursery, tmp_path, 2, "pipelined.later_stages_offload_fewer_activations")
+
+
 @pytest.mark.extended
 def test_a_split_backward_is_refused(nursery: Nursery, tmp_path: Path) -> None:
     run_ranks(nursery, tmp_path, 2, "pipelined.a_split_backward_is_refused")

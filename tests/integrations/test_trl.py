@@ -36,9 +36,11 @@ class Run:
         offloads: bool,
         together: bool = False,
         shared: headrace.SharedBudget | None = None,
+        activations: Any = False,
+        **settings: Any,
     ) -> None:
         self.device, self.directory, self.offloads, self.together = device, directory, offloads, together
-        self.shared = shared
+        self.shared, self.activations, self.settings = shared, activations, settings
         self.handles: list[headrace.Offloaded] = []
 
     def llama(self, kind: Any = LlamaForCausalLM, **settings: Any) -> Any:
@@ -50,7 +52,9 @@ class Run:
             with self.shared:
                 self.handles.append(headrace.offload(model, device=self.device))
         elif self.offloads:
-            self.handles.append(headrace.offload(model, device=self.device, device_memory=weight_bytes(model) * 2 // 3))
+            memory = weight_bytes(model) * 2 // 3
+            handle = headrace.offload(model, device=self.device, device_memory=memory, activations=self.activations)
+            self.handles.append(handle)
         return model
 
     def train(
@@ -60,7 +64,7 @@ class Run:
         batch = {"per_device_train_batch_size": 2, "use_cpu": self.device.type == "cpu", "bf16": False}
         made = trainer(
             model,
-            args=config(str(self.directory), **{**common, **batch, **settings}),
+            args=config(str(self.directory), **{**common, **batch, **settings, **self.settings}),
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=byte_tokenizer(longest=64),
             **more,
@@ -162,4 +166,38 @@ def test_micro_batches_together(script: Callable[[Run], Outcome], trainer_device
     stats = run.handles[0].stats()
     assert (stats.micro_batches_together, stats.micro_batches_in_turn) == (3 * 2, 0)
     for handle in run.handles:
+        handle.remove()
+
+
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "none": {"gradient_checkpointing": False},
+    **{
+        name: {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": name == "reentrant"}}
+        for name in ("reentrant", "non-reentrant")
+    },
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("script", [tuned, dpo, grpo])
+def test_activations(
+    script: Callable[[Run], Outcome], checkpointing: str, trainer_device: torch.device, tmp_path: Path
+) -> None:
+    """Each layer's leave, in each forward that trains. A reference saves nothing, nor does what writes completions."""
+    settings = CHECKPOINTING[checkpointing]
+    plain = script(Run(trainer_device, tmp_path, offloads=False, **settings))
+    least_bytes = 4096
+    activations = {"min_bytes": least_bytes, "all_leave": True}
+    run = Run(trainer_device, tmp_path, offloads=True, activations=activations, **settings)
+    assert_same(script(run), plain)
+    for handle in run.handles:
+        assert handle.activations is not None
+        stats = handle.activations.stats()
+        forwards = stats.planned_forwards + stats.similar_forwards + stats.recorded_forwards
+        trains = handle is run.handles[0]
+        assert forwards == (trains and (6 if script is tuned else 3))
+        assert stats.offload_bytes >= forwards * SIZES["num_hidden_layers"] * least_bytes
+        assert 0.8 * stats.offload_bytes <= stats.onload_bytes <= stats.offload_bytes
+        assert stats.host_held_bytes == 0
         handle.remove()

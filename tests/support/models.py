@@ -4,12 +4,13 @@ A model whose odd structure is what a test is about stays in that test.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Activation = Callable[[Tensor], Tensor]
 Made = TypeVar("Made")
@@ -107,10 +108,16 @@ def linears(count: int, width: int, activation: type[nn.Module] | None = None, *
     return nn.Sequential(*(nn.Sequential(one, activation()) for one in made))
 
 
-class Checkpointed(nn.Module):
-    """A model that may run its layers under activation checkpointing: "none", "reentrant" or "non-reentrant"."""
+def _of_products(policy: CheckpointPolicy, _context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    products = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+    return policy if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __init__(self, checkpointing: str = "none") -> None:
+
+class Checkpointed(nn.Module):
+    """A model that may run its layers under activation checkpointing: "none", "reentrant", "non-reentrant", or a policy
+    for what products of matrices give."""
+
+    def __init__(self, checkpointing: str | CheckpointPolicy = "none") -> None:
         super().__init__()
         self.checkpointing = checkpointing
 
@@ -118,6 +125,9 @@ class Checkpointed(nn.Module):
         """`layer(x, *others)`, checkpointed as the model is set."""
         if self.checkpointing == "none":
             return layer(x, *others)
+        if isinstance(self.checkpointing, CheckpointPolicy):
+            contexts = partial(create_selective_checkpoint_contexts, partial(_of_products, self.checkpointing))
+            return checkpoint(layer, x, *others, use_reentrant=False, context_fn=contexts)
         reentrant = self.checkpointing == "reentrant"
         if reentrant and not x.requires_grad:
             x = x.detach().requires_grad_()  # what enable_input_require_grads() of transformers is for
@@ -132,7 +142,7 @@ class Stack(Checkpointed):
         layers: Iterable[nn.Module],
         *,
         between: Activation | None = None,
-        checkpointing: str = "none",
+        checkpointing: str | CheckpointPolicy = "none",
     ) -> None:
         super().__init__(checkpointing)
         self.layers = nn.ModuleList(layers)

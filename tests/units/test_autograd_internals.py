@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.runtime import torch_rules
@@ -38,11 +39,14 @@ from headrace.runtime.autograd import (
     more_flops,
     neg_view,
     no_override,
+    patched_keeping,
+    patched_policies,
     pop_hooks,
     push_hooks,
     running_node,
     runs_in_backward,
     sequence_number,
+    sharing_versions,
     storage_use_count,
     tensor_use_count,
     top_hooks,
@@ -685,3 +689,65 @@ def test_modes_are_counted_and_see_nothing_without_modes() -> None:
         one.neg()
         assert seen == 2 * both
     assert not dispatch_modes()
+
+
+def test_patched_keeping_and_policies_are_what_a_selective_checkpoint_calls() -> None:
+    asked: list[Any] = []
+    kept: list[torch.Tensor] = []
+
+    def policy(_context: Any, operator: Any, *_: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    @patched_policies
+    def saves_all(own: Any) -> Any:
+        def __init__(mode: Any, policy: Any, *arguments: Any) -> None:  # noqa: N807
+            asked.append(policy)
+            own(mode, lambda *_, **__: CheckpointPolicy.MUST_SAVE, *arguments)
+
+        return __init__
+
+    @patched_keeping
+    def in_a_list(own: Any) -> Any:
+        class Kept(own):  # type: ignore[misc]
+            def __init__(self, value: torch.Tensor) -> None:
+                super().__init__(None)
+                kept.append(value)
+
+            def get_val(self, allowed: bool) -> torch.Tensor:
+                assert not allowed
+                return kept.pop(0)
+
+        return Kept
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy)
+
+    ends = [change.use(policy) for change in (saves_all, in_a_list)]
+    x = torch.ones(2, requires_grad=True)
+    result: Any = checkpoint(lambda x: x.exp().sin().square(), x, use_reentrant=False, context_fn=contexts)
+    for end in ends:
+        end()
+    assert asked == [policy]
+    assert len(kept) == 3
+    assert not any(value.requires_grad for value in kept)
+    result.sum().backward()
+    assert len(kept) == 1  # the last operator saves what the one before it gave: nothing asks for its own
+    assert torch.equal(x.grad, (2 * x.exp().sin() * x.exp().cos() * x.exp()).detach())  # type: ignore[arg-type]
+
+
+def test_sharing_versions_within_a_mode() -> None:
+    found: list[bool] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            apart = result.detach()
+            with sharing_versions():
+                shared = result.detach()
+            torch.autograd.graph.increment_version(result)
+            found.append(shared._version == result._version > apart._version)
+            return result
+
+    with Mode():
+        torch.ones(2).exp()
+    assert found == [True, True]
