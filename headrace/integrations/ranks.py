@@ -29,7 +29,7 @@ def leave_unwrapped(trainer: Any) -> None:
     """
     accelerator = getattr(trainer, "accelerator", trainer)
     accelerator.prepare_model = partial(_prepare_model, accelerator.prepare_model)
-    accelerator.no_sync = no_sync
+    accelerator.no_sync = partial(_no_sync, accelerator.no_sync)
     if accelerator is trainer:
         accelerator.register_save_state_pre_hook(lambda *_: consolidate(accelerator._optimizers))
     else:
@@ -42,6 +42,10 @@ def _prepare_model(
     """`own` prepares all but the wrapper for a model that is evaluated."""
     prepared: nn.Module = own(model, device_placement, evaluation_mode or is_averaged(model))
     return prepared
+
+
+def _no_sync(own: Any, model: nn.Module) -> Any:
+    return no_sync(model) if is_averaged(model) else own(model)
 
 
 def _save_model(trainer: Any, own: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -161,6 +161,8 @@ def refused() -> None:
     """What headrace would not average."""
     from accelerate import Accelerator
 
+    from headrace.integrations.lightning import FabricMeshStrategy
+
     accelerator, part = Accelerator(cpu=True), stack()
     with offloaded(part, STACK_BYTES):
         with pytest.raises(headrace.StateError, match=r"leave_unwrapped\(trainer\)"):
@@ -168,8 +170,12 @@ def refused() -> None:
         leave_unwrapped(accelerator)
         with pytest.raises(headrace.StateError, match=r"parameter '1\.weight' was not offloaded with mesh="):
             accelerator.prepare(nn.Sequential(part, nn.Linear(32, 2)))
+        with pytest.raises(headrace.StateError, match="the Linear was not offloaded with mesh="):
+            FabricMeshStrategy().setup_module(nn.Linear(2, 2))
         other = accelerator.prepare(nn.Linear(2, 2))  # as without headrace
         assert isinstance(other, DistributedDataParallel)
+        with accelerator.no_sync(other):
+            assert not other.require_backward_grad_sync
         part(torch.ones(2, 32)).square().mean().backward()
         part(torch.ones(2, 32)).square().mean().backward()
         part(torch.ones(2, 32))
