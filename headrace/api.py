@@ -440,6 +440,11 @@ class Offloaded(live.Handle, live.ModelHandle):
             check_count(together, "together", "how many micro-batches go through a block at once, at least 1")
         return self._micro_batches.compute(batches, together or len(batches), loss_function)
 
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over ranks (`mesh`)."""
+        return self._node is not None
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """With `mesh`: a backward in this context does not average over the ranks; the next one outside averages all.

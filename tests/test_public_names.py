@@ -14,7 +14,7 @@ import headrace
 from headrace.cli.main import build_parser
 
 GOLDEN = Path(__file__).parent / "golden" / "public_api.txt"
-MODULES = ["", ".optim", ".formulas", ".checkpoint", ".integrations.transformers"]
+MODULES = ["", ".optim", ".formulas", ".checkpoint", ".integrations.ranks", ".integrations.transformers"]
 MODULES += [".compat", ".compat.megatron", ".compat.diffsynth", ".compat.tutorial"]
 
 

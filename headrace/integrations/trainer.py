@@ -23,6 +23,7 @@ from transformers.training_args import ParallelMode
 import headrace.optim
 from headrace.api import Offloaded
 from headrace.config import check_flag
+from headrace.integrations.ranks import consolidate
 from headrace.report import Stats
 from headrace.saving import Saving, save
 
@@ -95,7 +96,7 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
       `trainer.train(resume_from_checkpoint="<output_dir>/headrace/step-<n>")` resumes from it, bit for bit;
       `headrace.load` reads it, too, and returns the states of the scheduler and the Trainer as `extra`.
       `save_total_limit` says how many are kept. With `save_only_model`, the Trainer's own checkpoints are smaller, and
-      training cannot resume from them exactly.
+      training cannot resume from them exactly. With several ranks, the first one writes while the others wait.
 
     Given as `callbacks=[...]`, it comes after the callbacks that report to TensorBoard and others, so these do not see
     its numbers; `attach(trainer)` puts it before them. The numbers are `headrace_device_peak_gib` (weights on the
@@ -148,16 +149,22 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
         """Saves a checkpoint beside the Trainer's own."""
-        if self._save:
+        if not self._save:
+            return
+        files = _files_to_resume_from(args, state, **found)
+        consolidate([found["optimizer"]])
+        if args.process_index == 0:
             self._saving = save(
                 Path(args.output_dir or ".") / "headrace" / f"step-{state.global_step}",
                 found["model"],
                 getattr(found["optimizer"], "optimizer", found["optimizer"]),  # accelerate wraps the optimizer
                 extra={"scheduler": found["lr_scheduler"], "trainer_state": dataclasses.asdict(state)},
-                files=_files_to_resume_from(args, state, **found),
+                files=files,
                 keep=args.save_total_limit,
-                wait=False,
+                wait=args.world_size > 1,  # other ranks' updates do not wait until they have been read
             )
+        if args.world_size > 1:
+            torch.distributed.barrier()
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
         """Stops counting, and waits for the last checkpoint."""
@@ -189,10 +196,19 @@ def _files_to_resume_from(
     files = {
         "trainer_state.json": json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True).encode(),
         "scheduler.pt": _as_file(lr_scheduler.state_dict()),
-        "rng_state.pth": _as_file(_random_states(args)),
+        **_random_files(args),
     }
     scaler = getattr(optimizer, "scaler", None)  # an attribute of accelerate's wrapper
     return files if scaler is None else {**files, "scaler.pt": _as_file(scaler.state_dict())}
+
+
+def _random_files(args: TrainingArguments) -> dict[str, bytes]:
+    own = _as_file(_random_states(args))
+    if args.world_size == 1:
+        return {"rng_state.pth": own}
+    of_ranks = [own] * args.world_size
+    torch.distributed.all_gather_object(of_ranks, own)
+    return {f"rng_state_{rank}.pth": one for rank, one in enumerate(of_ranks)}
 
 
 def _random_states(args: TrainingArguments) -> dict[str, Any]:
@@ -217,8 +233,13 @@ def micro_batches_together(trainer: Trainer, handle: Offloaded, together: int | 
     computed when the loop reaches its first micro-batch, so `on_substep_end` sees the gradients of the whole step.
 
     Raises TypeError for a trainer whose steps do more than the Trainer's (TRL's GRPO). Raises ValueError for fp16,
-    where the loss is scaled before backward, and for TRL's own offloading of activations.
+    where the loss is scaled before backward, for TRL's own offloading of activations, and for a model with `mesh`.
     """
+    if handle.averages:
+        raise ValueError(
+            "ranks average the gradients of each backward, so micro-batches of a model with mesh= do not go together;"
+            " leave micro_batches_together out"
+        )
     own = type(trainer).training_step is Trainer.training_step
     around = getattr(trainer, "maybe_activation_offload_context", None)  # all that TRL's SFT, DPO... add to a step
     if not own and around is None:

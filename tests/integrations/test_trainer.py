@@ -331,7 +331,7 @@ def test_a_loss_that_fails_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
         assert handle.stats().micro_batches_together == 4 * 2
 
 
-def test_trainers_whose_steps_cannot_go_together_are_refused(tmp_path: Path) -> None:
+def test_trainers_whose_steps_cannot_go_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Counting(Trainer):
         def training_step(self, *args: Any, **named: Any) -> Any:
             return super().training_step(*args, **named)
@@ -351,3 +351,6 @@ def test_trainers_whose_steps_cannot_go_together_are_refused(tmp_path: Path) -> 
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
         with pytest.raises(ValueError, match="fp16=True scales the loss"):
             micro_batches_together(trainer, handle)
+        monkeypatch.setattr(headrace.Offloaded, "averages", True)
+        with pytest.raises(ValueError, match="of a model with mesh= do not go together"):
+            micro_batches_together(trainer_of(model, arguments(tmp_path)), handle)

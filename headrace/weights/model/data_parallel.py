@@ -17,8 +17,9 @@ from headrace.weights.model.home import Home
 ADVICE = (
     "offload the model without a wrapper, on all ranks: headrace.offload(model, mesh=mesh) averages their gradients and"
     " keeps one copy of the model for each node (mesh = torch.distributed.init_device_mesh('cuda', (world_size,)))."
-    " transformers' Trainer, accelerate and Lightning wrap by themselves where several processes were started: start"
-    " one, or write that loop"
+    " transformers' Trainer, TRL, accelerate and Lightning wrap by themselves where several processes were started;"
+    " call headrace.integrations.ranks.leave_unwrapped(trainer), or leave_unwrapped(accelerator), before they do, and"
+    " give Lightning strategy=headrace.integrations.lightning.MeshStrategy()"
 )
 
 SHARDS = (
