@@ -27,7 +27,7 @@ def offload_cache(cache: "CacheT", handle: Offloaded) -> "CacheT":
 
     `cache` is any cache of transformers (`DynamicCache(config=model.config)`, Static, quantised, ...), new or filled;
     `handle` that of the model which uses it. A layer comes to the device while the one before it computes, within
-    `device_memory`: plans leave room for two layers. The tokens that a layer appends go back to the host by themselves;
+    `device_memory`: plans leave room for three layers. The tokens that a layer appends go back to the host alone;
     layers that rewrite their tensors (static, sliding, quantised) go back whole. Results have the same bits.
 
     Raises ValueError for a cache with `offloading=True`, TypeError for what is no cache of transformers, StateError

@@ -19,7 +19,7 @@ from headrace.weights.meter import Meter
 from headrace.weights.movement.residency import Residency
 
 PURPOSE = "caches"
-_AT_ONCE = 2  # layers on the device at the same time, for which plans leave room: one is used while the next one comes
+_AT_ONCE = 3  # layers on the device at the same time, for which plans leave room: one is used, two are on their way
 _LEAST_TOKENS, _SHARE = 64, 8  # room for new tokens: so many, or an eighth of those that are there
 Tensors = Mapping[str, torch.Tensor]
 
@@ -144,12 +144,21 @@ class Caches:
         self._end_stays(but_coming=True)
         stay = layer.stay or self._send_for(layer)
         stay.is_used = True
-        follower = None if layer.follower is None else layer.follower()
-        is_due = follower is not None and follower.stay is None and not self._residency.is_paused()
-        if follower is not None and is_due and self._residency.fits(follower):
-            self._send_for(follower)
+        self._send_for_next(layer)
         self._arrive(stay)
         return dict(stay.tensors)
+
+    def _send_for_next(self, layer: "CachedLayer") -> None:
+        """Sends for the layers that follow, as far as there is room."""
+        following: CachedLayer | None = layer
+        for _ in range(_AT_ONCE - 1):
+            following = None if following is None or following.follower is None else following.follower()
+            if following is None or self._residency.is_paused():
+                return
+            if following.stay is None:
+                if not self._residency.fits(following):
+                    return
+                self._send_for(following)
 
     def _send_for(self, layer: "CachedLayer") -> _Stay:
         """Submits the copies of a layer to the device."""
