@@ -345,7 +345,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         packs = self._tiers.packs and config.packed is True
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
-        self.caches = Caches(self._residency, self._meter)
+        self.caches = Caches(self._residency, self._meter, config.disk)
         room = self._room()
         gradients: GradientFlow
         metered = self._lanes, self._ledger, self._meter

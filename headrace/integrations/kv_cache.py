@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from functools import cache as once
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ _STAY = {"conv_states", "recurrent_states", "indexer_keys", "indexer_position_id
 _AT_REST = ("reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
 
 
-def offload_cache(cache: "CacheT", handle: Offloaded) -> "CacheT":
+def offload_cache(cache: "CacheT", handle: Offloaded, *, tier: Literal["host", "disk"] = "host") -> "CacheT":
     """Lets `cache` rest in host memory between its uses, layer by layer; returns it, for `past_key_values`.
 
     `cache` is any cache of transformers (`DynamicCache(config=model.config)`, Static, quantised, ...), new or filled;
@@ -30,9 +30,12 @@ def offload_cache(cache: "CacheT", handle: Offloaded) -> "CacheT":
     `device_memory`: plans leave room for three layers. The tokens that a layer appends go back to the host alone;
     layers that rewrite their tensors (static, sliding, quantised) go back whole. Results have the same bits.
 
-    Raises ValueError for a cache with `offloading=True`, TypeError for what is no cache of transformers, StateError
-    after `handle.remove()`. When the cache is used, StateError within a pass with gradients, and BudgetError if one of
-    its layers does not fit in `device_memory` beside the largest block, or the cache in `host_memory`.
+    - `tier`: "disk" lets it rest in the handle's `disk` directory; a few layers at once pass through host memory.
+
+    Raises ValueError for a cache with `offloading=True` or a tier that the handle lacks, TypeError for what is no cache
+    of transformers, StateError after `handle.remove()`. When the cache is used, StateError within a pass with
+    gradients, BudgetError if one of its layers does not fit in `device_memory` beside the blocks in use, or the cache
+    in `host_memory`, and DiskError if the drive is full.
     """
     from transformers import Cache, EncoderDecoderCache
     from transformers.cache_utils import CacheLayerMixin
@@ -40,28 +43,33 @@ def offload_cache(cache: "CacheT", handle: Offloaded) -> "CacheT":
     if not isinstance(cache, Cache):
         raise TypeError(f"cache is a {type(cache).__name__}; give a cache of transformers, such as DynamicCache()")
     if isinstance(cache, EncoderDecoderCache):  # what the encoder gave is read without a call
-        offload_cache(cache.self_attention_cache, handle)
+        offload_cache(cache.self_attention_cache, handle, tier=tier)
         return cache
     if cache.offloading:
         raise ValueError("this cache has offloading=True, which is transformers' own; make it without")
-    caches = weakref.ref(handle.caches)
+    if tier not in ("host", "disk"):
+        raise ValueError(f'tier={tier!r} is neither "host" nor "disk"')
+    if tier == "disk" and handle.caches.disk is None:
+        raise ValueError('tier="disk" needs a directory; give headrace.offload(model, disk="/path/on/a/local/drive")')
+    caches, on_disk = weakref.ref(handle.caches), tier == "disk"
     make = cache.layer_class_to_replicate
     if make is not None:
-        cache.layer_class_to_replicate = lambda: _moved_in(make(), caches)
+        cache.layer_class_to_replicate = lambda: _moved_in(make(), caches, on_disk)
     for layer in cache.layers:
         if isinstance(layer, CacheLayerMixin):
-            _moved_in(layer, caches)
+            _moved_in(layer, caches, on_disk)
     return cache
 
 
-def _moved_in(layer: Any, caches: "weakref.ref[Caches]") -> Any:
+def _moved_in(layer: Any, caches: "weakref.ref[Caches]", on_disk: bool) -> Any:
     """The layer, whose tensors rest on the host from now on."""
     from transformers.cache_utils import DynamicLayer
 
     if not hasattr(layer, _LAYER):
         kind: Any = type(layer)
         known = kind.__module__ == DynamicLayer.__module__  # others may do what they like to their tensors
-        setattr(layer, _LAYER, CachedLayer(caches, appends=known and isinstance(layer, DynamicLayer)))
+        appends = known and isinstance(layer, DynamicLayer)
+        setattr(layer, _LAYER, CachedLayer(caches, appends=appends, on_disk=on_disk))
         layer.__class__ = _offloaded(kind)
         _show(layer, getattr(layer, _LAYER).go({}, _tensors(layer), 0))
     return layer

@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -91,6 +92,7 @@ def assert_same_text(found: Any, expected: Any) -> None:
         assert same(one, wanted)
 
 
+@pytest.mark.core(kind=["dynamic", "static", "quantised"])
 @pytest.mark.parametrize("kind", list(CACHES))
 def test_the_same_text(kind: str, compute_device: torch.device) -> None:
     plain = model_of().to(compute_device)
@@ -140,6 +142,7 @@ def test_sliding_windows(compute_device: torch.device) -> None:
             assert handle.stats().cache_onload_bytes > 0
 
 
+@pytest.mark.core(kind="dynamic")
 @pytest.mark.parametrize("kind", ["dynamic", "static", "quantised"])
 def test_beams(kind: str, compute_device: torch.device) -> None:
     settings = {"num_beams": 3, "rows": 2}
@@ -209,6 +212,8 @@ def test_what_is_refused(compute_device: torch.device) -> None:
     handle = headrace.offload(model, device=compute_device, device_memory=int(weight_bytes(model) * 0.7))
     with pytest.raises(TypeError, match="give a cache of transformers"):
         offload_cache([], handle)  # type: ignore[type-var]
+    with pytest.raises(ValueError, match='tier="disk" needs a directory'):
+        offload_cache(DynamicCache(), handle, tier="disk")
     cache = offload_cache(DynamicCache(config=model.config), handle)
     model.requires_grad_(True)
     with pytest.raises(StateError, match="pass use_cache=False to train"):
@@ -224,6 +229,38 @@ def test_what_is_refused(compute_device: torch.device) -> None:
         model(prompt(torch.device("cpu"))[:, :1], past_key_values=cache)
     with pytest.raises(StateError, match="is offloaded no more"):
         offload_cache(cache, handle), offload_cache(DynamicCache(config=model.config), handle)
+
+
+@pytest.mark.core(kind="dynamic")
+@pytest.mark.emu("random:3")
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_on_disk(kind: str, compute_device: torch.device, tmp_path: Path) -> None:
+    plain = model_of().to(compute_device)
+    expected = write(plain, CACHES[kind](plain), compute_device)
+    model = model_of()
+    budget = int(weight_bytes(model) * 0.7)
+    with headrace.offload(model, device=compute_device, device_memory=budget, disk=tmp_path) as handle:
+        cache = offload_cache(CACHES[kind](model), handle, tier="disk")
+        assert_same_text(write(model, cache, compute_device), expected)
+        stats = handle.stats()
+        assert stats.disk_bytes >= LAYERS * (PROMPT + 7) * TOKEN_BYTES
+        assert stats.cache_bytes == 0
+        assert stats.spill_bytes == stats.cache_offload_bytes > 0
+        assert stats.fetch_bytes >= stats.cache_onload_bytes > 0
+        if kind == "dynamic" or compute_device.type != "cpu":  # on the CPU, what is on its way out counts as well
+            assert stats.device_peak_bytes <= budget
+        if kind == "dynamic":
+            again = turns(model, copy.deepcopy(cache), compute_device)
+            assert_same_text(again, turns(plain, on_device(cache, compute_device), compute_device))
+        del cache
+        gc.collect()
+        handle.synchronize()
+        assert handle.stats().disk_bytes == 0
+
+
+def on_device(cache: Cache, device: torch.device) -> Cache:
+    """A plain cache with the same tensors."""
+    return DynamicCache([(layer.keys.to(device), layer.values.to(device)) for layer in cache.layers])
 
 
 def test_the_host_budget_counts_it(compute_device: torch.device) -> None:

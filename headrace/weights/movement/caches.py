@@ -4,6 +4,7 @@ Between its uses, a layer's tensors rest in arenas on the host. The order of use
 appends is copied back alone.
 """
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,7 +15,11 @@ from headrace.config import format_bytes
 from headrace.errors import BudgetError, StateError
 from headrace.memory.arena import Arena, aligned
 from headrace.memory.buffers import plain_tensors
+from headrace.memory.disk import TensorsOnDisk, copy_on_disk
+from headrace.memory.ledger import Tier
+from headrace.memory.pool import HostPool, Slab
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
+from headrace.runtime.threads import OneThread, wait_asleep
 from headrace.weights.meter import Meter
 from headrace.weights.movement.residency import Residency
 
@@ -68,13 +73,19 @@ class _Stay:
 class Caches:
     """The caches of one offloaded model."""
 
-    def __init__(self, residency: Residency, meter: Meter) -> None:
+    def __init__(self, residency: Residency, meter: Meter, disk: str | os.PathLike[str] | None) -> None:
+        self.disk = disk
+        self._files: TensorsOnDisk | None = None
         self._residency = residency
         self._lanes = residency.pace.lanes
         self._meter = meter
         self._stays: list[_Stay] = []
         self._leaving: deque[Transfer] = deque()  # copies to the host that compute has not waited for
-        self._kept: deque[tuple[Event, Sequence[Copy]]] = deque()  # host memory of copies that may be under way
+        # Host memory of copies that may be under way, and what of it is staging memory.
+        self._kept: deque[tuple[Event, Sequence[Copy], Slab | None]] = deque()
+        # Caches on disk pass through page-locked memory. This thread copies between the two.
+        self._staging = HostPool(self._lanes.device, residency.ledger, "staging of caches")
+        self._thread: OneThread | None = None
         self._last: weakref.ref[CachedLayer] | None = None  # the layer that was used last
         self._largest: weakref.ref[CachedLayer] | None = None
         self.is_closed = False
@@ -84,17 +95,19 @@ class Caches:
     def close(self) -> None:
         """The host waits for all copies; from now on no layer can be used."""
         self.is_closed = True
-        self.settle()
         self.give_way()
+        self.settle()
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def settle(self) -> None:
         """The host waits for all copies, and lets go of what was kept for them."""
         self._end_stays(but_coming=True)
         while self._leaving:
             self._let_go_of_oldest()
-        for done, _ in self._kept:
-            done.synchronize()
-        self._kept.clear()
+        while self._kept:
+            self._kept[0][0].synchronize()
+            self._let_go_of_kept()
 
     def _planned_bytes(self) -> int:
         """The bytes that plans leave for layers: rounded up, so that they are made anew only a few times."""
@@ -183,24 +196,89 @@ class Caches:
                 copies.append((laid, rest.laid))
             if not copies:
                 return stay
-            layer.wait_for_left(self._lanes)
-            stay.arrival, layer.came = self._residency.pace.submit(Lane.ONLOAD, copies, self._lanes.mark())
-        self._keep(layer.came, [(rest, rest) for _, rest in copies])
+            if layer.on_disk:
+                stay.arrival = layer.came = self._fetch(copies, nbytes)
+            else:
+                layer.wait_for_left(self._lanes)
+                stay.arrival, layer.came = self._residency.pace.submit(Lane.ONLOAD, copies, self._lanes.mark())
+                self._keep(layer.came, [(rest, rest) for _, rest in copies])
         self._meter.cache_onloaded(nbytes)
         return stay
 
-    def send_out(self, copies: list[Copy]) -> Event | None:
+    def _fetch(self, copies: list[Copy], nbytes: int) -> LateTransfer:
+        """Submits copies from disk, behind all that go there. Compute and the device go on meanwhile."""
+        slab, staged = self._staged([rest for _, rest in copies])
+        pace, after = self._residency.pace, self._lanes.mark()
+        rests = [(rest, rest) for _, rest in copies]
+
+        def send() -> Transfer:
+            for to, (_, rest) in zip(staged, copies, strict=True):
+                copy_on_disk(to, rest)
+            sent = pace.copy(Lane.ONLOAD, [(to, of) for (to, _), of in zip(copies, staged, strict=True)], after)
+            copies.clear()  # the result keeps no device memory
+            return Transfer(sent.lane, (), sent.nbytes, sent.begun, sent.done)
+
+        late = LateTransfer(Lane.ONLOAD, nbytes, self._worker().submit(send))
+        self._keep(late, rests, slab)
+        self._meter.fetch_bytes += nbytes
+        return late
+
+    def _spill(self, copies: list[Copy]) -> Event:
+        """Submits copies to disk."""
+        slab, staged = self._staged([rest for rest, _ in copies])
+        transfer = self._lanes.copy(
+            Lane.OFFLOAD, [(to, of) for to, (_, of) in zip(staged, copies, strict=True)], self._lanes.mark()
+        )
+        self._moved_out(transfer)
+        pending = [(rest, of) for (rest, _), of in zip(copies, staged, strict=True)]
+        landed = transfer.done  # the job keeps no device memory
+
+        def write() -> None:
+            wait_asleep(landed)
+            for rest, of in pending:
+                copy_on_disk(rest, of)
+
+        done = self._worker().submit(write)
+        self._keep(done, pending, slab)
+        self._meter.spilled(transfer.nbytes)
+        return done
+
+    def _worker(self) -> OneThread:
+        if self._thread is None:
+            self._thread = OneThread("headrace-caches", self._lanes.device)
+        return self._thread
+
+    def _staged(self, tensors: Sequence[torch.Tensor]) -> tuple[Slab, list[torch.Tensor]]:
+        """Page-locked memory for tensors of these shapes; waits for copies of more than a few layers at once."""
+        nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
+        while self._kept and self._staging.held_bytes + nbytes > 2 * _AT_ONCE * nbytes:
+            self._kept[0][0].synchronize()
+            self._let_go_of_kept()
+        slab = self._staging.take(nbytes)
+        staged, offset = [], 0
+        for tensor in tensors:
+            memory = slab.memory[offset : offset + tensor.nbytes]
+            staged.append(memory.view(tensor.dtype).view(tensor.shape))
+            offset += aligned(tensor.nbytes)
+        return slab, staged
+
+    def send_out(self, copies: list[Copy], *, to_disk: bool) -> Event | None:
         """Submits copies to the host, behind all that compute was given until now."""
         if not copies:
             return None
+        if to_disk:
+            return self._spill(copies)
         transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
+        self._moved_out(transfer)
+        done: Event = transfer.done
+        return done
+
+    def _moved_out(self, transfer: Transfer) -> None:
         self._meter.cache_offloaded(transfer.nbytes)
         self._meter.arrived(transfer, PURPOSE)
         self._leaving.append(transfer)
         while self._leaving and (len(self._leaving) > _AT_ONCE or self._leaving[0].done.query()):
             self._let_go_of_oldest()
-        done: Event = transfer.done
-        return done
 
     def _let_go_of_oldest(self) -> None:
         """Lets go of the device memory of the oldest copy to the host, for which compute waits first."""
@@ -209,20 +287,31 @@ class Caches:
         self._keep(transfer.done, [(rest, rest) for rest, _ in transfer.copies])
         self._leaving.popleft()
 
-    def _keep(self, done: Event, copies: Sequence[Copy]) -> None:
+    def _keep(self, done: Event, copies: Sequence[Copy], slab: Slab | None = None) -> None:
         """Keeps host memory until `done`, even where its owner lets go of it."""
-        self._kept.append((done, copies))
+        self._kept.append((done, copies, slab))
         while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
+            self._let_go_of_kept()
 
-    def rest(self, like: torch.Tensor, *, grows: bool) -> _Rest:
-        """A place on the host for a tensor, with room to grow if it `grows`."""
+    def _let_go_of_kept(self) -> None:
+        _, _, slab = self._kept.popleft()
+        if slab is not None:
+            self._staging.give_back(slab)
+
+    def rest(self, like: torch.Tensor, *, grows: bool, on_disk: bool) -> _Rest:
+        """A place on the host or on disk for a tensor, with room to grow if it `grows`."""
         count = like.numel()
         if grows:
             tokens = like.shape[-2]
             count = count // tokens * (tokens + max(_LEAST_TOKENS, tokens // _SHARE))
         nbytes = count * like.itemsize
-        memory = Arena(nbytes, self._lanes.device, self._residency.ledger, PURPOSE).tensor(0, nbytes, like.dtype)
+        ledger = self._residency.ledger
+        if on_disk and self.disk is not None:
+            self._files = self._files or TensorsOnDisk(self.disk)
+            mapping = self._files.memory(nbytes, "a cache")
+            ledger.book(mapping.memory, Tier.DISK, PURPOSE, nbytes)
+            return _Rest(like, mapping.tensor(0, nbytes, like.dtype), grows=grows)
+        memory = Arena(nbytes, self._lanes.device, ledger, PURPOSE).tensor(0, nbytes, like.dtype)
         return _Rest(like, memory, grows=grows)
 
 
@@ -231,8 +320,9 @@ class CachedLayer:
     dimensions, and compute never gets such a tensor itself, only what the layer makes of it.
     """
 
-    def __init__(self, caches: "weakref.ref[Caches]", *, appends: bool) -> None:
+    def __init__(self, caches: "weakref.ref[Caches]", *, appends: bool, on_disk: bool) -> None:
         self._caches_ref = caches
+        self.on_disk = on_disk
         self._appends = appends
         self.follower: weakref.ref[CachedLayer] | None = None  # the layer that was used after this one
         self.stay: _Stay | None = None
@@ -241,7 +331,8 @@ class CachedLayer:
         self._rests: dict[str, _Rest] = {}
 
     def __deepcopy__(self, memo: object) -> "CachedLayer":
-        return CachedLayer(self._caches_ref, appends=self._appends)  # the copied tensors move in when they are used
+        # The copied tensors move in when they are used.
+        return CachedLayer(self._caches_ref, appends=self._appends, on_disk=self.on_disk)
 
     @property
     def _caches(self) -> Caches:
@@ -322,7 +413,7 @@ class CachedLayer:
                         copies.append((rest.laid[-tokens:], rest.lay(new).contiguous()))
         if self._appends:
             self._end_stay()
-        self.left = self._caches.send_out(copies) or self.left
+        self.left = self._caches.send_out(copies, to_disk=self.on_disk) or self.left
         return {name: self._rests[name].shown for name in tensors}
 
     def _grew(self, old: torch.Tensor | None, tensor: torch.Tensor, tokens: int) -> bool:
@@ -336,7 +427,7 @@ class CachedLayer:
         grows = self._appends and tensor.dim() > 2
         rest = self._rests.get(name)
         if rest is None or rest.grows != grows or not rest.has_room(tensor):
-            self._rests[name] = rest = self._caches.rest(tensor, grows=grows)
+            self._rests[name] = rest = self._caches.rest(tensor, grows=grows, on_disk=self.on_disk)
         else:
             rest.show(tensor)
         return rest
