@@ -58,6 +58,8 @@ from headrace.weights.model.partition import Partition, partition
 from headrace.weights.model.places import Member
 from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.block import Block
+from headrace.weights.movement.caches import PURPOSE as CACHES
+from headrace.weights.movement.caches import Caches
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.flow import GradientFlow
@@ -345,6 +347,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         packs = self._tiers.packs and config.packed is True
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
+        self.caches = Caches(self._residency, self._meter, config.disk)
         room = self._room()
         gradients: GradientFlow
         metered = self._lanes, self._ledger, self._meter
@@ -604,6 +607,8 @@ class Offloaded(live.Handle, live.ModelHandle):
             host_bytes=self._ledger.held_bytes(Tier.HOST),
             host_peak_bytes=self._ledger.peak_bytes(Tier.HOST),
             disk_bytes=self._ledger.held_bytes(Tier.DISK),
+            cache_bytes=self._ledger.held_bytes(Tier.HOST, CACHES),
+            cache_peak_bytes=self._ledger.peak_bytes(Tier.HOST, CACHES),
             stall_seconds=stall_seconds,
             compute_seconds=compute_seconds,
             not_finite_steps=self._steps.not_finite_steps(wait=wait_for_updates),
@@ -655,6 +660,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         """
         self._engine.passes.wait_for_updates()
         self._wait_for_arrivals()
+        self.caches.settle()
         self._tiers.synchronize()
         if is_accelerator(self._config.device):
             torch.accelerator.synchronize(self._config.device)
@@ -715,7 +721,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         steps += [block.wait_for_reads for block in reversed(self._blocks())]
         if is_accelerator(self._config.device):
             steps.append(partial(torch.accelerator.synchronize, self._config.device))
-        steps += [self._engine.release_everything, self._gradients.close]
+        steps += [self.caches.close, self._engine.release_everything, self._gradients.close]
         if self.activations is not None:
             steps.append(self.activations.remove)
         steps += [self._executor.close, self._detach, partial(live.handles.discard, self)]

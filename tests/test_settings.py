@@ -46,6 +46,7 @@ SHOWN: dict[str, dict[str, str]] = {
         "device_memory": "weights/test_shared_budget.py::test_models_in_turn_keep_one_budget",
         "host_memory": "weights/test_shared_budget.py::test_host_memory_is_what_others_left",
     },
+    "offload_cache": {"tier": "integrations/test_kv_cache.py::test_on_disk"},
     "offload_activations": {
         "layers": "activations/test_bytes.py::test_layers_and_modules_choose",
         "modules": "activations/test_bytes.py::test_layers_and_modules_choose",

@@ -14,6 +14,7 @@ from headrace.api import Offloaded, offload
 from headrace.config import check_flag, directory_of, how_to_download, path_of
 from headrace.errors import CheckpointError
 from headrace.integrations.diffusers import open_component
+from headrace.integrations.kv_cache import offload_cache
 from headrace.memory.disk import Checkpoint, TensorsOnDisk
 from headrace.memory.ledger import Ledger
 from headrace.weights.model.compound import is_compound
@@ -27,6 +28,7 @@ __all__ = [
     "HeadraceCallback",
     "from_pretrained",
     "micro_batches_together",
+    "offload_cache",
     "open_pretrained",
     "optimizer_cls_and_kwargs",
 ]

@@ -40,6 +40,11 @@ class Stats:
     - `expert_host_loads`: of the loads of experts that rest on disk, how many found the expert in host memory.
     - `expert_kept_bytes`: the bytes of such experts that went back to host memory when the device had no room for them.
 
+    Caches of `offload_cache()` (in the bytes above, `device_peak_bytes` has the layers that are on the device):
+
+    - `cache_bytes`, `cache_peak_bytes`: what they hold in host memory, now and at most.
+    - `cache_onload_bytes`, `cache_offload_bytes`: the bytes that went to the device, and to the host.
+
     Steps, micro-batches and checkpoints:
 
     - `steps`: the optimizer steps over managed parameters.
@@ -82,6 +87,10 @@ class Stats:
     expert_uses: int = 0
     expert_host_loads: int = 0
     expert_kept_bytes: int = 0
+    cache_bytes: int = 0
+    cache_peak_bytes: int = 0
+    cache_onload_bytes: int = 0
+    cache_offload_bytes: int = 0
     micro_batches_together: int = 0
     micro_batches_in_turn: int = 0
     saved_bytes: int = 0
@@ -123,6 +132,7 @@ class Stats:
             steps += f", {self.not_finite_steps} took gradients that were not finite"
         ways = {"together": self.micro_batches_together, "one after the other": self.micro_batches_in_turn}
         saved = f"{size(self.saved_bytes)} in {self.save_seconds:.3f} s, updates waited {self.save_wait_seconds:.3f} s"
+        moved_caches = self.cache_onload_bytes or self.cache_offload_bytes
         kept_any, moved = self.expert_kept_bytes or self.expert_host_loads, self.fetch_bytes or self.spill_bytes
         rows = [
             ("device weights, peak", f"{size(self.device_peak_bytes)} of {size(self.device_budget_bytes)}", True),
@@ -133,6 +143,12 @@ class Stats:
             ("experts found there", f"{self.expert_hit_share:.1%} of {self.expert_uses} uses", self.expert_uses),
             ("  kept on the host", f"{kept} brought back for that", self.expert_uses and kept_any),
             ("offloaded", size(self.offload_bytes), True),
+            ("caches in host memory, peak", size(self.cache_peak_bytes), self.cache_peak_bytes),
+            (
+                "caches moved",
+                f"{size(self.cache_onload_bytes)} onloaded, {size(self.cache_offload_bytes)} offloaded",
+                moved_caches,
+            ),
             ("on disk", size(self.disk_bytes), self.disk_bytes),  # a checkpoint's files are not ours
             (
                 "from and to disk",

@@ -82,6 +82,8 @@ class Counts:
     expert_uses: int = 0
     expert_host_loads: int = 0
     expert_kept_bytes: int = 0
+    cache_onload_bytes: int = 0
+    cache_offload_bytes: int = 0
     micro_batches_together: int = 0
     micro_batches_in_turn: int = 0
     steps: int = 0
@@ -149,6 +151,16 @@ class Meter(Counts):
         self.lane_use.parts_bytes += nbytes
         self.expert_bytes += nbytes
         self.expert_loads += 1
+
+    def cache_onloaded(self, nbytes: int) -> None:
+        """Called when a layer of a cache was sent for."""
+        self.cache_onload_bytes += nbytes
+        self.lane_use.weights_bytes += nbytes
+        self.lane_use.parts_bytes += nbytes
+
+    def cache_offloaded(self, nbytes: int) -> None:
+        """Called when copies of a layer of a cache to the host were submitted."""
+        self.cache_offload_bytes += nbytes
 
     def gradient_onloaded(self, nbytes: int) -> None:
         """Called when a gradient was sent for, with which the sum of several micro-batches begins."""

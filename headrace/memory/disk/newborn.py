@@ -43,7 +43,7 @@ class TensorsOnDisk(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))  # of `torch.empty`: memory that is not touched, and takes no RAM
         if func is torch.empty:
             if made.device.type == "cpu" and made.nbytes >= _SMALL_BYTES and not made.is_pinned():
-                return _like(made, self._on_disk(made.nbytes).tensor(0, made.nbytes))
+                return _like(made, self.memory(made.nbytes).tensor(0, made.nbytes))
         elif func in _COPIES and made.device.type == "cpu" and made.nbytes >= _SMALL_BYTES and _is_new(made, args):
             return self._moved(made)
         return made
@@ -57,7 +57,7 @@ class TensorsOnDisk(TorchFunctionMode):
         like = func([tensor.to("meta") for tensor in tensors], dim)
         if like.nbytes < _SMALL_BYTES:
             return None
-        mapping = self._on_disk(like.nbytes)
+        mapping = self.memory(like.nbytes)
         joined = _like(like, mapping.tensor(0, like.nbytes))
         at = 0
         for tensor in tensors:
@@ -76,13 +76,14 @@ class TensorsOnDisk(TorchFunctionMode):
     def _moved(self, made: torch.Tensor) -> torch.Tensor:
         if not torch.ops.aten.is_non_overlapping_and_dense(made):
             return made
-        mapping = self._on_disk(made.nbytes)
+        mapping = self.memory(made.nbytes)
         moved = _like(made, mapping.tensor(0, made.nbytes)).copy_(made)
         self._let_go(mapping)
         return moved
 
-    def _on_disk(self, nbytes: int) -> Mapping:
-        self._directory.check_free(nbytes, "a new weight")
+    def memory(self, nbytes: int, what: str = "a new weight") -> Mapping:
+        """Memory of a new file, which goes with it."""
+        self._directory.check_free(nbytes, what)
         descriptor = self._directory.create_file()
         try:
             reserve(descriptor, 0, nbytes)
@@ -90,7 +91,7 @@ class TensorsOnDisk(TorchFunctionMode):
         except OSError as error:
             raise DiskError(
                 error.errno,
-                f"a new weight of {nbytes:,} bytes could not be put in {self._directory.path}: {error.strerror}. Free"
+                f"{what} of {nbytes:,} bytes could not be put in {self._directory.path}: {error.strerror}. Free"
                 " some space, or give a directory on another disk.",
             ) from error
         finally:

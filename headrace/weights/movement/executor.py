@@ -70,6 +70,7 @@ class Executor:
         self._may_keep_weights = plain  # whether autograd may save weights themselves where all of them stay
         self._indexes: dict[tuple[Block, ...], tuple[int, ...]] = {}  # the indexes of the blocks that a visit has
         residency.next_use = self._next_use
+        residency.is_paused = lambda: self._pauses > 0
         self.shares = Shares(self._blocks, lambda: residency.streaming_budget_bytes)
         self.rows = Rows(self._blocks, self.shares, residency, lanes, meter)
         self._module_experts = ModuleExperts(self._blocks, self.shares, residency, meter, self.evict)
@@ -469,7 +470,8 @@ class Executor:
             )
             and self._course is not None
             and self._course.trace.refined
-            and self.shares.beside_experts_bytes + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
+            and self.shares.beside_experts_bytes + self.slices.bytes_wanted
+            <= self._residency.streaming_budget_bytes - self._residency.caches_planned_bytes()
             and self._all_are_current(self.shares.whole_blocks)
             and not self._needs_whole(self._course.trace)
         )
@@ -535,14 +537,16 @@ class Executor:
 
     def _plan_for(self, trace: Trace) -> Plan | None:
         """The plan for a trace with the blocks that change now. None: the planner failed; blocks come on demand."""
-        key = self._changed, trace.repeats, self.shares.rows_bytes
+        caches_bytes = self._residency.caches_planned_bytes()
+        key = self._changed, trace.repeats, self.shares.rows_bytes, caches_bytes
         if key in trace.plans:
             plan = trace.plans[key]
         else:
             plan = self._planner.make(
                 trace,
                 self._changed,
-                in_parts_bytes=self.shares.module_experts_bytes
+                in_parts_bytes=caches_bytes
+                + self.shares.module_experts_bytes
                 + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
                 rows_bytes=self.shares.rows_bytes,
             )

@@ -4,6 +4,7 @@ The order of these operations across lanes is the subject of docs/design/orderin
 """
 
 from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
 import torch
 
@@ -23,6 +24,13 @@ from headrace.weights.movement.packed_loads import PackedLoads
 from headrace.weights.rest.fetching import Fetching, Target
 
 NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
+
+
+class Sized(Protocol):
+    """What needs room on the device."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Residency:
@@ -65,6 +73,10 @@ class Residency:
         self.changing = 0
         self.addresses = Addresses(device)
         self.share: Share | None = None  # of the budget, if other models have it as well
+        self.caches_bytes = 0  # the part of `held_bytes` that layers of caches hold; the next two are set by `Caches`
+        self.caches_planned_bytes: Callable[[], int] = lambda: 0  # that plans leave for them
+        self.caches_give_way: Callable[[], None] = lambda: None  # takes them off the device
+        self.is_paused: Callable[[], bool] = lambda: False  # whether nothing is loaded ahead now
 
     @property
     def streaming_budget_bytes(self) -> int:
@@ -89,8 +101,10 @@ class Residency:
         """The blocks that have a buffer, also those that have yet to arrive in it."""
         return self.addresses.blocks()
 
-    def fits(self, block: Block) -> bool:
-        """Whether the block can be onloaded without an eviction. Who shares the budget gives way to a pass."""
+    def fits(self, block: Sized) -> bool:
+        """Whether the block, or a layer of a cache, can be onloaded without an eviction. Who shares the budget gives
+        way to a pass.
+        """
         if self.share is not None:
             return self._free_bytes(block.nbytes) >= block.nbytes
         return self.held_bytes + block.nbytes <= self.budget_bytes
@@ -324,6 +338,8 @@ class Residency:
         Raises BudgetError when even that is not enough.
         """
         if self.clear(block.nbytes, keep) < block.nbytes:
+            self.caches_give_way()
+        if not self.fits(block):
             self._end_packed_loads()
         if self.fits(block):
             return
@@ -383,6 +399,7 @@ class Residency:
 
     def give_way(self, nbytes: int) -> None:
         """Frees `nbytes` of the device for another model: memory that no block has, and then that of blocks."""
+        self.caches_give_way()
         nbytes -= self._buffers.close()
         if nbytes > 0:
             self._evict_until(self.held_bytes - nbytes, (), self.next_use)
@@ -394,6 +411,7 @@ class Residency:
             if not (block.users or block.is_in_graph):
                 self.evict(block)
         self._end_packed_loads()
+        self.caches_give_way()
         self._buffers.close()
 
     def allot(self, nbytes: int) -> torch.Tensor:
@@ -463,7 +481,7 @@ class Residency:
         self.held_bytes = sum(block.nbytes for block in held)
         self._residents_bytes = sum(block.nbytes for block in held if block.index < 0)
         self.module_experts_bytes = sum(block.nbytes for block in held if block.expert_key is not None)
-        self.held_bytes += self.packed_loads.held_bytes + beside_bytes
+        self.held_bytes += self.packed_loads.held_bytes + self.caches_bytes + beside_bytes
         self._buffers.rebook(self.held_bytes)  # nothing on the CPU, where blocks may be at home
         self.changing = 0
 

@@ -23,7 +23,8 @@ _MOST_SAVED_VISITS = 10_000  # of a trace that goes on in another process
 _QUICKER = 0.9  # of the compute that plans count with: a cycle that takes less shows that it is measured too high
 
 VisitKey = tuple[tuple[int, ...], Phase]  # indices of the streamed blocks, and the phase
-PlanKey = tuple[frozenset[int], bool, int]  # blocks that change, whether the cycle repeats, bytes for rows
+# Blocks that change, whether the cycle repeats, bytes for rows and for caches.
+PlanKey = tuple[frozenset[int], bool, int, int]
 
 
 class Entry(NamedTuple):
