@@ -1,6 +1,7 @@
 """Does a model that sleeps free its memory, on the device and on the host, and compute the same once it is awake?"""
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import headrace
 from headrace.memory.ledger import Tier
+from headrace.weights.model.managed_param import ManagedParam
 from tests.support.held import allocated_bytes, is_counted, weight_bytes
 from tests.support.models import Layer, Stack, seeded
 
@@ -199,3 +201,30 @@ def test_memory_that_was_kept_while_it_slept(compute_device: torch.device, tmp_p
     del kept
     handle.wake()
     assert host_bytes(handle) >= weight_bytes(model)
+
+
+def test_ctrl_c_amid_a_block(compute_device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block is as a whole where it was: later writes reach the next pass."""
+    plain, model = stack(), stack()
+    handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES, disk=tmp_path)
+    move = ManagedParam.move_to
+    for asleep in (False, True):
+        calls = []
+
+        def interrupted(param: ManagedParam, rest: torch.Tensor, *, keeps: bool, calls: Any = calls) -> None:
+            calls.append(param)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            move(param, rest, keeps=keeps)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ManagedParam, "move_to", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                (handle.wake if asleep else partial(handle.sleep, host=True))()
+        with torch.no_grad():
+            for one in (plain, model):
+                for parameter in one.parameters():
+                    parameter.mul_(1.5)
+            assert torch.equal(model(BATCH).cpu(), plain(BATCH))
+        handle.sleep(host=True)
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))

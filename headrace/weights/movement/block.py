@@ -395,11 +395,19 @@ class Block:
         self.wait_until_free()
         before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded_generation
         rest, keeps = make()
-        for param, place in zip(self.params, rest.tensors([param.layout for param in self.params]), strict=True):
-            param.move_to(place, keeps=keeps)
-        self.rest, self._flushed, self._flushed_ranges = rest, -1, None
-        rest.take_homes(self.params, keeps=keeps)
-        self.see_homes()
+        places = [param.rest for param in self.params]
+        try:
+            for param, place in zip(self.params, rest.tensors([param.layout for param in self.params]), strict=True):
+                param.move_to(place, keeps=keeps)
+            self.rest, self._flushed, self._flushed_ranges = rest, -1, None
+            rest.take_homes(self.params, keeps=keeps)
+            self.see_homes()
+        except BaseException:  # Ctrl-C, or the drive: the block is as a whole where it was
+            for param, place in zip(self.params, places, strict=True):
+                param.move_to(place, keeps=False)
+            self.rest, self._flushed, self._flushed_ranges, rest.filled = before, -1, None, False
+            self.see_homes()
+            raise
         for param in self.params:
             param.count_references()
             if param.casts and self.common is None:
