@@ -1,6 +1,7 @@
 """Does a model that sleeps free its memory, on the device and on the host, and compute the same once it is awake?"""
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import headrace
 from headrace.memory.ledger import Tier
+from headrace.weights.model.managed_param import ManagedParam
 from tests.support.held import allocated_bytes, is_counted, weight_bytes
 from tests.support.models import Layer, Stack, seeded
 
@@ -148,3 +150,81 @@ def test_what_is_refused(compute_device: torch.device, tmp_path: Path) -> None:
     with pytest.raises(headrace.StateError, match=r"wake\(\) was called within a forward"):
         model(BATCH)
     hook.remove()
+
+
+def test_a_weight_that_was_given_other_memory_after_it_woke_up(compute_device: torch.device, tmp_path: Path) -> None:
+    """The rest of its block goes to the files it had before, whose bytes are old."""
+    plain, model = stack(), stack()
+    handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES, disk=tmp_path)
+    handle.sleep(host=True)
+    handle.wake()
+    for one in (plain, model):
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(2)
+        first = next(one.layers[1].parameters())
+        first.data = torch.ones_like(first)
+    handle.sleep(host=True)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_weights_that_travel_in_another_dtype(compute_device: torch.device, tmp_path: Path) -> None:
+    """A step makes the casts old before the weights move."""
+    plain, model = stack(), stack()
+    settings = {"device": compute_device, "device_memory": 4 * LAYER_BYTES, "param_dtype": torch.bfloat16}
+    headrace.offload(plain, **settings)
+    handle = headrace.offload(model, disk=tmp_path, **settings)
+    for step in range(3):
+        losses = []
+        for one in (plain, model):
+            losses.append(one(BATCH.bfloat16()).float().square().mean())
+            losses[-1].backward()
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter.sub_(parameter.grad)
+                    parameter.grad = None
+        assert torch.equal(*losses)
+        handle.sleep(host=True)
+        if step % 2:
+            handle.wake()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_memory_that_was_kept_while_it_slept(compute_device: torch.device, tmp_path: Path) -> None:
+    """The block comes back once nobody keeps its memory."""
+    model = stack()
+    handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES, disk=tmp_path)
+    handle.sleep(host=True)
+    kept = next(model.parameters()).data
+    handle.wake()
+    assert host_bytes(handle) < weight_bytes(model)
+    del kept
+    handle.wake()
+    assert host_bytes(handle) >= weight_bytes(model)
+
+
+def test_ctrl_c_amid_a_block(compute_device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block is as a whole where it was: later writes reach the next pass."""
+    plain, model = stack(), stack()
+    handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES, disk=tmp_path)
+    move = ManagedParam.move_to
+    for asleep in (False, True):
+        calls = []
+
+        def interrupted(param: ManagedParam, rest: torch.Tensor, *, keeps: bool, calls: Any = calls) -> None:
+            calls.append(param)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            move(param, rest, keeps=keeps)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ManagedParam, "move_to", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                (handle.wake if asleep else partial(handle.sleep, host=True))()
+        with torch.no_grad():
+            for one in (plain, model):
+                for parameter in one.parameters():
+                    parameter.mul_(1.5)
+            assert torch.equal(model(BATCH).cpu(), plain(BATCH))
+        handle.sleep(host=True)
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))

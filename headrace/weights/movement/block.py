@@ -378,7 +378,7 @@ class Block:
             return
         self.flush()
         self._move(partial(self._read_from, left))
-        self._left = left
+        self._left, left.filled = left, False  # from now on, the homes change elsewhere
 
     def _read_from(self, files: DiskRest) -> tuple[HostRest, bool]:
         """See `_move`: a rest in host memory, read past the page cache where the files hold what the homes hold."""
@@ -390,16 +390,28 @@ class Block:
 
     def _move(self, make: Callable[[], tuple[Rest, bool]]) -> None:
         """Moves the block to another rest. `make`: returns it, and whether the homes have to be copied there."""
+        if self.common is None:
+            self.make_homes_readable()  # casts move as they are
         self.wait_until_free()
         before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded_generation
         rest, keeps = make()
-        for param, place in zip(self.params, rest.tensors([param.layout for param in self.params]), strict=True):
-            param.move_to(place, keeps=keeps)
-        self.rest, self._flushed, self._flushed_ranges = rest, -1, None
-        rest.take_homes(self.params, keeps=keeps)
-        self.see_homes()
+        places = [param.rest for param in self.params]
+        try:
+            for param, place in zip(self.params, rest.tensors([param.layout for param in self.params]), strict=True):
+                param.move_to(place, keeps=keeps)
+            self.rest, self._flushed, self._flushed_ranges = rest, -1, None
+            rest.take_homes(self.params, keeps=keeps)
+            self.see_homes()
+        except BaseException:  # Ctrl-C, or the drive: the block is as a whole where it was
+            for param, place in zip(self.params, places, strict=True):
+                param.move_to(place, keeps=False)
+            self.rest, self._flushed, self._flushed_ranges, rest.filled = before, -1, None, False
+            self.see_homes()
+            raise
         for param in self.params:
             param.count_references()
+            if param.casts and self.common is None:
+                param.note_cast()
         if was_loaded and keeps:
             self.loaded_generation = self.generation  # their values are unchanged
         if rest.filled:

@@ -37,7 +37,7 @@ class Room:
         self._ledger = ledger
         self._open_fetching = open_fetching
         self._has_room, self._ranks = has_room, ranks
-        self._asleep: list[Block] = []  # blocks that `sleep` has moved to disk
+        self._asleep: dict[Block, None] = {}  # blocks that `sleep` has moved to disk, in that order
         residency.open_way = self._open_way
 
     def make(self, nbytes: int) -> bool:
@@ -55,24 +55,26 @@ class Room:
     def sleep(self) -> None:
         """Moves all blocks that can go from host memory to disk, until `wake`. Not to be called during a pass."""
         for block in self._movable():
-            self._asleep.append(block)
+            self._asleep[block] = None  # first: Ctrl-C may come amid the move
             self._to_disk(block)
 
     def wake(self) -> None:
         """Moves the blocks back as far as host memory is free; the others sleep on, and are fetched when they are used.
 
-        A block whose memory a user has asked for stays where it is. Called when a pass begins, too.
+        So does one whose memory somebody keeps, which has to go on showing the weights. Called when a pass begins, too.
         """
         if not self._asleep:
             return
-        fits, all_bytes = self._ledger.fits, sum(whole_pages(block.nbytes) for block in self._asleep)
-        beside_bytes = 0 if fits(all_bytes) else self._missing_ring_bytes
-        while self._asleep and fits(whole_pages(self._asleep[-1].nbytes) + beside_bytes):
-            block = self._asleep[-1]
-            if not block.memory_is_kept:
-                block.return_to_host()
-                self._executor.replan()
-            self._asleep.pop()
+        coming = [block for block in reversed(self._asleep) if not block.memory_is_kept]
+        fits, all_bytes = self._ledger.fits, sum(whole_pages(block.nbytes) for block in coming)
+        all_come = len(coming) == len(self._asleep) and fits(all_bytes)
+        beside_bytes = 0 if all_come else self._missing_ring_bytes
+        for block in coming:
+            if not fits(whole_pages(block.nbytes) + beside_bytes):
+                break
+            block.return_to_host()
+            self._executor.replan()
+            del self._asleep[block]
 
     def _open_way(self) -> None:
         budget_bytes = self._ledger.host_budget_bytes or 0
