@@ -544,8 +544,9 @@ class Offloaded(live.Handle, live.ModelHandle):
         until then. Weights that autograd keeps for a backward to come stay. Waits for copies and updates.
 
         - `host`: also moves the weights in host memory to `disk`, but for those whose memory somebody keeps (`p.data`).
-          They come back with the next call, as far as `host_memory` is free then, or with a later one. Gradients and
-          optimizer state stay; optimizers with `tier="disk"` have theirs on disk anyway.
+          They come back with the next call, as far as `host_memory` is free then, or with a later one. What stays:
+          gradients, optimizer state (on disk anyway with `tier="disk"`), the host's cache of experts, and with
+          `param_dtype` the parameters in their own dtype.
 
         Raises StateError within a pass, and after `remove()`; with `host`, ValueError if the model has no disk or has a
         mesh, and DiskError if the drive has no room: some weights may have moved then, and the model works.
@@ -565,9 +566,10 @@ class Offloaded(live.Handle, live.ModelHandle):
             self._engine.sleep()
 
     def wake(self) -> None:
-        """Brings back what `sleep` freed, before the next call does: to host memory, and from there to the device.
+        """Brings back what `sleep` freed, before the next call does.
 
-        Copies to the device may be under way when this returns. Raises StateError within a pass, and after `remove()`.
+        Weights that went to disk come back to host memory. If none did, what the next call begins with is loaded to the
+        device; the copies may be under way when this returns. Raises StateError within a pass, and after `remove()`.
         """
         self._check_offloaded("wake()")
         self._check_between_passes("wake()")

@@ -139,6 +139,16 @@ def test_another_model_has_the_host_meanwhile(compute_device: torch.device, tmp_
         assert host_bytes(handle) >= weight_bytes(first)
 
 
+def test_what_waking_reads_is_counted(compute_device: torch.device, tmp_path: Path) -> None:
+    model = stack()
+    handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES, disk=tmp_path)
+    handle.sleep(host=True)
+    handle.wake()
+    stats = handle.stats()
+    assert stats.fetch_bytes == weight_bytes(model)
+    assert weight_bytes(model) <= stats.spill_bytes < 1.1 * weight_bytes(model)
+
+
 def test_what_is_refused(compute_device: torch.device, tmp_path: Path) -> None:
     model = stack()
     handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES)

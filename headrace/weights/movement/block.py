@@ -382,11 +382,9 @@ class Block:
 
     def _read_from(self, files: DiskRest) -> tuple[HostRest, bool]:
         """See `_move`: a rest in host memory, read past the page cache where the files hold what the homes hold."""
-        rest = self._tiers.on_host(self.nbytes, [param.home for param in self.params])
         keeps = not (self.in_files and all(param.in_place or param.casts for param in self.params))
-        if not keeps:
-            files.read(rest.memory)
-        return rest, keeps
+        homes = [param.home for param in self.params]
+        return self._tiers.on_host(self.nbytes, homes, None if keeps else files), keeps
 
     def _move(self, make: Callable[[], tuple[Rest, bool]]) -> None:
         """Moves the block to another rest. `make`: returns it, and whether the homes have to be copied there."""

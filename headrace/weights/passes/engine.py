@@ -177,6 +177,7 @@ class Engine:
 
     def wake(self) -> None:
         """Brings back what `sleep` and `sleep_on_disk` took, as far as there is room; copies may be under way then."""
+        self._residency.check_turn()
         with without_overrides():
             self._residency.pass_begins()
             try:

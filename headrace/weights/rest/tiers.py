@@ -112,10 +112,14 @@ class Tiers:
                 parameter.data = place
         return on_disk
 
-    def on_host(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> HostRest:
-        """An empty rest in this process's memory. Raises BudgetError where there is no room."""
+    def on_host(self, nbytes: int, parameters: Sequence[nn.Parameter], files: DiskRest | None = None) -> HostRest:
+        """A rest in this process's memory, with what `files` hold, or empty. Raises BudgetError and DiskError."""
         trained = any(parameter.requires_grad for parameter in parameters)
-        return HostRest(Arena(nbytes, self._device, self._ledger, "weights", computed=trained), nbytes)
+        rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights", computed=trained), nbytes)
+        if files is not None:
+            files.read(rest.memory)
+            self._meter.fetch_bytes += nbytes
+        return rest
 
     def packed_copy(self, name: str) -> PackedCopy:
         """The packed copy that a block has beside its bytes where these rest on disk; empty at first."""
