@@ -18,18 +18,17 @@ ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {**ACCUMULATED, "max_steps": 2, "save_strategy": "no"},
-        {**ACCUMULATED, **BEST, "overlap": "forward"},
-        {**BEST, "bf16": True},
-    ],
-    ids=["accumulated", "best", "bfloat16"],
-)
-@pytest.mark.core(changes="accumulated")
-def test_trainer(nursery: Nursery, tmp_path: Path, changes: dict[str, Any]) -> None:
-    run(nursery, tmp_path, "trainer", changes)
+TRAINED: dict[str, dict[str, Any]] = {
+    "accumulated": {**ACCUMULATED, "max_steps": 2, "save_strategy": "no"},
+    "best": {**ACCUMULATED, **BEST, "overlap": "forward"},
+    "bfloat16": {**BEST, "bf16": True},
+}
+
+
+@pytest.mark.parametrize("way", TRAINED)
+@pytest.mark.core(way="accumulated")
+def test_trainer(nursery: Nursery, tmp_path: Path, way: str) -> None:
+    run(nursery, tmp_path, "trainer", TRAINED[way])
 
 
 @pytest.mark.extended
