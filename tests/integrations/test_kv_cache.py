@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +17,10 @@ from transformers.cache_utils import Cache, QuantizedCache, QuantizedLayer
 import headrace
 from headrace.errors import BudgetError, StateError
 from headrace.integrations.transformers import offload_cache
+from headrace.memory.ledger import Tier
 from tests.support.compare import same
 from tests.support.held import weight_bytes
+from tests.support.interrupts import interrupted_at
 
 LAYERS, PROMPT = 4, 40
 
@@ -325,3 +329,30 @@ def test_copies_hide(emu_device: ModuleType, ratio: float, width: int) -> None:
         link_seconds = (stats.cache_onload_bytes + stats.onload_bytes) / 3 / rate
     assert seconds <= 1.05 * max(compute_seconds, link_seconds)
     assert link_seconds >= ratio * compute_seconds
+
+
+@pytest.mark.core(tier="host", compute_device="emu")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_interrupts(tier: Any, compute_device: torch.device, tmp_path: Path) -> None:
+    """After Ctrl-C at any moment of a cache's moves, the model and the cache go on, and no byte is held for nothing."""
+    whole, token = prompt(compute_device), prompt(compute_device)[:, :1]
+    plain, model = model_of().to(compute_device), model_of()
+    budget = int(weight_bytes(model) * 0.7)
+    with headrace.offload(model, device=compute_device, device_memory=budget, disk=tmp_path) as handle, torch.no_grad():
+        expected = plain(token, past_key_values=plain(whole).past_key_values).logits
+        moment, came = 1, True
+        while came:
+            cache = offload_cache(DynamicCache(config=model.config), handle, tier=tier)
+            model(whole, past_key_values=cache)
+            came = interrupted_at(moment, partial(model, token, past_key_values=cache), f"movement{os.sep}caches.py")
+            moment += 1 + moment // 3
+            for one in cache.layers:
+                one.crop(PROMPT - one.get_seq_length())
+            assert same(model(token, past_key_values=cache).logits, expected)
+            del cache, one
+            gc.collect()
+            handle.sleep()
+            assert handle._residency.held_bytes == handle._ledger.held_bytes(Tier.DEVICE, "weights") == 0
+            assert handle._ledger.held_bytes(Tier.HOST, "caches") == handle._ledger.held_bytes(Tier.DISK, "caches") == 0
+            assert handle.caches._staging.held_bytes == 0
+        assert moment > 100
