@@ -13,7 +13,7 @@ import torch
 
 from headrace.config import format_bytes
 from headrace.errors import BudgetError, StateError
-from headrace.memory.arena import Arena, aligned
+from headrace.memory.arena import Arena, aligned, whole_pages
 from headrace.memory.buffers import plain_tensors
 from headrace.memory.disk import TensorsOnDisk, copy_on_disk
 from headrace.memory.ledger import Tier
@@ -105,6 +105,9 @@ class Caches:
     def settle(self) -> None:
         """The host waits for all copies, and lets go of what was kept for them."""
         self._end_stays(but_coming=True)
+        self._let_go_of_all()
+
+    def _let_go_of_all(self) -> None:
         while self._leaving:
             self._let_go_of_oldest()
         while self._kept:
@@ -329,6 +332,8 @@ class Caches:
             mapping = self._files.memory(nbytes, "a cache")
             ledger.book(mapping.memory, Tier.DISK, PURPOSE, nbytes)
             return _Rest(like, mapping.tensor(0, nbytes, like.dtype), grows=grows)
+        if not ledger.fits(whole_pages(nbytes)):
+            self._let_go_of_all()  # a cache that nobody has any more may lie there
         memory = Arena(nbytes, self._lanes.device, ledger, PURPOSE).tensor(0, nbytes, like.dtype)
         return _Rest(like, memory, grows=grows)
 
