@@ -545,8 +545,8 @@ class Offloaded(live.Handle, live.ModelHandle):
 
         - `host`: also moves the weights in host memory to `disk`, but for those whose memory somebody keeps (`p.data`).
           They come back with the next call, as far as `host_memory` is free then, or with a later one. What stays:
-          gradients, optimizer state (on disk anyway with `tier="disk"`), the host's cache of experts, and with
-          `param_dtype` the parameters in their own dtype.
+          gradients, optimizer state (on disk anyway with `tier="disk"`), the host's cache of experts, caches of
+          `offload_cache()`, and with `param_dtype` the parameters in their own dtype.
 
         Raises StateError within a pass, and after `remove()`; with `host`, ValueError if the model has no disk or has a
         mesh, and DiskError if the drive has no room: some weights may have moved then, and the model works.

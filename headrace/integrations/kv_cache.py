@@ -1,5 +1,6 @@
 """How do caches of transformers rest on the host? For each update, a layer gets its tensors, and sends them back."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from functools import cache as once
@@ -93,13 +94,21 @@ def _offloaded(kind: Any) -> Any:
         finally:
             _show(self, layer.go(came, _tensors(self), key_states.shape[-2]))
 
-    def copied(self: Any, protocol: Any) -> Any:
+    def deep_copied(self: Any, memo: dict[int, Any]) -> Any:
         getattr(self, _LAYER).settle()
-        return kind.__reduce_ex__(self, protocol)
+        memo[id(self)] = copied = kind.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def pickled(self: Any, protocol: Any) -> Any:
+        raise TypeError(
+            "an offloaded cache can be copied by copy.deepcopy, but not pickled; save its tensors, as in"
+            " [(layer.keys, layer.values) for layer in cache.layers], which DynamicCache takes"
+        )
 
     methods = {name: _at_rest(getattr(kind, name)) for name in _AT_REST if hasattr(kind, name)}
     shown = {name: _shown(name) for name in ("keys", "values")}
-    own = {"update": update, "__reduce_ex__": copied, "_layer_type": None}
+    own = {"update": update, "__deepcopy__": deep_copied, "__reduce_ex__": pickled, "_layer_type": None}
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods, **shown, **own})
 
 
@@ -121,6 +130,8 @@ def _shown(name: str) -> property:
     """The attribute `name` of a layer. Who reads it waits until the host has the tensor."""
 
     def get(self: Any) -> Any:
+        if name not in self.__dict__:  # layers of linear attention have neither keys nor values
+            raise AttributeError(name)
         value = self.__dict__[name]
         if isinstance(value, torch.Tensor) and value.device.type == "cpu" and _LAYER in self.__dict__:
             self.__dict__[_LAYER].wait_for_left()

@@ -2,7 +2,10 @@
 
 import copy
 import gc
+import os
+import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +18,10 @@ from transformers.cache_utils import Cache, QuantizedCache, QuantizedLayer
 import headrace
 from headrace.errors import BudgetError, StateError
 from headrace.integrations.transformers import offload_cache
+from headrace.memory.ledger import Tier
 from tests.support.compare import same
 from tests.support.held import weight_bytes
+from tests.support.interrupts import interrupted_at
 
 LAYERS, PROMPT = 4, 40
 
@@ -155,6 +160,29 @@ def test_beams(kind: str, compute_device: torch.device) -> None:
         assert handle.stats().cache_onload_bytes > 0
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_encoder_and_decoder(beams: int, compute_device: torch.device) -> None:
+    from transformers import EncoderDecoderCache, T5Config, T5ForConditionalGeneration
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        settings = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": LAYERS, "num_heads": 4}
+        shape = T5Config(**settings, decoder_start_token_id=0, eos_token_id=None, pad_token_id=0)
+        return T5ForConditionalGeneration(shape).eval().requires_grad_(False)
+
+    def new() -> Any:
+        return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+    expected = write(make().to(compute_device), new(), compute_device, num_beams=beams)
+    model = make()
+    with headrace.offload(model, device=compute_device, device_memory=int(weight_bytes(model) * 0.7)) as handle:
+        cache = offload_cache(new(), handle)
+        assert_same_text(write(model, cache, compute_device, num_beams=beams), expected)
+        assert handle.stats().cache_onload_bytes > 0
+        assert cache.self_attention_cache.layers[0].keys.device.type == "cpu"
+        assert cache.cross_attention_cache.layers[0].keys.device == compute_device
+
+
 def turns(model: Any, cache: Cache, device: torch.device) -> list[torch.Tensor]:
     """A conversation: a prompt, an answer, the answer taken back in part, more rows, a copied cache."""
     logits = []
@@ -273,6 +301,34 @@ def test_the_host_budget_counts_it(compute_device: torch.device) -> None:
         assert handle.stats().host_peak_bytes <= room
 
 
+def test_a_cache_that_was_let_go_of_makes_room(compute_device: torch.device) -> None:
+    model = model_of()
+    with headrace.offload(model, device=compute_device) as handle:
+        for _ in range(4):
+            cache = offload_cache(DynamicCache(config=model.config), handle)
+            write(model, cache, compute_device)
+            handle._ledger.host_budget_bytes = handle._ledger.host_held_bytes  # for one cache
+            del cache
+            gc.collect()
+
+
+def test_no_cache_is_pickled(compute_device: torch.device) -> None:
+    from transformers.cache_utils import LinearAttentionLayer
+
+    model = model_of()
+    with headrace.offload(model, device=compute_device) as handle, torch.no_grad():
+        cache = offload_cache(DynamicCache(config=model.config), handle)
+        model(prompt(compute_device), past_key_values=cache)
+        for action in (pickle.dumps, copy.copy):
+            with pytest.raises(TypeError, match=r"copied by copy\.deepcopy, but not pickled; save its tensors"):
+                action(cache.layers[0])
+        again = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+        logits = model(prompt(compute_device), past_key_values=offload_cache(again, handle)).logits
+        assert same(logits, model(prompt(compute_device), past_key_values=cache).logits)
+        linear = offload_cache(Cache(layers=[LinearAttentionLayer()]), handle).layers[0]
+        assert not hasattr(linear, "keys")
+
+
 def seconds_of_token(model: Any, cache: Cache, rows: int, tokens: int, settled: Callable[[], None]) -> float:
     begin, end = (torch.Event("emu", enable_timing=True) for _ in range(2))
     with torch.no_grad():
@@ -325,3 +381,30 @@ def test_copies_hide(emu_device: ModuleType, ratio: float, width: int) -> None:
         link_seconds = (stats.cache_onload_bytes + stats.onload_bytes) / 3 / rate
     assert seconds <= 1.05 * max(compute_seconds, link_seconds)
     assert link_seconds >= ratio * compute_seconds
+
+
+@pytest.mark.core(tier="host", compute_device="emu")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_interrupts(tier: Any, compute_device: torch.device, tmp_path: Path) -> None:
+    """After Ctrl-C at any moment of a cache's moves, the model and the cache go on, and no byte is held for nothing."""
+    whole, token = prompt(compute_device), prompt(compute_device)[:, :1]
+    plain, model = model_of().to(compute_device), model_of()
+    budget = int(weight_bytes(model) * 0.7)
+    with headrace.offload(model, device=compute_device, device_memory=budget, disk=tmp_path) as handle, torch.no_grad():
+        expected = plain(token, past_key_values=plain(whole).past_key_values).logits
+        moment, came = 1, True
+        while came:
+            cache = offload_cache(DynamicCache(config=model.config), handle, tier=tier)
+            model(whole, past_key_values=cache)
+            came = interrupted_at(moment, partial(model, token, past_key_values=cache), f"movement{os.sep}caches.py")
+            moment += 1 + moment // 3
+            for one in cache.layers:
+                one.crop(PROMPT - one.get_seq_length())
+            assert same(model(token, past_key_values=cache).logits, expected)
+            del cache, one
+            gc.collect()
+            handle.sleep()
+            assert handle._residency.held_bytes == handle._ledger.held_bytes(Tier.DEVICE, "weights") == 0
+            assert handle._ledger.held_bytes(Tier.HOST, "caches") == handle._ledger.held_bytes(Tier.DISK, "caches") == 0
+            assert handle.caches._staging.held_bytes == 0
+        assert moment > 100

@@ -13,7 +13,7 @@ import torch
 
 from headrace.config import format_bytes
 from headrace.errors import BudgetError, StateError
-from headrace.memory.arena import Arena, aligned
+from headrace.memory.arena import Arena, aligned, whole_pages
 from headrace.memory.buffers import plain_tensors
 from headrace.memory.disk import TensorsOnDisk, copy_on_disk
 from headrace.memory.ledger import Tier
@@ -90,6 +90,7 @@ class Caches:
         self._largest: weakref.ref[CachedLayer] | None = None
         self.is_closed = False
         residency.caches_give_way = self.give_way
+        residency.caches_mend = self._mend
         residency.caches_planned_bytes = self._planned_bytes
 
     def close(self) -> None:
@@ -97,17 +98,36 @@ class Caches:
         self.is_closed = True
         self.give_way()
         self.settle()
-        if self._thread is not None:
-            self._thread.shutdown()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
 
     def settle(self) -> None:
         """The host waits for all copies, and lets go of what was kept for them."""
         self._end_stays(but_coming=True)
+        self._let_go_of_all()
+
+    def _let_go_of_all(self) -> None:
         while self._leaving:
             self._let_go_of_oldest()
         while self._kept:
             self._kept[0][0].synchronize()
             self._let_go_of_kept()
+
+    def _mend(self) -> None:
+        """Called after a pass was broken off: all layers leave the device, once nothing is being copied any more."""
+        if self._thread is not None:
+            self._thread.submit(int).result()
+        for lane in Lane:
+            self._lanes.copy(lane, (), self._lanes.mark()).done.synchronize()
+        while self._stays:
+            stay = self._stays.pop()
+            if (layer := stay.layer()) is not None:
+                layer.stay = None
+            self._residency.free(stay.buffer)
+        self._leaving.clear()
+        self._kept.clear()
+        self._staging.keep(())
 
     def _planned_bytes(self) -> int:
         """The bytes that plans leave for layers: rounded up, so that they are made anew only a few times."""
@@ -129,15 +149,16 @@ class Caches:
 
     def end(self, stay: _Stay) -> None:
         """Lets go of a layer's device memory. Compute waits for the copy into it."""
+        self._residency.changing += 1  # Ctrl-C may come before it is lowered, also between passes
         layer = stay.layer()
         if layer is not None and layer.stay is stay:
             layer.stay = None
         self._arrive(stay)
         self._stays.remove(stay)
         stay.tensors.clear()
-        self._residency.caches_bytes -= stay.buffer.nbytes
         buffer, stay.buffer = stay.buffer, stay.buffer[:0]
         self._residency.free(buffer)
+        self._residency.changing -= 1
 
     def _arrive(self, stay: _Stay) -> None:
         arrival, stay.arrival = stay.arrival, None
@@ -186,8 +207,7 @@ class Caches:
                 f" {format_bytes(nbytes - free_bytes, at_least=True)}, or use a smaller batch"
             )
         with plain_tensors():
-            layer.stay = stay = _Stay(layer, self._residency.allot(nbytes))
-            self._residency.caches_bytes += nbytes
+            stay = _Stay(layer, self._residency.allot(nbytes))
             self._stays.append(stay)
             copies: list[Copy] = []
             for name, offset, rest in layer.placed():
@@ -202,6 +222,7 @@ class Caches:
                 layer.wait_for_left(self._lanes)
                 stay.arrival, layer.came = self._residency.pace.submit(Lane.ONLOAD, copies, self._lanes.mark())
                 self._keep(layer.came, [(rest, rest) for _, rest in copies])
+        layer.stay = stay  # only now: it has what it should
         self._meter.cache_onloaded(nbytes)
         return stay
 
@@ -311,6 +332,8 @@ class Caches:
             mapping = self._files.memory(nbytes, "a cache")
             ledger.book(mapping.memory, Tier.DISK, PURPOSE, nbytes)
             return _Rest(like, mapping.tensor(0, nbytes, like.dtype), grows=grows)
+        if not ledger.fits(whole_pages(nbytes)):
+            self._let_go_of_all()  # a cache that nobody has any more may lie there
         memory = Arena(nbytes, self._lanes.device, ledger, PURPOSE).tensor(0, nbytes, like.dtype)
         return _Rest(like, memory, grows=grows)
 

@@ -73,9 +73,10 @@ class Residency:
         self.changing = 0
         self.addresses = Addresses(device)
         self.share: Share | None = None  # of the budget, if other models have it as well
-        self.caches_bytes = 0  # the part of `held_bytes` that layers of caches hold; the next two are set by `Caches`
-        self.caches_planned_bytes: Callable[[], int] = lambda: 0  # that plans leave for them
-        self.caches_give_way: Callable[[], None] = lambda: None  # takes them off the device
+        # The next three are set by `Caches`.
+        self.caches_planned_bytes: Callable[[], int] = lambda: 0  # that plans leave for layers of caches
+        self.caches_give_way: Callable[[], None] = lambda: None  # takes layers of caches off the device
+        self.caches_mend: Callable[[], None] = lambda: None  # so does this, whatever was cut short
         self.is_paused: Callable[[], bool] = lambda: False  # whether nothing is loaded ahead now
 
     @property
@@ -462,6 +463,7 @@ class Residency:
             if block.is_fetched:
                 block.wait_for_reads()  # a fetch may have been under way: its copies are submitted then
         self._finish_all_copies()  # also those that were not noted yet
+        self.caches_mend()
         for block in blocks:
             buffer = block.buffer
             if block.presence is not Presence.ABSENT and self.addresses.has(block):
@@ -481,7 +483,7 @@ class Residency:
         self.held_bytes = sum(block.nbytes for block in held)
         self._residents_bytes = sum(block.nbytes for block in held if block.index < 0)
         self.module_experts_bytes = sum(block.nbytes for block in held if block.expert_key is not None)
-        self.held_bytes += self.packed_loads.held_bytes + self.caches_bytes + beside_bytes
+        self.held_bytes += self.packed_loads.held_bytes + beside_bytes
         self._buffers.rebook(self.held_bytes)  # nothing on the CPU, where blocks may be at home
         self.changing = 0
 
