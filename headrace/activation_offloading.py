@@ -62,8 +62,7 @@ def offload_activations(
     - `tier`: "host"; or "disk": tensors pass through a little host memory and rest in a file in the directory `disk`.
     - `device_memory`: ceiling in bytes for the saved tensors on the device, from the second step on, kept even if
       compute has to wait; only a computation under way may exceed it. Forwards that wait for their backwards together,
-      as in a pipeline, share it. Default: as few bytes as possible without making
-      compute wait.
+      as in a pipeline, share it. Default: as few bytes as possible without making compute wait.
     - `host_memory`: ceiling in bytes for the host memory. Default: the memory that is free on the machine and in the
       cgroup, less 15%.
     - `most_in_flight`: how many copies to the host may be under way at once. A tensor beyond that stays; if it has to

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ from headrace.runtime.autograd import NO_TASK, EndOfBackward, backward_task
 from headrace.runtime.device import is_capturing
 from headrace.runtime.lanes import Lanes, Tick
 from headrace.runtime.link import LaneUse
+
+_REMEMBERED_FORWARDS = 256  # those before do not tell how many wait together: they may have been unusual
 
 
 class Passes:
@@ -50,7 +53,8 @@ class Passes:
         self._lanes = lanes
         self._has_ceiling = config.device_memory_bytes is not None
         self._waiting: weakref.WeakSet[ForwardTrace] = weakref.WeakSet()  # the forwards that no backward has used
-        self._at_once = 1  # the most forwards that have been waiting for their backwards together
+        # How many forwards were waiting for their backwards together when each of the last ones began, itself included.
+        self._together: deque[int] = deque(maxlen=_REMEMBERED_FORWARDS)
         self._rounds = itertools.count()
         # The backwards under way, by the number of their graph task, which keeps them alive.
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
@@ -69,8 +73,8 @@ class Passes:
         self.stash.begin()
         selection.begin()
         if self._has_ceiling:  # those that wait together share it, as the stages of a pipeline have several
-            self._at_once = max(self._at_once, 1 + sum(trace.is_held for trace in self._waiting))
-        entry = (self._at_once, *entry)
+            self._together.append(1 + sum(trace.is_held for trace in self._waiting))
+        entry = (max(self._together, default=1), *entry)
         trace = ForwardTrace(self.stash, entry, self.plans.expect(entry), selection.gradient_bytes)
         self._waiting.add(trace)
         return Forward(trace, self.stash, selection, self._use, self.plans)

@@ -11,7 +11,7 @@ from headrace.planning import ActivationPlan
 from headrace.planning.text import seconds_text
 from headrace.report.rows import Row, rows_text
 
-_SHOWN_KINDS = 8
+_SHOWN_KINDS = 8  # of modules, in each list: a report is short however odd their names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,8 @@ class ActivationStats:
     @staticmethod
     def advice(beyond_bytes: int, names: Sequence[str]) -> str:
         """What to do about activations that do not fit and whose copies do not hide."""
-        layers = ", ".join(name or "the model itself" for name in names)
+        layers = ", ".join(name or "the model itself" for name in names[:_SHOWN_KINDS])
+        layers += f" and {more} more" if (more := len(names[_SHOWN_KINDS:])) else ""
         return (
             f"{format_bytes(beyond_bytes)} of activations neither fit in device_memory nor hide behind compute:"
             f" recompute them (gradient checkpointing) in {layers}"
@@ -80,7 +81,7 @@ class ActivationStats:
 
 def plan_rows(plan: ActivationPlan) -> list[Row]:
     """What the plan expects; and which kinds of tensors leave, stay or are recomputed, and why. Layers that differ in
-    their numbers are one kind, and those with the most bytes are shown."""
+    their numbers are one kind, and those with the most bytes are shown one by one."""
     problem = plan.problem
     leaving = [problem.saved[index] for index in plan.offloaded]
     out, back, forward, backward = map(
@@ -100,11 +101,17 @@ def plan_rows(plan: ActivationPlan) -> list[Row]:
     for index, (saved, seconds) in enumerate(zip(problem.saved, problem.forward_seconds, strict=True)):
         kinds[_kind(saved.name), saved.shape, _fate(plan, index)].append(saved.nbytes)
         computed[_kind(saved.name)] += seconds  # type: ignore[assignment]
-    for (kind, shape, fate), sizes in sorted(kinds.items(), key=lambda group: -sum(group[1]))[:_SHOWN_KINDS]:
+    largest = sorted(kinds.items(), key=lambda group: -sum(group[1]))
+    for (kind, shape, fate), sizes in largest[:_SHOWN_KINDS]:
         rows.append((f"saved in {kind}", f"{len(sizes):,} of {shape}, {format_bytes(sum(sizes))}: {fate}"))
-    for kind in dict.fromkeys(map(_kind, problem.recomputed)):
+    if others := largest[_SHOWN_KINDS:]:
+        rows.append(("saved elsewhere", f"{len(others):,} more kinds, {format_bytes(sum(sum(g) for _, g in others))}"))
+    again_kinds = list(dict.fromkeys(map(_kind, problem.recomputed)))
+    for kind in again_kinds[:_SHOWN_KINDS]:
         again = f", in {seconds_text(computed[kind])}" if kind in computed else ""
         rows.append((f"the rest of {kind}", f"recomputed in backward{again}, by its checkpoints"))
+    if more := len(again_kinds[_SHOWN_KINDS:]):
+        rows.append(("the rest of others", f"{more:,} more kinds of modules are recomputed"))
     return rows
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace
+from headrace.activations import passes
 from tests.activations.models import ROWS, SAVED_BYTES, Layer, Stack, results, rows, step
 from tests.support.compare import assert_same
 from tests.support.held import Allocations
@@ -347,3 +348,19 @@ def test_forwards_that_wait_together_share_the_ceiling(emu_device, together):
     for loss in plain_losses:
         loss.backward()
     assert_same(results(model, *losses), results(plain, *plain_losses))
+
+
+def test_the_ceiling_is_whole_again_after_an_unusual_step(emu_device, monkeypatch):
+    """Three forwards wait once, as where somebody keeps losses of an evaluation."""
+    monkeypatch.setattr(passes, "_REMEMBERED_FORWARDS", 4)
+    device = torch.device("emu", 1)
+    model, handle = settled(device, device_memory=(LAYERS + 1) * SAVED_BYTES)
+    losses = [model(rows(device, seed)).square().sum() for seed in range(3)]
+    del losses
+    left_bytes = []
+    for _ in range(6):
+        handle.reset_stats()
+        step(model, rows(device))
+        left_bytes.append(handle.stats().offload_bytes)
+    assert left_bytes[0] > 0
+    assert left_bytes[-1] == 0

@@ -151,10 +151,14 @@ def test_a_kept_value_that_stays_may_be_written_to_where_the_user_says_so(comput
     assert_same(*results)
 
 
-def test_a_second_backward_raises_as_without_headrace() -> None:
-    model = Inside(lambda x: x.exp().tanh().square(), CheckpointPolicy.MUST_CPU_OFFLOAD)
-    with headrace.offload_activations(model, min_bytes=0, all_leave=True):
+def test_a_second_backward_raises_as_where_values_are_saved() -> None:
+    """Without headrace, `..._CPU_OFFLOAD` is recomputed, any number of times."""
+    function = Stack(1)
+    for offloads, policy in ((False, CheckpointPolicy.MUST_SAVE), (True, CheckpointPolicy.MUST_CPU_OFFLOAD)):
+        model = Inside(function, policy)
+        handle = headrace.offload_activations(model, min_bytes=0, all_leave=True) if offloads else None
         loss = model(rows("cpu")).sum()
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="only allowed to backward once"):
             loss.backward()
+        assert handle is None or handle.stats().offload_bytes > 0

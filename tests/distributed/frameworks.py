@@ -355,8 +355,10 @@ def guide(directory: str) -> None:
     }
     namespace["arguments"] = test_trainer.arguments(Path(directory), max_steps=1)
     namespace["accelerator"] = Accelerator(cpu=True)
+    default_root_dir = directory
     for block in blocks:
         namespace |= {"model": test_trainer.llama(), "loader": torch.utils.data.DataLoader(data, batch_size=4)}
         with redirect_stdout(StringIO()):
-            exec(block.replace('"cuda"', '"cpu"').replace("max_epochs=1", "max_epochs=1, logger=False"), namespace)
+            block = block.replace('"cuda"', '"cpu"')
+            exec(block.replace("max_epochs=1", f"max_epochs=1, logger=False, {default_root_dir=}"), namespace)
     assert len(blocks) == 3

@@ -1,5 +1,6 @@
 """Does the report say which kinds of activations left, stayed and were recomputed, and why?"""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -7,27 +8,30 @@ import torch
 
 import headrace
 from headrace.planning import ActivationProblem, Saved, plan_activations
-from headrace.report import plan_rows
+from headrace.report import ActivationStats, plan_rows
 from tests.activations.models import SAVED_BYTES, Stack, rows, step
 
 LAYERS = 6
+NAMES = [f"layers.{index}" for index in range(LAYERS)]
 
 
-def planned(*, copy_seconds: float = 0.9, alone: bool = True, used: int = LAYERS, **settings: Any) -> list[str]:
+def planned(
+    *, copy_seconds: float = 0.9, alone: bool = True, used: int = LAYERS, names: Sequence[str] = NAMES, **settings: Any
+) -> list[str]:
     saved = tuple(
         Saved(
             nbytes=2**20,
             offload_seconds=copy_seconds,
             onload_seconds=copy_seconds,
             alone_at=index if alone else None,
-            name=f"layers.{index}",
+            name=name,
             shape="float32 512x512",
         )
-        for index in range(LAYERS)
+        for index, name in enumerate(names)
     )
     problem = ActivationProblem(
         saved=saved,
-        forward_seconds=(1.0,) * LAYERS,
+        forward_seconds=(1.0,) * len(names),
         uses=tuple(reversed(range(used))),
         backward_seconds=(2.0,) * used,
         freed_at=tuple(range(used)),
@@ -65,6 +69,16 @@ def test_times_and_bytes() -> None:
     )
     assert kind == "saved in layers.*: 6 of float32 512x512, 6 MiB: leave, as all_leave says"
     assert rest == "the rest of layers.*: recomputed in backward, in 6 s, by its checkpoints"
+
+
+def test_odd_names_keep_it_short() -> None:
+    """Layers whose names have no numbers are kinds of their own; all bytes are in some row."""
+    names = [chr(ord("a") + index) for index in range(20)]
+    _, *kinds = planned(all_leave=True, names=names, recomputed=tuple(names))
+    assert len(kinds) == 2 * (8 + 1)
+    assert kinds[8] == "saved elsewhere: 12 more kinds, 12 MiB"
+    assert kinds[-1] == "the rest of others: 12 more kinds of modules are recomputed"
+    assert ActivationStats.advice(2**20, names).endswith(" in a, b, c, d, e, f, g, h and 12 more")
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
