@@ -28,7 +28,7 @@ os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="tests", OMP_NUM_THREADS="1")
 """  # as torchrun does it
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "many_gpus.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "several_gpus_with_tools.md"
 
 
 @contextmanager
@@ -328,7 +328,7 @@ def trl(directory: str, name: str) -> None:
 
 # The guide ------------------------------------------------------------------------------------------------------------
 def guide(directory: str) -> None:
-    """The lines of docs/guides/many_gpus.md run."""
+    """The lines of docs/guides/several_gpus_with_tools.md run."""
     import lightning
     import transformers
     from accelerate import Accelerator
@@ -340,8 +340,7 @@ def guide(directory: str) -> None:
             super().__init__(overlap="none")
 
     data = torch.utils.data.TensorDataset(torch.zeros(8, 64), torch.zeros(8, dtype=torch.long))
-    text = GUIDE.read_text().partition("## Trainer, TRL")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"```py\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     namespace: dict[str, Any] = {
         "torch": torch,
         "headrace": headrace,
