@@ -127,7 +127,7 @@ def budget(model: nn.Module, slots: int) -> int:
     return beside + sum(buffer.nbytes for buffer in model.buffers()) + slots * one + 2**11  # and gaps
 
 
-def answer(model: Any, prompt: torch.Tensor, *, tokens: int = 64, sampled: bool = False) -> list[torch.Tensor]:
+def answer(model: Any, prompt: torch.Tensor, *, tokens: int = 32, sampled: bool = False) -> list[torch.Tensor]:
     torch.manual_seed(1)
     found = model.generate(
         prompt,

@@ -19,7 +19,7 @@ from tests.support.compare import Outcome, assert_same, on_cpu
 from tests.support.loops import adamw, to_device
 from tests.support.offloaded import budget_bytes, count_settled_round
 
-COUNT = 4
+COUNT = 3
 STEPS = 3
 
 Loss = Callable[[nn.Module, Any], Tensor]
