@@ -165,9 +165,10 @@ class Ledger:
         """Raises BudgetError if `nbytes` more in host memory exceed the budget. To be called before allocating."""
         if self.host_budget_bytes is not None and not self.has_room(nbytes):
             held = self._host_bytes
+            otherwise = ", or train fewer parameters" if purpose == "gradients" else ""
             raise BudgetError(
                 f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(held)} that are held;"
-                f" {self.allowance(self.host_budget_bytes, held + nbytes)}, or train fewer parameters",
+                f" {self.allowance(self.host_budget_bytes, held + nbytes)}{otherwise}",
                 tier="host",
             )
 
