@@ -560,10 +560,7 @@ class Offloaded(live.Handle, live.ModelHandle):
                 ' disk="/nvme/headrace", and without mesh'
             )
         self.synchronize()
-        if host:
-            self._engine.sleep_on_disk()
-        else:
-            self._engine.sleep()
+        self._engine.sleep(host=host)
 
     def wake(self) -> None:
         """Brings back what `sleep` freed, before the next call does.

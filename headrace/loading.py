@@ -104,15 +104,19 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
             one.load(converted)
         for module, value in modules:
             module.set_extra_state(value)
-        passes = list(contents.passes)
-        for handle in handles:  # each takes its own: two models may have the same blocks
-            for place, known in enumerate(passes):
-                if handle.restore(known):
-                    del passes[place]
-                    break
+        _restore_passes(handles, list(contents.passes))
         if optimizers and contents.random is not None:
             restore_random_state(contents.random)
     return contents.extra
+
+
+def _restore_passes(handles: Sequence[ModelHandle], passes: list[Any]) -> None:
+    """Each handle takes what is known of its own passes, and nobody else does: two models may have the same blocks."""
+    for handle in handles:
+        for place, known in enumerate(passes):
+            if handle.restore(known):
+                del passes[place]
+                break
 
 
 _Wanted = Sequence[tuple[TensorInFile, torch.Tensor]]  # tensors of files, and those of the model that get their values

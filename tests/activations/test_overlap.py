@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import headrace
+from headrace.planning import ActivationPlan
 from headrace.report import Report, RunRecord
 from tests.activations.models import Stack
 from tests.support.models import TanhLayer
@@ -57,6 +58,14 @@ def slow_link(emu_device: ModuleType) -> Any:
     return configure
 
 
+def offloaded_step(model: Stack) -> tuple[float, ActivationPlan]:
+    """Seconds of a step with activations offloaded, and the plan that it followed."""
+    with headrace.offload_activations(model, min_bytes=0) as handle:
+        seconds = step_seconds(model)
+        assert handle.plan is not None
+        return seconds, handle.plan
+
+
 @pytest.mark.core(ratio=0.9)
 @pytest.mark.emu("lazy")
 @pytest.mark.parametrize("ratio", [0.5, 0.9, 1.0])
@@ -64,11 +73,7 @@ def slow_link(emu_device: ModuleType) -> Any:
 def test_copies_no_slower_than_compute_cost_nothing(slow_link: Any, ratio: float, recompute: str) -> None:
     slow_link(ratio)
     plain = step_seconds(Stack(LAYERS, wide, recompute).to("emu"))
-    model = Stack(LAYERS, wide, recompute).to("emu")
-    with headrace.offload_activations(model, min_bytes=0) as handle:
-        seconds = step_seconds(model)
-        plan = handle.plan
-    assert plan is not None
+    seconds, plan = offloaded_step(Stack(LAYERS, wide, recompute).to("emu"))
     assert seconds <= 1.03 * plain
     assert len(plan.offloaded) >= LAYERS - 3
     assert abs(seconds - plan.seconds) <= 0.03 * seconds
@@ -80,11 +85,7 @@ def test_what_a_checkpoint_offloads_costs_nothing(slow_link: Any, policy: Checkp
     """A layer's input and its product leave: two copies, which take 0.9 of its forward. Nothing is computed again."""
     slow_link(0.45)
     plain = step_seconds(Stack(LAYERS, wide, CheckpointPolicy.MUST_SAVE).to("emu"))
-    model = Stack(LAYERS, wide, policy).to("emu")
-    with headrace.offload_activations(model, min_bytes=0) as handle:
-        seconds = step_seconds(model)
-        plan = handle.plan
-    assert plan is not None
+    seconds, plan = offloaded_step(Stack(LAYERS, wide, policy).to("emu"))
     assert seconds <= 1.03 * plain
     assert plan.host_bytes >= (2 * LAYERS - 4) * SAVED_BYTES
     assert plan.saving_bytes >= LAYERS * SAVED_BYTES

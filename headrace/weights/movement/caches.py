@@ -1,4 +1,4 @@
-"""How do the caches of a model's layers come to the device? One layer ahead of its use, in room that plans leave.
+"""How do the caches of a model's layers come to the device? Two layers ahead of their use, in room that plans leave.
 
 Between its uses, a layer's tensors rest in arenas on the host. The order of use is that of the last time. What a layer
 appends is copied back alone.
@@ -167,7 +167,7 @@ class Caches:
             self._meter.arrived(arrival, PURPOSE)
 
     def bring(self, layer: "CachedLayer") -> dict[str, torch.Tensor]:
-        """The layer's tensors on the device, for which compute waits. The layer that follows is sent for."""
+        """The layer's tensors on the device, for which compute waits. The layers that follow are sent for."""
         last = None if self._last is None else self._last()
         if last is not None and last is not layer:
             last.follower = weakref.ref(layer)

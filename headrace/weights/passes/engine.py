@@ -161,22 +161,20 @@ class Engine:
         with without_overrides():
             self._residency.give_way(nbytes)
 
-    def sleep(self) -> None:
+    def sleep(self, *, host: bool = False) -> None:
+        """`host`: also moves blocks from host memory to the model's disk."""
         self.passes.wait_for_updates()
         with without_overrides():
             self._executor.sleep(computes=self.passes.computes)
         self.passes.buffers.sleep()
         self._take_back_device_memory()
 
-    def sleep_on_disk(self) -> None:
-        """As `sleep`, and moves the blocks from host memory to disk. The model has one."""
-        self.sleep()
-        if self.room is not None:
+        if host and self.room is not None:
             with without_overrides():
                 self.room.sleep()
 
     def wake(self) -> None:
-        """Brings back what `sleep` and `sleep_on_disk` took, as far as there is room; copies may be under way then."""
+        """Brings back what `sleep` took, as far as there is room; copies may be under way then."""
         self._residency.check_turn()
         with without_overrides():
             self._residency.pass_begins()
