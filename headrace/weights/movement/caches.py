@@ -88,6 +88,7 @@ class Caches:
         self._thread: OneThread | None = None
         self._last: weakref.ref[CachedLayer] | None = None  # the layer that was used last
         self._largest: weakref.ref[CachedLayer] | None = None
+        self._is_in_use = False  # whether there ever was a tensor of a layer
         self.is_closed = False
         residency.caches_give_way = self.give_way
         residency.caches_mend = self._mend
@@ -116,6 +117,8 @@ class Caches:
 
     def _mend(self) -> None:
         """Called after a pass was broken off: all layers leave the device, once nothing is being copied any more."""
+        if not self._is_in_use:
+            return
         if self._thread is not None:
             self._thread.submit(int).result()
         for lane in Lane:
@@ -321,6 +324,7 @@ class Caches:
 
     def rest(self, like: torch.Tensor, *, grows: bool, on_disk: bool) -> _Rest:
         """A place on the host or on disk for a tensor, with room to grow if it `grows`."""
+        self._is_in_use = True
         count = like.numel()
         if grows:
             tokens = like.shape[-2]
