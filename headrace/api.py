@@ -543,10 +543,11 @@ class Offloaded(live.Handle, live.ModelHandle):
         The next call brings back what it needs, and memory that the model shares (`headrace.budget()`) is the others'
         until then. Weights that autograd keeps for a backward to come stay. Waits for copies and updates.
 
-        - `host`: also moves the weights in host memory to `disk`, but for those whose memory somebody keeps (`p.data`).
-          They come back with the next call, as far as `host_memory` is free then, or with a later one. What stays:
-          gradients, optimizer state (on disk anyway with `tier="disk"`), the host's cache of experts, caches of
-          `offload_cache()`, and with `param_dtype` the parameters in their own dtype.
+        - `host`: also moves the weights in host memory to `disk`, but for those whose memory somebody keeps (`p.data`),
+          and the state of headrace's optimizers. Weights come back with the next call, as far as `host_memory` is free
+          then, or with a later one; state comes back with the optimizer's next step, or when somebody asks for it. What
+          stays: gradients, the host's cache of experts, caches of `offload_cache()`, and with `param_dtype` the
+          parameters in their own dtype.
 
         Raises StateError within a pass, and after `remove()`; with `host`, ValueError if the model has no disk or has a
         mesh, and DiskError if the drive has no room: some weights may have moved then, and the model works.
@@ -560,13 +561,14 @@ class Offloaded(live.Handle, live.ModelHandle):
                 ' disk="/nvme/headrace", and without mesh'
             )
         self.synchronize()
-        self._engine.sleep(host=host)
+        self._engine.sleep(disk=self._config.disk if host else None)
 
     def wake(self) -> None:
         """Brings back what `sleep` freed, before the next call does.
 
-        Weights that went to disk come back to host memory. If none did, what the next call begins with is loaded to the
-        device; the copies may be under way when this returns. Raises StateError within a pass, and after `remove()`.
+        Weights and optimizer state that went to disk come back to host memory. If none did, what the next call begins
+        with is loaded to the device; the copies may be under way when this returns. Raises StateError within a pass,
+        and after `remove()`.
         """
         self._check_offloaded("wake()")
         self._check_between_passes("wake()")

@@ -125,6 +125,11 @@ class DiskState:
             if self._device.type == "cpu":  # memory that is page-locked for one accelerator is so for all
                 self._ring = self._ring_for(device, before=self._ring)
 
+    def let_go(self) -> None:
+        """Lets go of the staging memory until the next access."""
+        with self._busy:
+            self._ring.close()
+
     @property
     def host_bytes(self) -> int:
         """The bytes of host memory that this holds."""
@@ -162,7 +167,8 @@ class DiskState:
         What `update` changes is written back to disk if `writes`.
         """
         with self._busy:
-            # Ctrl-C may have come when a slot was taken, once more while slots were given back, or in `lock_for`.
+            # After `let_go`. Ctrl-C may also have come when a slot was taken, once more while slots were given back, or
+            # in `lock_for`.
             if self._ring.free_slots < SLOTS:
                 self._ring = self._ring_for(self._device, before=self._ring)
             loads = deque(self._loads(wanted))

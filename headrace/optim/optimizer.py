@@ -1,6 +1,7 @@
 """What do all optimizers of headrace share? State and update in host memory, and the conventions of torch.optim."""
 
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -66,6 +67,7 @@ class HostOptimizer(Optimizer):
         refusals.check_one_model(self._places())
         refusals.check_device_fraction(self._places(), options.device_fraction)
         self._join_node()
+        self._hold_state()
         self._reserve_device_memory()
 
     def _begin_anew(self, options: Options, owners: Sequence[int] = ()) -> None:
@@ -124,6 +126,37 @@ class HostOptimizer(Optimizer):
         for parameter in filter(self._owners.is_elsewhere, self._places()):
             self._states.drop(parameter)
 
+    def _hold_state(self) -> None:
+        """Has the state sleep with the parameters' model, and count in the host memory that the model shares."""
+        manager = refusals.check_one_model(self._places())
+        if manager is not None:
+            manager.hold_state(self, self._state_bytes)
+
+    def _state_bytes(self) -> int:
+        """The bytes of host memory that the state takes while it is awake, or will take."""
+        rules = {id(group): self._rule(group, 1.0) for group in self.param_groups}
+        return sum(
+            self._states.host_bytes(rules[id(group)], parameter, self._local_shards.dtensor_of(parameter))
+            for parameter, (_, group) in self._places().items()
+        )
+
+    def sleep(self, directory: str | os.PathLike[str]) -> None:
+        """Called by the parameters' model: see `runtime.pending.StateHolder`."""
+        self.synchronize()
+        self._states.sleep(directory, [self._master_of(one) for one in self._places() if self.entries.get(one)])
+        manager = refusals.check_one_model(self._places())
+        if manager is not None:
+            manager.hold_state(self, lambda: 0)
+
+    def wake(self) -> None:
+        """Brings back state that went to disk when the parameters' model went to sleep, as the next step does.
+
+        Raises BudgetError if host memory has no room, and DiskError: the state is still on disk then.
+        """
+        if self._states.sleeps:
+            self._hold_state()
+            self._states.wake()
+
     def _reserve_device_memory(self) -> None:
         """With update="device", gets device memory for the updates, unless there is enough."""
         if self._options.update == "host":
@@ -169,7 +202,7 @@ class HostOptimizer(Optimizer):
 
     def _check(self) -> None:
         places = self._places()
-        refusals.check_one_model(places)
+        self._hold_state()
         self._reserve_device_memory()
         self._updates.check_device()
         if self.overlaps:
@@ -204,8 +237,8 @@ class HostOptimizer(Optimizer):
         """Begins updates in backward, and adds their parameters to `updated`. After Ctrl-C, the next step raises."""
         places = self._places()
         begun = {parameter: gradient for parameter, gradient in gradients.items() if parameter in places}
-        if not begun or not self._updates.has_device_memory:  # all belong to another optimizer, or `step` updates them
-            return ()
+        if not begun or not self._updates.has_device_memory or self._states.sleeps:
+            return ()  # all belong to another optimizer, or `step` updates them
         members = self._members(begun)
         with self._updates.interruption.guard_partial_step(members, self._updates.updater.drain):
             self._updates.submit(unit, members, 1.0, self._owners, arrived)
@@ -215,6 +248,7 @@ class HostOptimizer(Optimizer):
     def _members(self, gradients: Mapping[Any, Any]) -> list[Member]:
         """The members for these parameters, with the gradients to update them with; None means `.grad`."""
         self._updates.updater.drain_writers(gradients)  # updates under way raise the count of steps
+        self.wake()
         self._states.take_apart(self._states.entries)
         places = self._places()
         rules: dict[tuple[int, float], ElementRule | MatrixRule] = {}
@@ -341,12 +375,14 @@ class HostOptimizer(Optimizer):
         """
         self._join_node()
         self.synchronize()
+        self.wake()
         self._states.show()
         return self._local_shards.globalize_state(self.entries) if self._local_shards else self.entries
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
         self.synchronize()
+        self.wake()
         self._states.show()  # state on disk is needed if `value` has some of it
         self._states.entries = self._local_shards.localize_state(value) if self._local_shards else value
 
@@ -359,6 +395,7 @@ class HostOptimizer(Optimizer):
         """As `state`, but what is on disk is read only when it is accessed. Waits for updates that are under way."""
         self._join_node()
         self.synchronize()
+        self.wake()
         if self._owners.shares:
             state = self.state_dict()["state"]
             for entries in state.values():

@@ -8,7 +8,7 @@ import torch
 from headrace.errors import LayoutError
 from headrace.optim.options import Options
 from headrace.runtime.autograd import data_of, without_overrides
-from headrace.runtime.pending import name_of, unit_of
+from headrace.runtime.pending import Manager, name_of, unit_of
 
 
 def check_duplicates(param_group: Any) -> None:
@@ -104,8 +104,11 @@ def _why_not_bytes(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def check_one_model(parameters: Iterable[torch.Tensor]) -> None:
-    """Raises ValueError if parameters belong to two offloaded models: updates follow the passes over one model."""
+def check_one_model(parameters: Iterable[torch.Tensor]) -> Manager | None:
+    """The manager of the offloaded model to which parameters belong; None: they belong to none.
+
+    Raises ValueError if they belong to two: updates follow the passes over one model.
+    """
     first = None
     for index, parameter in enumerate(parameters):
         unit = unit_of(parameter)
@@ -119,6 +122,7 @@ def check_one_model(parameters: Iterable[torch.Tensor]) -> None:
                 f" offloaded model than parameter {first[0]}, {name_of(first[1])!r} of shape {tuple(first[1].shape)};"
                 " make one optimizer for each model"
             )
+    return None if first is None else first[2]
 
 
 def check_gradient(optimizer: str, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:

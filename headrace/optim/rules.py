@@ -26,6 +26,13 @@ class MatrixRule:
     apply: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], None]
     elementwise: tuple[str, ...] = ()
 
+    def state_elements(self, shape: torch.Size) -> int:
+        """How many elements its states have: of a matrix' rows and columns, if none is `elementwise`."""
+        count = shape.numel()
+        if self.elementwise or len(shape) < 2:
+            return count * max(1, len(self.elementwise))
+        return count // max(1, shape[-1]) + count // max(1, shape[-2])
+
 
 @dataclass(frozen=True, kw_only=True)
 class ElementRule(ABC):

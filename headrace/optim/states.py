@@ -4,6 +4,7 @@ How state on disk takes part in steps is in `disk_state.py`. When somebody asks 
 memory that is read from disk when touched. Tensors that were put in its place meanwhile go to disk with the next step.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -31,6 +32,7 @@ class ParamStates:
         self.disk = DiskState(options.disk) if options.tier == "disk" else None
         self.entries: defaultdict[torch.Tensor, Any] = defaultdict(dict)  # as in torch.optim: the state in memory
         self.masters: dict[torch.Tensor, MasterWeight] = {}
+        self._asleep: DiskState | None = None  # the states that are on disk while their model sleeps
         self._ledger = Ledger()
         self._may_lock = True  # until the system refuses to page-lock memory
         self._lent: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the state on disk that `entries` shows
@@ -41,6 +43,7 @@ class ParamStates:
         self.masters.clear()
         self._lent.clear()
         self._shapes.clear()
+        self._asleep = None
         if self.disk is not None:
             self.disk = self.disk.emptied()
 
@@ -51,14 +54,14 @@ class ParamStates:
             self._follow(master)
             master = None
         if master is None:
-            eight_bits = self._options.state_dtype == "8bit"
-            on_host = self._options.update == "device"
-            master = MasterWeight(
-                parameter, given, self._options.master_form, eight_bits=eight_bits, state_on_host=on_host
-            )
-            self.masters[parameter] = master
+            master = self.masters[parameter] = self._new_master(parameter, given)
         master.check_version()
         return master
+
+    def _new_master(self, parameter: torch.Tensor, given: torch.Tensor) -> MasterWeight:
+        eight_bits = self._options.state_dtype == "8bit"
+        on_host = self._options.update == "device"
+        return MasterWeight(parameter, given, self._options.master_form, eight_bits=eight_bits, state_on_host=on_host)
 
     def _follow(self, before: MasterWeight) -> None:
         """Has the state follow a parameter that was given another dtype, device or layout, as `model.to()` does."""
@@ -118,6 +121,72 @@ class ParamStates:
     def normalize(self, state: dict[str, Any], rule: ElementRule, master: MasterWeight) -> None:
         """Brings moments that were loaded or set by somebody into the form that is kept: 8 bits or not."""
         eight_bit.convert(state, rule.moments, master.host, narrow=master.uses_8bit)
+
+    def host_bytes(self, rule: ElementRule | MatrixRule, parameter: torch.Tensor, given: torch.Tensor) -> int:
+        """The bytes of host memory that a parameter's state takes while it is awake, or will take from its first step
+        on. `given`: the parameter as the user has it.
+        """
+        if self.disk is not None:
+            return 0
+        state = self.entries.get(parameter, {})
+        nbytes = sum(
+            value.nbytes for name, value in state.items() if isinstance(value, torch.Tensor) and name != "step"
+        )
+        if self._asleep is not None:
+            for key in self._keys(parameter):
+                nbytes += sum(one.like.nbytes for one in self._asleep.at_rest(key, key[1]).values())
+        if nbytes or not parameter.requires_grad:
+            return nbytes
+        master = self._new_master(parameter, given)
+        if isinstance(rule, MatrixRule):
+            nbytes, dtypes = rule.state_elements(parameter.shape) * torch.float32.itemsize, master.master_dtypes
+        else:
+            dtypes = self.dtypes(rule, master)
+        return nbytes + sum(eight_bit.nbytes(parameter.numel(), dtype) for dtype in dtypes.values())
+
+    # asleep -----------------------------------------------------------------------------------------------------------
+    @property
+    def sleeps(self) -> bool:
+        """Whether states are on disk until `wake`."""
+        return self._asleep is not None
+
+    def sleep(self, directory: str | os.PathLike[str], masters: Iterable[MasterWeight]) -> None:
+        """Moves the states of these weights from host memory to a file in `directory`, until `wake`.
+
+        Raises DiskError if the drive has no room, and has moved nothing then.
+        """
+        if self.disk is not None:
+            self.disk.let_go()
+            return
+        disk = self._asleep = self._asleep or DiskState(directory)
+        moving = {master: _movable(self.entries[master.parameter], master) for master in masters}
+        try:
+            for master, tensors in moving.items():
+                self._keep(disk, master, tensors)
+            disk.synchronize()
+        except BaseException:
+            for master, tensors in moving.items():
+                for key in self._keys(master.parameter):
+                    disk.drop(key, tensors)
+            raise
+        for master, tensors in moving.items():
+            for name in tensors:
+                del self.entries[master.parameter][name]
+        disk.let_go()
+
+    def wake(self) -> None:
+        """Moves them back. Raises DiskError: what did not come is still on disk then, and comes with another call."""
+        disk = self._asleep
+        if disk is None:
+            return
+        for parameter, master in self.masters.items():
+            state = self.entries[parameter]
+            for key in self._keys(parameter):
+                if disk.holds(key):
+                    found = self._shaped(master, disk.fetch(key, key[1]))
+                    state.update({name: value for name, value in found.items() if name not in state})
+                    disk.forget(key)
+        self._asleep = None
 
     # on disk ----------------------------------------------------------------------------------------------------------
     def _keys(self, parameter: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
@@ -240,6 +309,16 @@ class ParamStates:
         values = (value for entries in self.entries.values() for value in entries.values() if id(value) not in on_disk)
         held = sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu")
         return held + (0 if self.disk is None else self.disk.host_bytes)
+
+
+def _movable(state: Mapping[str, Any], master: MasterWeight) -> dict[str, torch.Tensor]:
+    """The tensors of a state in host memory that are worth moving to disk, in a form that can be brought back."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.nbytes >= LEAST_BYTES
+        if value.dtype != torch.uint8 or eight_bit.is_record(value, master.host.numel())
+    }
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ through this file alone. A parameter that travels with others names its `Unit`. 
 and the unit's owner waits for it before the parameters are copied, handed out or written.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -128,8 +129,25 @@ class Watcher(Protocol):
         """Called when a backward has raised after `complete` was called: its gradients are gone."""
 
 
+class StateHolder(Protocol):
+    """An optimizer of an offloaded model, as the model sees it: its state in host memory sleeps with the model."""
+
+    def sleep(self, directory: str | os.PathLike[str]) -> None:
+        """Moves the state from host memory to files in `directory`. Raises DiskError, and has moved nothing then."""
+
+    def wake(self) -> None:
+        """Moves the state back. Raises BudgetError if host memory has no room, and DiskError."""
+
+
 class Manager(Protocol):
     """What manages one offloaded model's parameters."""
+
+    def hold_state(self, holder: StateHolder, nbytes: Callable[[], int]) -> None:
+        """Has an optimizer's state sleep with the model, and counts its bytes if the host budget is shared.
+
+        `nbytes`: gives the bytes of host memory that the state takes or will take, in place of what it gave before.
+        Blocks move to disk where there is no room for them. Raises BudgetError.
+        """
 
     def lend_device_memory(self, nbytes: int) -> torch.Tensor:
         """Device memory for updates, a flat uint8 tensor, off the budget of weights for as long as it is referred to.

@@ -5,6 +5,7 @@ See backward.py for what backward does with these, and docs/design/engine.md.
 """
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from headrace.planning import Phase
 from headrace.runtime.autograd import innermost_transform, pop_hooks, saving_is_left_to_autograd, without_overrides
 from headrace.runtime.device import is_capturing
 from headrace.runtime.fibers import calling_thread
+from headrace.runtime.pending import StateHolder
 from headrace.runtime.tensors import tensors_in
 from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block
+from headrace.weights.movement.optimizer_state import OptimizerStates
 from headrace.weights.movement.room import Room
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.call import Call, MethodCall, Passes, PassState, Site, bind, release
@@ -61,6 +64,7 @@ class Engine:
         self.before_call: Callable[[], None] = lambda: None  # called when a pass begins; set by `Attachment`
         self.lending = Lending(passes, self._begin_method)
         self._lent: list[tuple[weakref.ref[torch.Tensor], int]] = []  # device memory of optimizers, and its bytes
+        self._states = OptimizerStates(self._residency.ledger)
         self._claims: dict[str, int] = {}  # under "pass", the thread whose outermost call is under way
         self.backward = Backward(passes, self.lending, self._recover)
         self.row_gradients = RowGradients(self.backward)
@@ -124,6 +128,12 @@ class Engine:
         self._lent.append((weakref.ref(memory), nbytes))
         return memory
 
+    def hold_state(self, holder: StateHolder, nbytes: Callable[[], int]) -> None:
+        """Called by optimizers: see `runtime.pending.Manager`."""
+        may_move = self.room is not None and not self.passes.computes
+        with without_overrides():
+            self._states.hold(holder, nbytes, self.room.make if self.room is not None and may_move else None)
+
     def _take_back_device_memory(self) -> None:
         """Ends all loans. The memory is empty from then on, and an optimizer's next step asks for other."""
         if any(memory() is not None for memory, _ in self._lent):
@@ -161,21 +171,22 @@ class Engine:
         with without_overrides():
             self._residency.give_way(nbytes)
 
-    def sleep(self, *, host: bool = False) -> None:
-        """`host`: also moves blocks from host memory to the model's disk."""
+    def sleep(self, *, disk: str | os.PathLike[str] | None = None) -> None:
+        """`disk`: the model's, to which blocks and its optimizers' state move from host memory. None: they stay."""
         self.passes.wait_for_updates()
         with without_overrides():
             self._executor.sleep(computes=self.passes.computes)
         self.passes.buffers.sleep()
         self._take_back_device_memory()
-
-        if host and self.room is not None:
+        if disk is not None and self.room is not None:
+            self._states.sleep(disk)
             with without_overrides():
                 self.room.sleep()
 
     def wake(self) -> None:
         """Brings back what `sleep` took, as far as there is room; copies may be under way then."""
         self._residency.check_turn()
+        self._states.wake()
         with without_overrides():
             self._residency.pass_begins()
             try:

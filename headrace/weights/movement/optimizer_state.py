@@ -1,0 +1,57 @@
+"""What does a model do with its optimizers' state in host memory? It counts it in a shared budget, and has it sleep."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+from headrace.errors import BudgetError
+from headrace.memory.ledger import Ledger, Tier
+from headrace.runtime.pending import StateHolder
+
+_PURPOSE = "optimizer state"
+
+
+class _Held:
+    """The bytes of one optimizer: they are booked as long as this lives."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class OptimizerStates:
+    """The states of one model's optimizers."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._held: WeakKeyDictionary[StateHolder, _Held] = WeakKeyDictionary()
+
+    def hold(self, holder: StateHolder, nbytes: Callable[[], int], make_room: Callable[[int], bool] | None) -> None:
+        """See `runtime.pending.Manager.hold_state`. `make_room`: moves the model's own blocks to disk, if they may go.
+
+        Without a shared budget, `host_memory` is for weights, gradients and activations alone, and nothing is booked.
+        """
+        before = self._held.setdefault(holder, _Held(0))
+        if self._ledger.share is None or self._ledger.host_budget_bytes is None or nbytes() == before.nbytes:
+            return
+        now = _Held(nbytes())
+        if now.nbytes > before.nbytes:
+            if make_room is not None:
+                make_room(now.nbytes - before.nbytes)
+            self._ledger.check_host(now.nbytes - before.nbytes, _PURPOSE)
+        self._held[holder] = now
+        del before  # its bytes go first
+        self._ledger.book(now, Tier.HOST, _PURPOSE, now.nbytes)
+
+    def sleep(self, directory: str | os.PathLike[str]) -> None:
+        """Moves all states from host memory to files in `directory`. Raises DiskError."""
+        for holder in list(self._held):
+            holder.sleep(directory)
+
+    def wake(self) -> None:
+        """Moves those states back for which host memory has room. The others follow with their optimizer's next step,
+        which raises an error if there is no room then either.
+        """
+        for holder in list(self._held):
+            with contextlib.suppress(BudgetError):
+                holder.wake()
