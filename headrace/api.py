@@ -546,8 +546,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         - `host`: also moves the weights in host memory to `disk`, but for those whose memory somebody keeps (`p.data`),
           and the state of headrace's optimizers. Weights come back with the next call, as far as `host_memory` is free
           then, or with a later one; state comes back with the optimizer's next step, or when somebody asks for it. What
-          stays: gradients, the host's cache of experts, caches of `offload_cache()`, and with `param_dtype` the
-          parameters in their own dtype.
+          stays: gradients, caches of `offload_cache()`, and with `param_dtype` the parameters in their own dtype.
 
         Raises StateError within a pass, and after `remove()`; with `host`, ValueError if the model has no disk or has a
         mesh, and DiskError if the drive has no room: some weights may have moved then, and the model works.

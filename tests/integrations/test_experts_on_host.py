@@ -1,6 +1,7 @@
 """Beside a disk, does host memory hold the experts that the device gave up, and are no others read?"""
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -339,3 +340,26 @@ def test_experts_that_are_kept_keep_their_values(tmp_path: Path) -> None:
         assert kept
         assert_same(answer(model, PROMPT, tokens=8), answer(plain, PROMPT, tokens=8))
         assert all(same(weight, values) for weight, values in kept)
+
+
+@pytest.mark.emu("random:0", "lazy")
+def test_it_sleeps_with_the_model(compute_device: torch.device, tmp_path: Path) -> None:
+    """It is dropped, since the disk has its experts, and holds as many of them after the next pass as before."""
+    model, prompt = model_of("grouped_mm"), PROMPT[:1, :2]
+    plain = copy.deepcopy(model).to(compute_device)
+    prompt = prompt.to(compute_device)
+    wanted = answer(plain, prompt, tokens=8)
+    limit = budget(model, 14)
+    model, options = on_disk(model, "disk", tmp_path)
+    with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+        assert_same(answer(model, prompt, tokens=8), wanted)
+        slots = host_slots(handle)
+        assert slots == EXPERTS - 1
+        handle.sleep(host=True)
+        assert host_slots(handle) == 0
+        gc.collect()
+        assert handle._ledger.held_bytes(Tier.HOST, "weights") <= 2 * 4096  # through which rows of the table pass
+        handle.reset_stats()
+        assert_same(answer(model, prompt, tokens=8), wanted)
+        assert host_slots(handle) == slots
+        assert handle.stats().expert_host_loads

@@ -38,6 +38,7 @@ class Room:
         self._open_fetching = open_fetching
         self._has_room, self._ranks = has_room, ranks
         self._asleep: dict[Block, None] = {}  # blocks that `sleep` has moved to disk, in that order
+        self._cache_bytes = 0  # that `sleep` took from the host's cache of experts
         residency.open_way = self._open_way
 
     def make(self, nbytes: int) -> bool:
@@ -53,7 +54,11 @@ class Room:
         return self._free(nbytes)
 
     def sleep(self) -> None:
-        """Moves all blocks that can go from host memory to disk, until `wake`. Not to be called during a pass."""
+        """Moves all blocks that can go from host memory to disk, until `wake`, and drops the host's cache of experts.
+
+        Not to be called during a pass.
+        """
+        self._cache_bytes += self._executor.slices.leave_host()
         for block in self._movable():
             self._asleep[block] = None  # first: Ctrl-C may come amid the move
             self._to_disk(block)
@@ -63,8 +68,13 @@ class Room:
 
         So does one whose memory somebody keeps, which has to go on showing the weights. Called when a pass begins, too.
         """
-        if not self._asleep:
-            return
+        if self._asleep:
+            self._return_blocks()
+        if self._cache_bytes and not self._asleep and self._ledger.fits(whole_pages(self._cache_bytes)):
+            self._executor.slices.use_host(self._cache_bytes)
+            self._cache_bytes = 0
+
+    def _return_blocks(self) -> None:
         coming = [block for block in reversed(self._asleep) if not block.memory_is_kept]
         fits, all_bytes = self._ledger.fits, sum(whole_pages(block.nbytes) for block in coming)
         all_come = len(coming) == len(self._asleep) and fits(all_bytes)

@@ -88,12 +88,15 @@ class Slices:
             among = self._lanes, self._residency.ledger, self._meter
             self._host_cache = HostExpertCache(nbytes, self.slot_bytes, layers, *among)
 
-    def leave_host(self) -> None:
-        """The inverse of `use_host`: frees that memory. Not to be called during a pass."""
-        if self._host_cache is not None:
-            self._residency.pace.wait()
-            self._host_cache.wait()
-            self._host_cache = None
+    def leave_host(self) -> int:
+        """The inverse of `use_host`: frees that memory, and returns its bytes. Not to be called during a pass."""
+        cache = self._host_cache
+        if cache is None:
+            return 0
+        self._residency.pace.wait()
+        cache.wait()
+        self._host_cache = None
+        return cache.buffer.nbytes
 
     def bank_of(self, block: Block, used: int) -> Bank:
         """The bank for a call that uses `used` of the block's experts. Raises BudgetError where it has no room."""
