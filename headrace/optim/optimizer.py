@@ -64,10 +64,9 @@ class HostOptimizer(Optimizer):
         self.last_grad_norm: float | None = None
         self._begin_anew(options)
         super().__init__(params, **stock)
-        refusals.check_one_model(self._places())
+        self._hold_state()
         refusals.check_device_fraction(self._places(), options.device_fraction)
         self._join_node()
-        self._hold_state()
         self._reserve_device_memory()
 
     def _begin_anew(self, options: Options, owners: Sequence[int] = ()) -> None:

@@ -26,7 +26,7 @@ class OptimizerStates:
         self._ledger = ledger
         self._held: WeakKeyDictionary[StateHolder, _Held] = WeakKeyDictionary()
 
-    def hold(self, holder: StateHolder, nbytes: Callable[[], int], make_room: Callable[[int], bool] | None) -> None:
+    def hold(self, holder: StateHolder, nbytes: Callable[[], int], make_room: Callable[[int], None]) -> None:
         """See `runtime.pending.Manager.hold_state`. `make_room`: moves the model's own blocks to disk, if they may go.
 
         Without a shared budget, `host_memory` is for weights, gradients and activations alone, and nothing is booked.
@@ -36,8 +36,7 @@ class OptimizerStates:
             return
         now = _Held(nbytes())
         if now.nbytes > before.nbytes:
-            if make_room is not None:
-                make_room(now.nbytes - before.nbytes)
+            make_room(now.nbytes - before.nbytes)
             self._ledger.check_host(now.nbytes - before.nbytes, _PURPOSE)
         self._held[holder] = now
         del before  # its bytes go first

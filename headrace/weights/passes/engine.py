@@ -130,9 +130,14 @@ class Engine:
 
     def hold_state(self, holder: StateHolder, nbytes: Callable[[], int]) -> None:
         """Called by optimizers: see `runtime.pending.Manager`."""
-        may_move = self.room is not None and not self.passes.computes
         with without_overrides():
-            self._states.hold(holder, nbytes, self.room.make if self.room is not None and may_move else None)
+            self._states.hold(holder, nbytes, self._make_room)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Moves own blocks to disk until host memory has room for `nbytes`, or no more can go."""
+        if self.room is not None and not self.passes.computes:
+            self.passes.wait_for_updates()
+            self.room.make(nbytes)
 
     def _take_back_device_memory(self) -> None:
         """Ends all loans. The memory is empty from then on, and an optimizer's next step asks for other."""
@@ -162,10 +167,8 @@ class Engine:
         return 0 if self.room is None else self.room.movable_bytes
 
     def give_way_on_host(self, nbytes: int) -> None:
-        if self.room is not None and not self.passes.computes:
-            self.passes.wait_for_updates()
-            with without_overrides(), contextlib.suppress(BudgetError):  # of this model, and another one asks
-                self.room.make(nbytes)
+        with without_overrides(), contextlib.suppress(BudgetError):  # of this model, and another one asks
+            self._make_room(nbytes)
 
     def give_way(self, nbytes: int) -> None:
         with without_overrides():
