@@ -383,6 +383,41 @@ def test_copies_hide(emu_device: ModuleType, ratio: float, width: int) -> None:
     assert link_seconds >= ratio * compute_seconds
 
 
+@pytest.mark.emu("lazy")
+def test_a_plan_counts_what_a_run_moves_and_holds(compute_device: torch.device) -> None:
+    """The budget, what rests, and what a token brings, of weights that do not all stay and of the cache."""
+    settings, tokens = {"num_hidden_layers": 12, "head_dim": 64, "intermediate_size": 256, "vocab_size": 16}, 128
+    model = model_of(**settings).bfloat16()
+    plan = headrace.plan(
+        config(**settings),
+        hardware=headrace.Hardware.named("4090").changed(device_memory_bytes=2**20),
+        training="inference",
+        sequence_length=tokens,
+        method="weights=host,cache=host",
+    )
+    assert plan.decoding is not None
+    rests = {held.place.value: held.nbytes for held in plan.tiers.held if held.purpose == "keys and values"}
+    budget = plan.tiers.streaming_bytes + rests["device"]
+    assert plan.tiers.streaming_bytes < 0.8 * weight_bytes(model)
+    with headrace.offload(model, device=compute_device, device_memory=budget) as handle, torch.no_grad():
+        cache = offload_cache(DynamicCache(config=model.config), handle)
+        before = torch.zeros(1, tokens - 3, dtype=torch.long, device=compute_device)
+        token = before[:, :1]
+        model(before, past_key_values=cache)
+        for _ in range(3):
+            model(token, past_key_values=cache)
+        handle.reset_stats()
+        for _ in range(4):
+            model(token, past_key_values=cache)
+        stats = handle.stats()
+    assert stats.cache_onload_bytes / 4 == pytest.approx(plan.decoding.cache_bytes, rel=0.03)
+    moved = (stats.onload_bytes + stats.cache_onload_bytes) / 4
+    blocks = 3 * weight_bytes(model.model.layers[0])  # whole ones stay, and others have to have room beside them
+    assert plan.decoding.whole.onload_bytes <= moved <= plan.decoding.whole.onload_bytes + blocks
+    assert rests["host"] * 0.95 <= stats.cache_bytes <= rests["host"] * 1.05
+    assert stats.device_peak_bytes <= budget
+
+
 @pytest.mark.core(tier="host", compute_device="emu")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_interrupts(tier: Any, compute_device: torch.device, tmp_path: Path) -> None:

@@ -163,6 +163,32 @@ def test_several_prompts_are_written_on_together(directory: Path, capsys: pytest
     assert told["onload_bytes"] > told["device_peak_bytes"] > 0
 
 
+@pytest.mark.core(tier="host", directory="llama")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_keys_and_values_rest_in_a_tier(tier: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same text. Each of 7 more tokens brought those of all tokens before it."""
+    limits = budgets(directory)
+    line = ["generate", "--model", str(directory), "--prompt", "one two", "--max-new-tokens", "8", "--device", "cpu"]
+    line += [f"--device-memory={limits['device_memory']}", f"--disk={limits['disk']}", "--json"]
+    assert main(line) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*line, "--cache-tier", tier]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["texts"] == plain["texts"]
+    assert told["tokens"] == [8]
+    token_bytes = 8 * 2 * 64 * (2 if "llama" in (directory / "config.json").read_text() else 4)
+    prompt = byte_tokenizer(longest=64)("one two")["input_ids"]
+    assert told["cache_onload_bytes"] >= token_bytes * sum(len(prompt) + new for new in range(7))
+    assert told["device_peak_bytes"] <= limits["device_memory"]
+    held = told["cache_peak_bytes"] if tier == "host" else told["disk_bytes"] - plain["disk_bytes"]
+    assert held >= token_bytes * (len(prompt) + 7)
+    assert (told["cache_peak_bytes"] > 0) == (tier == "host")
+    assert plain["cache_onload_bytes"] == 0
+    line[-2:] = ["--cache-tier", "disk"]
+    assert main(line) == 2
+    assert "--cache-tier disk needs a directory" in capsys.readouterr().err
+
+
 def test_a_chat_has_the_models_template(tmp_path: Path, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copied = tmp_path / "chat"
     shutil.copytree(directory, copied)
