@@ -15,6 +15,8 @@ from transformers import (
     GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -248,6 +250,16 @@ def test_models_that_cannot_go_on_from_the_prompt(
         assert main([*line, "--max-new-tokens", "6"]) == 0
 
 
+def test_a_model_without_keys_and_values_has_no_cache_to_offload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, **IDS)).save_pretrained(tmp_path)
+    byte_tokenizer(longest=64).save_pretrained(tmp_path)
+    line = ["generate", "--model", str(tmp_path), "--prompt", "one", "--device", "cpu", "--cache-tier", "host"]
+    assert main(line) == 2
+    assert "a MambaForCausalLM keeps no keys and values; leave --cache-tier out" in capsys.readouterr().err
+
+
 def test_text_behind_an_encoder_is_counted_from_its_beginning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,7 +269,12 @@ def test_text_behind_an_encoder_is_counted_from_its_beginning(
     byte_tokenizer(longest=64).save_pretrained(tmp_path)
     line = ["generate", "--model", str(tmp_path), "--prompt", "one", "--device", "cpu", "--max-new-tokens", "5"]
     assert main([*line, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == [5]
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["tokens"] == [5]
+    assert main([*line, "--json", "--cache-tier", "host"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["texts"] == plain["texts"]
+    assert told["cache_onload_bytes"] >= 2 * 2 * 32 * 4 * (1 + 2 + 3 + 4)  # the decoder's own
 
 
 @pytest.mark.core(directory="llama")
