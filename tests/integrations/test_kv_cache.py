@@ -383,6 +383,7 @@ def test_copies_hide(emu_device: ModuleType, ratio: float, width: int) -> None:
     assert link_seconds >= ratio * compute_seconds
 
 
+@pytest.mark.extended
 @pytest.mark.emu("lazy")
 def test_a_plan_says_what_a_token_takes(emu_device: ModuleType) -> None:
     """The budget, what rests on the host, what a token brings of weights and of the cache, and its seconds."""
