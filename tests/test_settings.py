@@ -125,6 +125,7 @@ SHOWN: dict[str, dict[str, str]] = {
             ("device", "device_memory", "host_memory", "disk"),
             "integrations/test_transformers.py::test_the_command_line_writes_text",
         ),
+        "cache_tier": "integrations/test_transformers.py::test_keys_and_values_rest_in_a_tier",
     },
     "headrace probe": {
         "device": "ahead/test_probe.py::test_a_probe_is_kept_and_planned_with",

@@ -1,10 +1,11 @@
 """How does the command line write text with a model that does not fit? The arguments of `headrace generate`."""
 
 import argparse
+import inspect
 import json
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from headrace.cli import InputError, about_input, path_argument
 from headrace.config import counted, format_bytes, how_to_download, parse_budget
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
     from headrace import Offloaded
 
@@ -51,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--host-memory", metavar="SIZE", help="for weights in host RAM (default: what is free)")
     memory.add_argument(
         "--disk", type=path_argument, metavar="DIR", help="for weights that fit in neither (default: none)"
+    )
+    memory.add_argument(
+        "--cache-tier",
+        choices=("host", "disk"),
+        help="keys and values rest in host memory, or on --disk, instead of on the device",
     )
 
 
@@ -94,6 +100,8 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise InputError(f"model directory {arguments.model} does not exist; {how_to_download(arguments.model)}")
     if arguments.disk is not None and arguments.disk.is_file():
         raise InputError(f"--disk {arguments.disk} is a file; give a directory")
+    if arguments.cache_tier == "disk" and arguments.disk is None:
+        raise InputError("--cache-tier disk needs a directory on a local drive; give --disk, too")
     with about_input(ValueError):  # what a share comes to is known only with the weights
         for name in ("device_memory", "host_memory"):
             if getattr(arguments, name) is not None:
@@ -120,6 +128,8 @@ def _write(
         prompts, return_tensors="pt", padding=len(prompts) > 1, add_special_tokens=not arguments.chat
     ).to(model.device)
     _check(arguments, model, inputs["input_ids"])
+    if arguments.cache_tier is not None:
+        inputs["past_key_values"] = _cache(model, handle, arguments.cache_tier)
     at_once = not arguments.json and len(prompts) == 1
     clock = _Clock(TextStreamer(tokenizer, skip_special_tokens=True) if at_once else None)
     torch.manual_seed(arguments.seed)
@@ -151,6 +161,8 @@ def _write(
         print("\n\n".join(tokenizer.batch_decode(written, skip_special_tokens=True)))
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     from_disk = f"; {format_bytes(stats.fetch_bytes / seconds)}/s came from disk" if stats.fetch_bytes else ""
+    if stats.cache_onload_bytes:
+        from_disk += f"; {format_bytes(stats.cache_onload_bytes)} of keys and values came to the device"
     print(
         f"{counted(count, 'token')} in {seconds:.1f} s, the first after {first_seconds:.1f} s; of"
         f" {format_bytes(weight_bytes)} of weights at most {format_bytes(stats.device_peak_bytes)} were on the device"
@@ -181,6 +193,22 @@ def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: torc
         )
 
 
+def _cache(model: "PreTrainedModel", handle: "Offloaded", tier: Literal["host", "disk"]) -> "Cache":
+    """An empty cache for the model, which rests in this tier. Raises InputError if the model takes none."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    from headrace.integrations.transformers import offload_cache
+
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        raise InputError(f"a {type(model).__name__} keeps no keys and values; leave --cache-tier out")
+    model.generation_config.cache_implementation = None  # two caches would be an error
+    config = model.config.get_text_config(decoder=True)
+    cache: Cache = DynamicCache(config=config)
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+    return offload_cache(cache, handle, tier=tier)
+
+
 # The fields of the stats that --json prints: bytes, and counts of experts.
 _MEASURED = (
     "device_peak_bytes",
@@ -192,6 +220,8 @@ _MEASURED = (
     "expert_loads",
     "expert_uses",
     "expert_host_loads",
+    "cache_peak_bytes",
+    "cache_onload_bytes",
 )
 
 

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--method",
         metavar="NAME",
         help=f"instead of the fastest: {', '.join(METHODS)}, or parts:"
-        " weights=host,state=disk,update=device,activations=recomputed",
+        " weights=host,state=disk,update=device,activations=recomputed,cache=host (keys and values of inference)",
     )
     parser.add_argument(
         "--set",

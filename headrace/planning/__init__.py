@@ -2,6 +2,7 @@
 
 from headrace.planning.activations import ActivationPlan, ActivationProblem, Saved, plan_activations
 from headrace.planning.bounds import bytes_bound, lower_bound
+from headrace.planning.caches import LAYERS_ON_DEVICE, LAYERS_STAGED, room_on_device, tokens_with_room
 from headrace.planning.keeping import Keeping, Key, passes_through
 from headrace.planning.plan import Plan, Prediction, Step
 from headrace.planning.problem import Phase, Problem, Visit
@@ -11,6 +12,8 @@ from headrace.planning.tables import FEWEST_ROWS, goes_by_rows, kept_free_for_ro
 
 __all__ = [
     "FEWEST_ROWS",
+    "LAYERS_ON_DEVICE",
+    "LAYERS_STAGED",
     "ActivationPlan",
     "ActivationProblem",
     "Keeping",
@@ -30,4 +33,6 @@ __all__ = [
     "on_disk",
     "passes_through",
     "plan_activations",
+    "room_on_device",
+    "tokens_with_room",
 ]

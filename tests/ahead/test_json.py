@@ -84,6 +84,7 @@ def bytes_in(entry: Any, name: str = "") -> list[tuple[str, Any]]:
     [
         (["4090", "--batch-size", "4"], {"onload", "update"}),
         (["4090", "--training", "inference"], set()),
+        (["4090", "--training", "inference", "--method", "cache=disk"], {"onload"}),
         pytest.param(
             ["4090", "--host-memory", "40GiB"],
             {"onload", "fetch of weights", "update", "state on disk"},

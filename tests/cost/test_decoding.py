@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.planning.cost import MACHINES, RunPlan
+from headrace.planning.cost import MACHINES, Place, RunPlan
 from headrace.planning.cost.experts import ExpertCut
 from headrace.shapes import shape_of
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
@@ -214,3 +214,85 @@ def test_when_a_table_travels_by_rows() -> None:
     room = token.tiers.streaming_bytes - token.decoding.cache_bytes
     beside = token.model.weight_bytes - 2 * 128256 * 4096 - room
     assert token.decoding.whole.onload_bytes == beside + 2 * 4096
+
+
+def held(plan: RunPlan, purpose: str) -> dict[Place, int]:
+    return {item.place: item.nbytes for item in plan.tiers.held if item.purpose == purpose}
+
+
+TOKEN = 2 * 8 * 128 * 2  # bytes of keys and values of one token in one layer of LLAMA_8B
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_keys_and_values_that_rest_elsewhere(tier: str) -> None:
+    """Room for an eighth more tokens where they rest, for three layers on the device, for six on the way to disk. Each
+    token brings all of them, and the weights that do not stay.
+    """
+    settings: dict[str, Any] = {"hardware": "4090", "training": "inference", "sequence_length": 16384, "batch_size": 2}
+    plan, stays = (headrace.plan(LLAMA_8B, method=f"weights=host,cache={at}", **settings) for at in (tier, "device"))
+    machine, layer, cached = MACHINES["4090"], 2 * 16384 * TOKEN, 32 * 2 * 16384 * TOKEN
+    rests = {Place.DEVICE: 3 * layer, Place.HOST: 6 * layer, Place(tier): cached * 9 // 8}
+    assert held(plan, "keys and values") == rests
+    assert not held(stays, "keys and values")
+    decoding, before = plan.decoding, stays.decoding
+    assert decoding is not None
+    assert before is not None
+    assert decoding.cache_bytes == before.cache_bytes == cached
+    assert decoding.lacks_bytes == before.lacks_bytes == 0
+    room = stays.tiers.streaming_bytes - 3 * layer
+    assert plan.tiers.streaming_bytes == room
+    beside = plan.model.weight_bytes - 2 * 128256 * 4096 - room + 2 * 2 * 4096  # the table's rows come alone
+    assert decoding.whole.onload_bytes == pytest.approx((beside + cached) / 2, rel=1e-6)
+    assert decoding.whole.fetch_bytes == (cached / 2 if tier == "disk" else 0)
+    waits = (2 * 34 + 2) * machine.link_latency_seconds  # weights, keys and values of each block; the rows
+    link = waits + (beside + cached) / machine.onload_bytes_per_second
+    slower = max(link, cached / machine.disk_read_bytes_per_second if tier == "disk" else 0)
+    assert slower > decoding.compute_seconds
+    assert 2 / decoding.whole.tokens_per_second == pytest.approx(slower, rel=1e-3)
+    text = plan.to_text()
+    assert f"keys and values {'on disk' if tier == 'disk' else 'in host memory'}" in text
+    assert "call      cache = offload_cache(DynamicCache(config=model.config), handle" in text
+    asked = int(text.partition('device_memory="')[2].partition(".")[0]) * GB
+    assert room + 2 * layer < asked <= room + 3 * layer
+    assert plan.to_dict()["method"]["cache"] == tier
+
+
+def test_keys_and_values_without_room_on_the_device() -> None:
+    """They are planned on the host, or on disk where that lacks room, too; and if neither has it, the plan says so."""
+    settings: dict[str, Any] = {"hardware": "4090", "training": "inference", "sequence_length": 65536}
+    plan = headrace.plan(LLAMA_8B, **settings)
+    assert plan.method.cache is Place.HOST
+    assert plan.decoding is not None
+    assert plan.decoding.lacks_bytes == 0
+    assert plan.to_dict() == headrace.plan(LLAMA_8B, method="cache=host", **settings).to_dict()
+    stays = headrace.plan(LLAMA_8B, method="cache=device", **settings)
+    assert stays.decoding is not None
+    assert stays.method.cache is Place.DEVICE
+    head = 2 * 128257 * 4096  # the largest block: the output layer, and the norm before it
+    assert stays.decoding.lacks_bytes == 32 * 65536 * TOKEN - (stays.tiers.streaming_bytes - head)
+    assert "to let them rest in host memory: --method cache=host" in stays.to_text()
+    assert headrace.plan(LLAMA_8B, host_memory=8 * GB, **settings).method.cache is Place.DISK
+    for none in ({"disk": False, "host_memory": 24 * GB}, {"method": "none", "device_memory": 34 * GB}):
+        without = headrace.plan(LLAMA_8B, **settings, **none)
+        assert without.decoding is not None
+        assert without.method.cache is Place.DEVICE
+        assert without.decoding.lacks_bytes > 0
+    lacking = headrace.plan(LLAMA_8B, **settings, host_memory=10 * GB, method="weights=host,cache=host")
+    assert lacking.shortfall is not None
+    assert "keys and values on disk (cache=disk in the method)" in lacking.shortfall.fixes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "cache=host", "training": "full"},
+        {"method": "none,cache=host"},
+        {"method": "cache=host", "devices": 2},
+        {"method": "cache=disk", "disk": False},
+    ],
+)
+def test_keys_and_values_that_cannot_leave(settings: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match="keys and values leave one device in inference alone, beside weights that are"
+    ):
+        headrace.plan(LLAMA_8B, **{"hardware": "4090", "training": "inference"} | settings)

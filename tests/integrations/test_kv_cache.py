@@ -383,6 +383,41 @@ def test_copies_hide(emu_device: ModuleType, ratio: float, width: int) -> None:
     assert link_seconds >= ratio * compute_seconds
 
 
+@pytest.mark.extended
+@pytest.mark.emu("lazy")
+def test_a_plan_says_what_a_token_takes(emu_device: ModuleType) -> None:
+    """The budget, what rests on the host, what a token brings of weights and of the cache, and its seconds."""
+    settings = {"num_hidden_layers": 24, "hidden_size": 64, "intermediate_size": 512, "vocab_size": 16}
+    rows, tokens = 4, 1024
+    plan = headrace.plan(
+        config(**settings),
+        hardware=headrace.Hardware.named("4090").changed(link="1GB/s", link_latency_seconds=0),
+        device_memory="30MB",
+        training="inference",
+        method="weights=host,cache=host",
+        batch_size=rows,
+        sequence_length=tokens,
+    )
+    assert plan.decoding is not None
+    rests = {held.place.value: held.nbytes for held in plan.tiers.held if held.purpose == "keys and values"}
+    budget, token = plan.tiers.streaming_bytes + rests["device"], plan.decoding.whole
+    rates = {"device_bytes_per_second": 1e12, "h2d_bytes_per_second": 1e9, "d2h_bytes_per_second": 1e9}
+    emu_device.configure(dry_run=True, allocator="exact", register_seconds_per_gib=0.0, **rates)
+    model = model_of(**settings).bfloat16()
+    assert plan.tiers.streaming_bytes < 0.8 * weight_bytes(model)
+    with headrace.offload(model, device="emu", device_memory=budget) as handle:
+        cache = offload_cache(DynamicCache(config=model.config), handle)
+        seconds = seconds_of_token(model, cache, rows, tokens, handle.reset_stats)
+        stats = handle.stats()
+    assert stats.device_peak_bytes <= budget
+    assert stats.cache_bytes == pytest.approx(rests["host"], rel=0.01)
+    assert stats.cache_onload_bytes / 3 == pytest.approx(plan.decoding.cache_bytes, rel=0.01)
+    blocks = 3 * weight_bytes(model.model.layers[0])  # whole ones stay, and others have to have room beside them
+    moved = (stats.onload_bytes + stats.cache_onload_bytes) / 3
+    assert rows * token.onload_bytes <= moved <= rows * token.onload_bytes + blocks
+    assert 1 <= seconds * token.tokens_per_second / rows <= 1.1
+
+
 @pytest.mark.core(tier="host", compute_device="emu")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_interrupts(tier: Any, compute_device: torch.device, tmp_path: Path) -> None:

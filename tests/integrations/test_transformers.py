@@ -15,6 +15,8 @@ from transformers import (
     GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -163,6 +165,32 @@ def test_several_prompts_are_written_on_together(directory: Path, capsys: pytest
     assert told["onload_bytes"] > told["device_peak_bytes"] > 0
 
 
+@pytest.mark.core(tier="host", directory="llama")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_keys_and_values_rest_in_a_tier(tier: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same text. Each of 7 more tokens brought those of all tokens before it."""
+    limits = budgets(directory)
+    line = ["generate", "--model", str(directory), "--prompt", "one two", "--max-new-tokens", "8", "--device", "cpu"]
+    line += [f"--device-memory={limits['device_memory']}", f"--disk={limits['disk']}", "--json"]
+    assert main(line) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*line, "--cache-tier", tier]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["texts"] == plain["texts"]
+    assert told["tokens"] == [8]
+    token_bytes = 8 * 2 * 64 * (2 if "llama" in (directory / "config.json").read_text() else 4)
+    prompt = byte_tokenizer(longest=64)("one two")["input_ids"]
+    assert told["cache_onload_bytes"] >= token_bytes * sum(len(prompt) + new for new in range(7))
+    assert told["device_peak_bytes"] <= limits["device_memory"]
+    held = told["cache_peak_bytes"] if tier == "host" else told["disk_bytes"] - plain["disk_bytes"]
+    assert held >= token_bytes * (len(prompt) + 7)
+    assert (told["cache_peak_bytes"] > 0) == (tier == "host")
+    assert plain["cache_onload_bytes"] == 0
+    line[-2:] = ["--cache-tier", "disk"]
+    assert main(line) == 2
+    assert "--cache-tier disk needs a directory" in capsys.readouterr().err
+
+
 def test_a_chat_has_the_models_template(tmp_path: Path, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copied = tmp_path / "chat"
     shutil.copytree(directory, copied)
@@ -222,6 +250,16 @@ def test_models_that_cannot_go_on_from_the_prompt(
         assert main([*line, "--max-new-tokens", "6"]) == 0
 
 
+def test_a_model_without_keys_and_values_has_no_cache_to_offload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, **IDS)).save_pretrained(tmp_path)
+    byte_tokenizer(longest=64).save_pretrained(tmp_path)
+    line = ["generate", "--model", str(tmp_path), "--prompt", "one", "--device", "cpu", "--cache-tier", "host"]
+    assert main(line) == 2
+    assert "a MambaForCausalLM keeps no keys and values; leave --cache-tier out" in capsys.readouterr().err
+
+
 def test_text_behind_an_encoder_is_counted_from_its_beginning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,7 +269,12 @@ def test_text_behind_an_encoder_is_counted_from_its_beginning(
     byte_tokenizer(longest=64).save_pretrained(tmp_path)
     line = ["generate", "--model", str(tmp_path), "--prompt", "one", "--device", "cpu", "--max-new-tokens", "5"]
     assert main([*line, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == [5]
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["tokens"] == [5]
+    assert main([*line, "--json", "--cache-tier", "host"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["texts"] == plain["texts"]
+    assert told["cache_onload_bytes"] >= 2 * 2 * 32 * 4 * (1 + 2 + 3 + 4)  # the decoder's own
 
 
 @pytest.mark.core(directory="llama")

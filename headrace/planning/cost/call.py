@@ -1,6 +1,7 @@
 """Which calls do what a plan says? As lines of Python to paste."""
 
 from headrace.planning.cost.forecast import Run
+from headrace.planning.cost.tiers import CACHE
 from headrace.planning.cost.work import Activations, Case, Overlap, Place
 
 
@@ -12,12 +13,16 @@ def calls_of(run: Run) -> list[str]:
         calls.append("model.gradient_checkpointing_enable()")
     offloads = case.trains and method.activations in (Activations.OFFLOADED, Activations.SPILLED)
     if method.streamed:
-        settings = [f'device_memory="{_size_text(run.tiers.streaming_bytes)}"']
+        layers = sum(held.nbytes for held in run.tiers.held if (held.place, held.purpose) == (Place.DEVICE, CACHE))
+        settings = [f'device_memory="{_size_text(run.tiers.streaming_bytes + layers)}"']
         settings += ['disk="/a/local/drive/weights"'] if method.uses_disk else []
         settings += [f"activations={_activations(method.activations)}"] if offloads else []
         settings += ["mesh=mesh"] if case.spread.data > 1 else []
         settings += ['onload="gather"'] if run.sharing is not None and run.sharing.gathered else []
         calls.append(f"handle = headrace.offload(model, {', '.join(settings)})")
+        if method.cache is not Place.DEVICE:
+            tier = ', tier="disk"' if method.cache is Place.DISK else ""
+            calls.append(f"cache = offload_cache(DynamicCache(config=model.config), handle{tier})")
     elif offloads:
         calls.append("headrace.offload_activations(model)")
     if case.trains and method.state is not Place.DEVICE:

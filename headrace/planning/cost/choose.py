@@ -43,8 +43,9 @@ def options(
     wanted: Wanted | None = None,
 ) -> list[Option]:
     """All methods that are `wanted`, the simplest first."""
-    methods = list(_methods(work, overlap, disk=disk and hardware.disk_bytes > 0, alone=spread.data == 1))
-    asked = admitted(methods, wanted or {}, work.training)
+    wanted, disk = wanted or {}, disk and hardware.disk_bytes > 0
+    methods = list(_methods(work, overlap, wanted.get("cache", Place.DEVICE), disk=disk, alone=spread.data == 1))
+    asked = admitted(methods, wanted, work.training)
     return [option_of(Case(shape, work, spread, method, hardware)) for method in asked]
 
 
@@ -78,8 +79,10 @@ def best_run(considered: list[Option]) -> Run | None:
     return runs.get(best)
 
 
-def _methods(work: Work, overlap: Overlap, *, disk: bool, alone: bool) -> Iterator[Method]:
-    """All methods, from no offloading to all of it. On a device that is `alone`, micro-batches may go together."""
+def _methods(work: Work, overlap: Overlap, cache: Place, *, disk: bool, alone: bool) -> Iterator[Method]:
+    """All methods, from no offloading to all of it. On a device that is `alone`, micro-batches may go together, and
+    the `cache` of inference may leave.
+    """
     training = work.training
     kept = [Activations.KEPT]
     states = [Place.DEVICE]
@@ -87,6 +90,9 @@ def _methods(work: Work, overlap: Overlap, *, disk: bool, alone: bool) -> Iterat
         kept += [Activations.RECOMPUTED, Activations.OFFLOADED, *([Activations.SPILLED] if disk else [])]
         states += [Place.HOST] + ([Place.DISK] if disk else [])
     for weights in (Place.DEVICE, Place.HOST, *((Place.DISK,) if disk else ())):
+        by_handle = alone and training is Training.NONE and weights is not Place.DEVICE
+        if cache is not Place.DEVICE and not (by_handle and (disk or cache is Place.HOST)):
+            continue
         for state in states:
             if training is Training.FULL and weights is not Place.DEVICE and state is Place.DEVICE:
                 continue  # weights with homes on the host are updated there
@@ -94,7 +100,7 @@ def _methods(work: Work, overlap: Overlap, *, disk: bool, alone: bool) -> Iterat
                 continue  # an adapter's state is too small to be worth a disk
             for activations in kept:
                 own = Overlap.NONE if state is Place.DEVICE or training is Training.NONE else overlap
-                method = Method(weights=weights, state=state, activations=activations, overlap=own)
+                method = Method(weights=weights, state=state, activations=activations, overlap=own, cache=cache)
                 by_device = [Place.DEVICE] if state is not Place.DEVICE and (alone or method.streamed) else []
                 for update in (Place.HOST, *by_device):
                     # A plain model on a device reads weights there at any time: nothing may be updated beside it.
@@ -225,6 +231,8 @@ def shortfall(considered: list[Option]) -> Shortfall:
             fixes.append(f"{decimal_text(_host_memory(closest), 4)} of host memory in the node")
             if not hardware.disk_bytes and closest.case.trains:
                 fixes.append("a disk for the optimizer's state")
+            if hardware.disk_bytes and closest.method.cache is Place.HOST:
+                fixes.append("keys and values on disk (cache=disk in the method)")
         else:
             fixes.append(f"{decimal_text(_up(total * hardware.devices), 4)} of disk in the node")
     return Shortfall(**vars(closest), fixes=tuple(fixes))

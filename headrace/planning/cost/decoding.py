@@ -9,11 +9,10 @@ from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import mean_read_share
 from headrace.planning.cost.rows import room_for_rows, row_loads, without_tables
 from headrace.planning.cost.shape import BlockKind, BlockShape
-from headrace.planning.cost.tiers import Tiers
+from headrace.planning.cost.tiers import Tiers, cache_bytes
 from headrace.planning.cost.work import Case, Place, Work
 
 _HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99)
-_CACHE_ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +27,9 @@ class DecodingRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Decoding `sequences` at once, `context` tokens each, whose keys and values take `cache_bytes` on the device.
+    """Decoding `sequences` at once, `context` tokens each, whose keys and values take `cache_bytes`.
 
+    - `lacks_bytes`: what the device lacks for keys and values that stay there. The rates leave it out of account.
     - `cut`: the experts that come one by one, and the room for them. None: no experts do.
     - `wanted_experts`: how many experts of each layer one token of each sequence wants, with even routing.
     - `even`: the rate with even routing; `rates`: the rates for several shares of experts on the device; `given`: the
@@ -42,6 +42,7 @@ class Decoding:
     sequences: int
     context: int
     cache_bytes: int
+    lacks_bytes: int
     compute_seconds: float
     disk_share: float
     whole: DecodingRate
@@ -61,7 +62,7 @@ class Decoding:
             }
             experts = own | {"bytes": cut.expert_bytes, "wanted": self.wanted_experts}
             experts["disk_share"] = self.experts_disk_share
-        plain = ("sequences", "context", "cache_bytes", "compute_seconds", "disk_share")
+        plain = ("sequences", "context", "cache_bytes", "lacks_bytes", "compute_seconds", "disk_share")
         rates = {name: getattr(self, name) for name in ("whole", "even", "given")}
         return {
             **{name: getattr(self, name) for name in plain},
@@ -74,17 +75,18 @@ class Decoding:
 def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Decoding | None:
     """How a run decodes after a prompt of the work's length; None unless it is inference on one device.
 
-    Keys and values take free device memory first, and then a part of what the prompt's pass has for weights.
+    Keys and values on the device take free memory first, and then a part of what the prompt's pass has for weights.
+    Others come once for each token, as `offload_cache` brings them.
     """
     shape, work, method, hardware = case.shape, case.work, case.method, case.hardware
     if case.trains or case.spread.data > 1:
         return None
     token = replace(work, sequence_length=1)
-    cache_bytes = work.tokens * sum(block.cache_elements for block in shape.blocks) * _CACHE_ELEMENT_BYTES
-    budget = shape.weight_bytes
-    if method.streamed:
-        free_bytes = tiers.capacity[Place.DEVICE] - tiers.total(Place.DEVICE)
-        budget = max(0, tiers.streaming_bytes - max(0, cache_bytes - free_bytes))
+    cached = sum(cache_bytes(block, work) for block in shape.blocks)
+    taken_bytes = 0  # of the room for weights
+    if method.cache is Place.DEVICE:
+        taken_bytes = max(0, cached - (tiers.capacity[Place.DEVICE] - tiers.total(Place.DEVICE)))
+    budget = max(0, tiers.streaming_bytes - taken_bytes) if method.streamed else shape.weight_bytes
     disk_share = 0.0
     if method.weights is Place.DISK:
         beside = sum(held.nbytes for held in tiers.held if held.place is Place.HOST and held.purpose != "weights")
@@ -93,11 +95,20 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
     compute = sum(_compute_seconds(block, token, work.sequence_length, hardware) for block in shape.blocks)
     visiting = without_tables(case, tiers.tables)
     rows = [row_loads(shape.blocks[index], case, token.tokens, float(index in tiers.on_disk)) for index in tiers.tables]
-    one = _Token(token.tokens, hardware, compute, len(shape.blocks), disk_share * mean_read_share(case))
+    one = _Token(
+        token.tokens,
+        hardware,
+        compute,
+        len(shape.blocks),
+        disk_share * mean_read_share(case),
+        onload_bytes=cached if method.cache is not Place.DEVICE else 0,
+        fetch_bytes=cached if method.cache is Place.DISK else 0,
+    )
     found = Decoding(
         sequences=work.batch_size,
         context=work.sequence_length,
-        cache_bytes=cache_bytes,
+        cache_bytes=cached,
+        lacks_bytes=max(0, taken_bytes - (tiers.streaming_bytes - tiers.least_bytes)),
         compute_seconds=compute,
         disk_share=disk_share,
         whole=one.rate(1.0, max(0, visiting.shape.weight_bytes - budget), rows),
@@ -130,8 +141,8 @@ def _compute_seconds(block: BlockShape, token: Work, context: int, hardware: Har
     """Seconds that the block computes for one token of each sequence, which reads keys and values of its context."""
     if block.kind is BlockKind.EMBEDDING:
         return 0.0
-    cache = token.tokens * context * block.cache_elements * _CACHE_ELEMENT_BYTES
-    read = (block.read_bytes(token.tokens) + cache) / hardware.device_bytes_per_second
+    cached = cache_bytes(block, replace(token, sequence_length=context))
+    read = (block.read_bytes(token.tokens) + cached) / hardware.device_bytes_per_second
     return max(block.forward_flops(token.tokens, context) / hardware.flops_per_second, read)
 
 
@@ -144,22 +155,29 @@ class _Token:
     compute_seconds: float
     blocks: int
     read_share: float  # the share of visiting weights that is read from disk
+    onload_bytes: int  # of keys and values that come to the device
+    fetch_bytes: int  # of these, those that are read from disk
 
     def rate(
         self, there: float, visiting_bytes: float, experts: Sequence[PartLoads], from_disk: float = 0.0
     ) -> DecodingRate:
-        """The rate if first missing experts come, while nothing computes, and then visiting weights, beside compute."""
+        """The rate if first missing experts come, while nothing computes, and then, beside compute, visiting weights,
+        keys and values.
+        """
         hardware, visits = self.hardware, 0.0
-        expert_bytes, read_bytes = sum(load.nbytes for load in experts), self.read_share * visiting_bytes
-        if visiting_bytes:
-            latency = hardware.link_latency_seconds * self.blocks
-            visits = latency + visiting_bytes / hardware.onload_bytes_per_second
+        expert_bytes = sum(load.nbytes for load in experts)
+        read_bytes = self.read_share * visiting_bytes + self.fetch_bytes
+        visits_bytes = visiting_bytes + self.onload_bytes
+        if visits_bytes:
+            kinds = (visiting_bytes > 0) + (self.onload_bytes > 0)
+            latency = hardware.link_latency_seconds * self.blocks * kinds
+            visits = latency + visits_bytes / hardware.onload_bytes_per_second
         if read_bytes:
             visits = max(visits, read_bytes / hardware.disk_read_bytes_per_second)
         seconds = sum(load.seconds for load in experts) + max(self.compute_seconds, visits)
         return DecodingRate(
             hit_rate=there,
-            onload_bytes=round((expert_bytes + visiting_bytes) / self.tokens),
+            onload_bytes=round((expert_bytes + visits_bytes) / self.tokens),
             fetch_bytes=round((from_disk * expert_bytes + read_bytes) / self.tokens),
             tokens_per_second=self.tokens / seconds,
         )

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -230,29 +231,38 @@ def plan_run(
 ) -> RunPlan:
     """The plan of `model` on `hardware`, by the fastest of all methods, or of those that are `wanted`.
 
+    Where its device has no room for keys and values, these are planned on the host, or else on disk.
     `expert_hit_rate`: the share of the experts that decoding wants and finds on the device. Raises ValueError when no
     method is as wanted.
     """
     planned.cache_clear()
-    spread = spread or Spread()
+    spread, wanted = spread or Spread(), wanted or {}
     idle = max(0, hardware.devices - spread.ranks)
     hardware = replace(hardware, devices=spread.ranks)  # unused devices share nothing
-    considered = options(model, work, spread, hardware, overlap, disk, wanted)
-    run = best_run(considered)
-    decoding = None
-    if run is not None:
-        decoding = decoding_of(run.case, run.tiers, expert_hit_rate)
-    return RunPlan(
-        model=model,
-        work=work,
-        spread=spread,
-        hardware=hardware,
-        run=run,
-        options=tuple(considered),
-        shortfall=shortfall(considered) if run is None else None,
-        decoding=decoding,
-        idle_devices=idle,
-    )
+
+    def plan_of(asked: Wanted) -> RunPlan:
+        considered = options(model, work, spread, hardware, overlap, disk, asked)
+        run = best_run(considered)
+        return RunPlan(
+            model=model,
+            work=work,
+            spread=spread,
+            hardware=hardware,
+            run=run,
+            options=tuple(considered),
+            shortfall=shortfall(considered) if run is None else None,
+            decoding=None if run is None else decoding_of(run.case, run.tiers, expert_hit_rate),
+            idle_devices=idle,
+        )
+
+    plan = plan_of(wanted)
+    for place in (Place.HOST, Place.DISK):
+        if plan.decoding is None or not plan.decoding.lacks_bytes or "cache" in wanted:
+            break
+        with suppress(ValueError):  # no such method
+            other = plan_of({**wanted, "cache": place})
+            plan = other if other.fits else plan
+    return plan
 
 
 def _plain(settings: object) -> dict[str, Any]:
@@ -285,7 +295,7 @@ def _text(plan: RunPlan) -> str:
         lines += ["", *_missing(plan)]
     else:
         lines += ["", *_lanes(plan.run), "", *_time_line(plan, plan.run), "", *_closing(plan, plan.run)]
-        lines += [] if plan.decoding is None else ["", *_decoding(plan.decoding)]
+        lines += [] if plan.decoding is None else ["", *_decoding(plan.decoding, plan.method.cache)]
         calls = [] if plan.not_run else calls_of(plan.run)
         lines += ["", *(f"call      {call}" for call in calls)] if calls else []
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -465,12 +475,18 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
     return lines
 
 
-def _decoding(decoding: Decoding) -> list[str]:
+def _decoding(decoding: Decoding, cache: Place) -> list[str]:
     """The lines about decoding: what moves for a token of each sequence, and how fast."""
     cut, cached = decoding.cut, ""
     if decoding.cache_bytes:
-        cached = f", {decimal_text(decoding.cache_bytes)} of keys and values"
+        where = {Place.DEVICE: "", Place.HOST: " in host memory", Place.DISK: " on disk"}[cache]
+        cached = f", {decimal_text(decoding.cache_bytes)} of keys and values{where}"
     lines = [f"decoding  {decoding.sequences} x {decoding.context:,} tokens of context{cached}"]
+    if decoding.lacks_bytes:
+        lines.append(
+            f"lacks     {decimal_text(decoding.lacks_bytes)} of device memory for keys and values, so this is out of"
+            " reach; to let them rest in host memory: --method cache=host"
+        )
     if decoding.disk_share:
         lines.append(f"on disk   {decoding.disk_share:.0%} of the weights; host memory has room for the others")
     if cut is None:

@@ -1,8 +1,9 @@
 """How many bytes does a run hold in each tier, and for what?"""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from headrace.planning.caches import LAYERS_STAGED, room_on_device, tokens_with_room
 from headrace.planning.cost.experts import ExpertCut, can_cut, cut_of, least_cut_bytes
 from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import packed_bytes, packs
@@ -10,13 +11,15 @@ from headrace.planning.cost.rows import room_for_rows, tables_of, without_tables
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from headrace.planning.cost.sharing import crossing_of
 from headrace.planning.cost.traffic import ACTIVATION_LAYERS, GRADIENT_BLOCKS, STAGED_BLOCKS, block_seconds
-from headrace.planning.cost.work import Activations, Case, Overlap, Place, Training
+from headrace.planning.cost.work import Activations, Case, Overlap, Place, Training, Work
 from headrace.planning.resting import on_disk
 from headrace.planning.tables import kept_free_for_rows
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
 UPDATE_BYTES = 48 << 20  # of the device: what passes through when the device updates what rests on the host
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
+CACHE = "keys and values"
+_CACHE_ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Tiers:
     held: tuple[Held, ...]
     capacity: dict[Place, int]
     streaming_bytes: int  # what is left on the device for blocks that come and go (0: none come)
+    least_bytes: int = 0  # the part of `streaming_bytes` without which blocks cannot come
     cut: ExpertCut | None = None  # experts that come one by one, within `streaming_bytes`
     tables: frozenset[int] = frozenset()  # indices of embeddings whose tables travel by rows
     rows_bytes: int = 0  # the part of `streaming_bytes` that is left free for rows
@@ -62,7 +66,7 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
     """
     shape, method = case.shape, case.method
     capacity = _capacity(case.hardware)
-    held = [*_activations(case), *(_training(case) if case.trains else ())]
+    held = [*_activations(case), *_cache(case), *(_training(case) if case.trains else ())]
     if not method.streamed:
         held.append(Held(Place.DEVICE, "weights", shape.weight_bytes))
         if case.changes and not case.hardware.unified:
@@ -110,6 +114,7 @@ def tiers_of(case: Case, streaming_bytes: int | None = None) -> Tiers:
         held=tuple(held),
         capacity=capacity,
         streaming_bytes=room,
+        least_bytes=least,
         cut=cut,
         tables=tables,
         rows_bytes=rows,
@@ -146,6 +151,24 @@ def activation_bytes(case: Case) -> tuple[int, int]:
         with_inputs = (block.activation_bytes(tokens) + tokens * block.input_bytes for block in layers)
         here = min(here, max(with_inputs, default=0.0))
     return round(head + here), round(sum(sizes) if kept is Activations.OFFLOADED else largest)
+
+
+def cache_bytes(block: BlockShape, work: Work) -> int:
+    """Bytes of the block's keys and values, of all tokens of one micro-batch."""
+    return work.tokens * block.cache_elements * _CACHE_ELEMENT_BYTES
+
+
+def _cache(case: Case) -> Iterable[Held]:
+    """Keys and values that rest on the host or on disk, with room for tokens to come, and the layers that move."""
+    place, work = case.method.cache, case.work
+    if place is Place.DEVICE:
+        return
+    roomy = replace(work, sequence_length=tokens_with_room(work.sequence_length))
+    layers = [cache_bytes(block, work) for block in case.shape.blocks]
+    yield Held(Place.DEVICE, CACHE, room_on_device(max(layers)))
+    if place is Place.DISK:
+        yield Held(Place.HOST, CACHE, _largest(layers, LAYERS_STAGED))
+    yield Held(place, CACHE, sum(cache_bytes(block, roomy) for block in case.shape.blocks))
 
 
 def _keeps_up(block: BlockShape, case: Case) -> bool:

@@ -17,6 +17,7 @@ _PARTS: dict[str, dict[str, Any]] = {  # parts of a method, by name and value
     "weights": _PLACES,
     "state": _PLACES,
     "update": {place.value: place for place in (Place.HOST, Place.DEVICE)},
+    "cache": _PLACES,
     "activations": {kind.value.split()[0]: kind for kind in Activations},
 }
 
@@ -60,7 +61,8 @@ def admitted(methods: list[Method], asked: Wanted, training: Training) -> list[M
         told = ", ".join(f"{name}={getattr(value, 'value', value)}" for name, value in asked.items())
         raise ValueError(
             f"no method has {told} with training={training.value!r}: weights that are trained and rest"
-            " on the host are updated there, all of them, and only a machine with a disk can use one"
+            " on the host are updated there, all of them, only a machine with a disk can use one, and keys and values"
+            " leave one device in inference alone, beside weights that are streamed"
         )
     return found
 

@@ -125,12 +125,13 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to hold a run: where weights and optimizer state rest, and what becomes of activations.
+    """A way to hold a run: where weights, optimizer state, keys and values rest, and what becomes of activations.
 
     Weights that rest on the device stay there; others visit it block by block. If the optimizer's state is not on the
     device, the host updates `host_share` of the parameters; the device holds the state of the others, and updates them.
     With `update` DEVICE, the device updates all, and state comes and goes block by block.
-    `together` micro-batches go through a block each time it is on the device (`forward_backward`).
+    `together` micro-batches go through a block each time it is on the device (`forward_backward`). With a `cache` on
+    the host or on disk, each layer's keys and values visit the device for each token (`offload_cache`).
     """
 
     weights: Place
@@ -140,6 +141,7 @@ class Method:
     host_share: float = 1.0
     together: int = 1
     update: Place = Place.HOST
+    cache: Place = Place.DEVICE
 
     @property
     def device_share(self) -> float:
@@ -157,14 +159,15 @@ class Method:
 
     @property
     def uses_disk(self) -> bool:
-        return Place.DISK in (self.weights, self.state) or self.activations is Activations.SPILLED
+        return Place.DISK in (self.weights, self.state, self.cache) or self.activations is Activations.SPILLED
 
     def without_disk(self) -> Method:
         """The same method with host memory in place of the disk."""
-        weights, state = (Place.HOST if place is Place.DISK else place for place in (self.weights, self.state))
+        rests = (self.weights, self.state, self.cache)
+        weights, state, cache = (Place.HOST if place is Place.DISK else place for place in rests)
         spilled = self.activations is Activations.SPILLED
         activations = Activations.OFFLOADED if spilled else self.activations
-        return replace(self, weights=weights, state=state, activations=activations)
+        return replace(self, weights=weights, state=state, cache=cache, activations=activations)
 
     def text(self, training: Training) -> str:
         """The method in words."""
@@ -177,6 +180,8 @@ class Method:
             parts[-1] += ", updated by the device" if self.update is Place.DEVICE else ""
         if training is not Training.NONE and self.activations is not Activations.KEPT:
             parts.append(f"activations {self.activations.value}")
+        if self.cache is not Place.DEVICE:
+            parts.append("keys and values " + ("on disk" if self.cache is Place.DISK else "in host memory"))
         if self.together > 1:
             parts.append(f"{self.together} micro-batches together in each block (forward_backward)")
         return "; ".join(parts) or "everything on the device: no offloading"

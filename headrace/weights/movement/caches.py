@@ -18,14 +18,13 @@ from headrace.memory.buffers import plain_tensors
 from headrace.memory.disk import TensorsOnDisk, copy_on_disk
 from headrace.memory.ledger import Tier
 from headrace.memory.pool import HostPool, Slab
+from headrace.planning import LAYERS_ON_DEVICE, LAYERS_STAGED, room_on_device, tokens_with_room
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
 from headrace.runtime.threads import OneThread, wait_asleep
 from headrace.weights.meter import Meter
 from headrace.weights.movement.residency import Residency
 
 PURPOSE = "caches"
-_AT_ONCE = 3  # layers on the device at the same time, for which plans leave room: one is used, two are on their way
-_LEAST_TOKENS, _SHARE = 64, 8  # room for new tokens: so many, or an eighth of those that are there
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -133,12 +132,9 @@ class Caches:
         self._staging.keep(())
 
     def _planned_bytes(self) -> int:
-        """The bytes that plans leave for layers: rounded up, so that they are made anew only a few times."""
+        """The bytes that plans leave for layers."""
         layer = None if self._largest is None else self._largest()
-        if layer is None:
-            return 0
-        step = 1 << max(layer.nbytes.bit_length() - 4, 0)
-        return _AT_ONCE * -(-layer.nbytes // step) * step
+        return 0 if layer is None else room_on_device(layer.nbytes)
 
     def give_way(self) -> None:
         """Takes all layers off the device, also those that came ahead."""
@@ -188,7 +184,7 @@ class Caches:
     def _send_for_next(self, layer: "CachedLayer") -> None:
         """Sends for the layers that follow, as far as there is room."""
         following: CachedLayer | None = layer
-        for _ in range(_AT_ONCE - 1):
+        for _ in range(LAYERS_ON_DEVICE - 1):
             following = None if following is None or following.follower is None else following.follower()
             if following is None or self._residency.is_paused():
                 return
@@ -275,7 +271,7 @@ class Caches:
     def _staged(self, tensors: Sequence[torch.Tensor]) -> tuple[Slab, list[torch.Tensor]]:
         """Page-locked memory for tensors of these shapes; waits for copies of more than a few layers at once."""
         nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
-        while self._kept and self._staging.held_bytes + nbytes > 2 * _AT_ONCE * nbytes:
+        while self._kept and self._staging.held_bytes + nbytes > LAYERS_STAGED * nbytes:
             self._kept[0][0].synchronize()
             self._let_go_of_kept()
         slab = self._staging.take(nbytes)
@@ -301,7 +297,7 @@ class Caches:
         self._meter.cache_offloaded(transfer.nbytes)
         self._meter.arrived(transfer, PURPOSE)
         self._leaving.append(transfer)
-        while self._leaving and (len(self._leaving) > _AT_ONCE or self._leaving[0].done.query()):
+        while self._leaving and (len(self._leaving) > LAYERS_ON_DEVICE or self._leaving[0].done.query()):
             self._let_go_of_oldest()
 
     def _let_go_of_oldest(self) -> None:
@@ -328,7 +324,7 @@ class Caches:
         count = like.numel()
         if grows:
             tokens = like.shape[-2]
-            count = count // tokens * (tokens + max(_LEAST_TOKENS, tokens // _SHARE))
+            count = count // tokens * tokens_with_room(tokens)
         nbytes = count * like.itemsize
         ledger = self._residency.ledger
         if on_disk and self.disk is not None:
