@@ -1,7 +1,7 @@
 """Which calls do what a plan says? As lines of Python to paste."""
 
 from headrace.planning.cost.forecast import Run
-from headrace.planning.cost.tiers import CACHE
+from headrace.planning.cost.tiers import CACHE, taken_by_cache
 from headrace.planning.cost.work import Activations, Case, Overlap, Place
 
 
@@ -14,7 +14,8 @@ def calls_of(run: Run) -> list[str]:
     offloads = case.trains and method.activations in (Activations.OFFLOADED, Activations.SPILLED)
     if method.streamed:
         layers = sum(held.nbytes for held in run.tiers.held if (held.place, held.purpose) == (Place.DEVICE, CACHE))
-        settings = [f'device_memory="{_size_text(run.tiers.streaming_bytes + layers)}"']
+        room = max(run.tiers.least_bytes, run.tiers.streaming_bytes - taken_by_cache(case, run.tiers))
+        settings = [f'device_memory="{_size_text(room + layers)}"']
         settings += ['disk="/a/local/drive/weights"'] if method.uses_disk else []
         settings += [f"activations={_activations(method.activations)}"] if offloads else []
         settings += ["mesh=mesh"] if case.spread.data > 1 else []

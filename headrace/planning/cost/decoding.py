@@ -9,7 +9,7 @@ from headrace.planning.cost.hardware import Hardware
 from headrace.planning.cost.packing import mean_read_share
 from headrace.planning.cost.rows import room_for_rows, row_loads, without_tables
 from headrace.planning.cost.shape import BlockKind, BlockShape
-from headrace.planning.cost.tiers import Tiers, cache_bytes
+from headrace.planning.cost.tiers import Tiers, cache_bytes, taken_by_cache
 from headrace.planning.cost.work import Case, Place, Work
 
 _HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -83,9 +83,7 @@ def decoding_of(case: Case, tiers: Tiers, hit_rate: float | None = None) -> Deco
         return None
     token = replace(work, sequence_length=1)
     cached = sum(cache_bytes(block, work) for block in shape.blocks)
-    taken_bytes = 0  # of the room for weights
-    if method.cache is Place.DEVICE:
-        taken_bytes = max(0, cached - (tiers.capacity[Place.DEVICE] - tiers.total(Place.DEVICE)))
+    taken_bytes = taken_by_cache(case, tiers)
     budget = max(0, tiers.streaming_bytes - taken_bytes) if method.streamed else shape.weight_bytes
     disk_share = 0.0
     if method.weights is Place.DISK:

@@ -158,6 +158,14 @@ def cache_bytes(block: BlockShape, work: Work) -> int:
     return work.tokens * block.cache_elements * _CACHE_ELEMENT_BYTES
 
 
+def taken_by_cache(case: Case, tiers: Tiers) -> int:
+    """Bytes of `streaming_bytes` that keys and values on the device take, which take free memory first."""
+    if case.trains or case.spread.data > 1 or case.method.cache is not Place.DEVICE:
+        return 0
+    cached = sum(cache_bytes(block, case.work) for block in case.shape.blocks)
+    return max(0, cached - (tiers.capacity[Place.DEVICE] - tiers.total(Place.DEVICE)))
+
+
 def _cache(case: Case) -> Iterable[Held]:
     """Keys and values that rest on the host or on disk, with room for tokens to come, and the layers that move."""
     place, work = case.method.cache, case.work
