@@ -6,10 +6,11 @@ from typing import Any
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
+from torch import distributed, nn
 
 from headrace.errors import StateError
 from headrace.integrations.ranks import is_averaged, no_sync
+from headrace.runtime.ranks import Ranks
 
 __all__ = ["FabricMeshStrategy", "MeshStrategy"]
 
@@ -31,6 +32,11 @@ class MeshStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is not follo
         with no_sync(self.model):
             yield
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """The first rank writes. If it raises, all ranks do."""
+        with _as_one(self, filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
 
 class FabricMeshStrategy(FabricDDPStrategy):  # type: ignore[misc]
     """The same for `Fabric(strategy=FabricMeshStrategy())`: offload before `fabric.setup(model, ...)`."""
@@ -47,6 +53,15 @@ class FabricMeshStrategy(FabricDDPStrategy):  # type: ignore[misc]
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Within this context, backward does not average, if `enabled`."""
         return no_sync(module) if enabled else contextlib.nullcontext()
+
+    def save_checkpoint(self, path: Any, *args: Any, **named: Any) -> None:
+        """The first rank writes. If it raises, all ranks do."""
+        with _as_one(self, path):
+            super().save_checkpoint(path, *args, **named)
+
+
+def _as_one(strategy: Any, path: Any) -> contextlib.AbstractContextManager[None]:
+    return Ranks(distributed.group.WORLD, strategy.root_device.type).as_one(f"save {path}")
 
 
 def _check(model: nn.Module) -> None:
