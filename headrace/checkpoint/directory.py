@@ -303,7 +303,7 @@ def replace_whole(path: Path, data: bytes) -> None:
     DiskError. A link stays, and the file that it leads to is replaced.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():  # such as /dev/null, which root could replace
+    if os.path.exists(path) and not os.path.isfile(path):  # such as /dev/null, which root could replace
         raise DiskError(errno.EEXIST, f"{path} cannot be written (it is no regular file); name a file that can be")
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

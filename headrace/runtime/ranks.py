@@ -80,7 +80,7 @@ class Ranks:
         """
         try:
             yield
-        except BaseException as error:
+        except Exception as error:  # not Ctrl-C, which the others may have got, too
             with contextlib.suppress(RankError):  # of another that is gone: this error came first
                 self.failures(error)
             raise
