@@ -18,8 +18,9 @@ __all__ = ["FabricMeshStrategy", "MeshStrategy"]
 class MeshStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is not followed
     """Lightning's DDPStrategy without the wrapper, for `Trainer(strategy=MeshStrategy())`.
 
-    Offload the model with `mesh=` in `configure_model`, on all ranks. The settings are those of DDPStrategy. Training
-    parameters that were not offloaded with `mesh=` raises StateError.
+    Offload the model with `mesh=` in `configure_model`, on all ranks. The settings are those of DDPStrategy; those of
+    the wrapper, such as `ddp_comm_hook`, have no effect. Training parameters that were not offloaded with `mesh=`
+    raises StateError. If the first rank cannot save a checkpoint, all ranks raise.
     """
 
     def configure_ddp(self) -> None:
