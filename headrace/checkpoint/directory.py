@@ -300,8 +300,11 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def replace_whole(path: Path, data: bytes) -> None:
     """Writes a small file in the place of an older one: whoever reads meanwhile finds that one, or this. Raises
-    DiskError.
+    DiskError. A link stays, and the file that it leads to is replaced.
     """
+    path = Path(os.path.realpath(path))
+    if os.path.exists(path) and not os.path.isfile(path):  # such as /dev/null, which root could replace
+        raise DiskError(errno.EEXIST, f"{path} cannot be written (it is no regular file); name a file that can be")
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         try:

@@ -6,10 +6,11 @@ from typing import Any
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
+from torch import distributed, nn
 
 from headrace.errors import StateError
 from headrace.integrations.ranks import is_averaged, no_sync
+from headrace.runtime.ranks import Ranks
 
 __all__ = ["FabricMeshStrategy", "MeshStrategy"]
 
@@ -17,8 +18,9 @@ __all__ = ["FabricMeshStrategy", "MeshStrategy"]
 class MeshStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is not followed
     """Lightning's DDPStrategy without the wrapper, for `Trainer(strategy=MeshStrategy())`.
 
-    Offload the model with `mesh=` in `configure_model`, on all ranks. The settings are those of DDPStrategy. Training
-    parameters that were not offloaded with `mesh=` raises StateError.
+    Offload the model with `mesh=` in `configure_model`, on all ranks. The settings are those of DDPStrategy; those of
+    the wrapper, such as `ddp_comm_hook`, have no effect. Training parameters that were not offloaded with `mesh=`
+    raises StateError. If the first rank cannot save a checkpoint, all ranks raise.
     """
 
     def configure_ddp(self) -> None:
@@ -30,6 +32,11 @@ class MeshStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is not follo
         """Within this context, backward does not average."""
         with no_sync(self.model):
             yield
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """The first rank writes. If it raises, all ranks do."""
+        with _as_one(self, filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
 
 class FabricMeshStrategy(FabricDDPStrategy):  # type: ignore[misc]
@@ -47,6 +54,15 @@ class FabricMeshStrategy(FabricDDPStrategy):  # type: ignore[misc]
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Within this context, backward does not average, if `enabled`."""
         return no_sync(module) if enabled else contextlib.nullcontext()
+
+    def save_checkpoint(self, path: Any, *args: Any, **named: Any) -> None:
+        """The first rank writes. If it raises, all ranks do."""
+        with _as_one(self, path):
+            super().save_checkpoint(path, *args, **named)
+
+
+def _as_one(strategy: Any, path: Any) -> contextlib.AbstractContextManager[None]:
+    return Ranks(distributed.group.WORLD, strategy.root_device.type).as_one(f"save {path}")
 
 
 def _check(model: nn.Module) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from headrace.api import Offloaded
 from headrace.errors import StateError
 from headrace.live import handles_of
 from headrace.optim.optimizer import HostOptimizer
+from headrace.runtime.ranks import Ranks
 
 __all__ = ["leave_unwrapped"]
 
@@ -34,6 +36,8 @@ def leave_unwrapped(trainer: Any) -> None:
         accelerator.register_save_state_pre_hook(lambda *_: consolidate(accelerator._optimizers))
     else:
         trainer.save_model = partial(_save_model, trainer, trainer.save_model)
+        own = trainer._save_optimizer_and_scheduler
+        trainer._save_optimizer_and_scheduler = partial(_save_optimizer, trainer, own)
 
 
 def _prepare_model(
@@ -50,9 +54,21 @@ def _no_sync(own: Any, model: nn.Module) -> Any:
 
 def _save_model(trainer: Any, own: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """With `_internal_call`, all ranks begin a checkpoint."""
-    own(output_dir, _internal_call=_internal_call)
-    if _internal_call and not trainer.args.save_only_model:
-        consolidate([trainer.optimizer])
+    with as_one(f"save {output_dir}", trainer.args) if _internal_call else contextlib.nullcontext():
+        own(output_dir, _internal_call=_internal_call)
+
+
+def _save_optimizer(trainer: Any, own: Any, output_dir: str) -> None:
+    consolidate([trainer.optimizer])
+    with as_one(f"save {output_dir}", trainer.args):
+        own(output_dir)
+
+
+def as_one(what: str, args: Any) -> contextlib.AbstractContextManager[None]:
+    """Encloses what the first rank of a Trainer does alone. If it raises, all ranks do; see `Ranks.as_one`."""
+    if args.world_size == 1:
+        return contextlib.nullcontext()
+    return Ranks(torch.distributed.group.WORLD, args.device.type).as_one(what)
 
 
 def consolidate(optimizers: Iterable[Any]) -> None:

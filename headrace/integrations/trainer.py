@@ -23,7 +23,7 @@ from transformers.training_args import ParallelMode
 import headrace.optim
 from headrace.api import Offloaded
 from headrace.config import check_flag
-from headrace.integrations.ranks import consolidate
+from headrace.integrations.ranks import as_one, consolidate
 from headrace.report import Stats
 from headrace.saving import Saving, save
 
@@ -96,7 +96,8 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
       `trainer.train(resume_from_checkpoint="<output_dir>/headrace/step-<n>")` resumes from it, bit for bit;
       `headrace.load` reads it, too, and returns the states of the scheduler and the Trainer as `extra`.
       `save_total_limit` says how many are kept. With `save_only_model`, the Trainer's own checkpoints are smaller, and
-      training cannot resume from them exactly. With several ranks, the first one writes while the others wait.
+      training cannot resume from them exactly. With several ranks, the first one writes while the others wait;
+      if it fails, all raise.
 
     Given as `callbacks=[...]`, it comes after the callbacks that report to TensorBoard and others, so these do not see
     its numbers; `attach(trainer)` puts it before them. The numbers are `headrace_device_peak_gib` (weights on the
@@ -153,18 +154,18 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
             return
         files = _files_to_resume_from(args, state, **found)
         consolidate([found["optimizer"]])
-        if args.process_index == 0:
-            self._saving = save(
-                Path(args.output_dir or ".") / "headrace" / f"step-{state.global_step}",
-                found["model"],
-                getattr(found["optimizer"], "optimizer", found["optimizer"]),  # accelerate wraps the optimizer
-                extra={"scheduler": found["lr_scheduler"], "trainer_state": dataclasses.asdict(state)},
-                files=files,
-                keep=args.save_total_limit,
-                wait=args.world_size > 1,  # other ranks' updates do not wait until they have been read
-            )
-        if args.world_size > 1:
-            torch.distributed.barrier()
+        path = Path(args.output_dir or ".") / "headrace" / f"step-{state.global_step}"
+        with as_one(f"save {path}", args):
+            if args.process_index == 0:
+                self._saving = save(
+                    path,
+                    found["model"],
+                    getattr(found["optimizer"], "optimizer", found["optimizer"]),  # accelerate wraps the optimizer
+                    extra={"scheduler": found["lr_scheduler"], "trainer_state": dataclasses.asdict(state)},
+                    files=files,
+                    keep=args.save_total_limit,
+                    wait=args.world_size > 1,  # other ranks' updates do not wait until they have been read
+                )
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
         """Stops counting, and waits for the last checkpoint."""

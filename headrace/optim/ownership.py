@@ -166,16 +166,14 @@ class Ownership:
 
     def _tell(self, error: Exception | None) -> None:
         """Ends an update: raises what failed here, or StateError for what failed on another rank. A collective."""
-        failed = any(rank for (rank,) in self.ranks.numbers([int(error is not None)]))
-        told = self.ranks.objects(_text(error)) if failed else []
+        told = self.ranks.failures(error)
         if error is not None:
             raise error
-        for rank, text in enumerate(told):
-            if text is not None:
-                raise StateError(
-                    f"{self.ranks.named(rank)} failed to update its parameters: {text}; those of the other ranks are"
-                    " updated, and weights are alike on all: load a checkpoint, weights and state, on every rank"
-                )
+        for rank, text in told.items():
+            raise StateError(
+                f"{self.ranks.named(rank)} failed to update its parameters: {text}; those of the other ranks are"
+                " updated, and weights are alike on all: load a checkpoint, weights and state, on every rank"
+            )
 
     def _refuse(self, told: list[tuple[str | None, list[str], dict[str, str], dict[int, int]]]) -> None:
         named = self.ranks.named

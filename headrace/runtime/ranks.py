@@ -65,6 +65,31 @@ class Ranks:
             torch.distributed.all_gather_object(found, value, group=self._group)
         return found
 
+    def failures(self, error: BaseException | None) -> dict[int, str]:
+        """What has failed, by rank; `error` is what failed on this one. All ranks call this."""
+        if not any(failed for (failed,) in self.numbers([error is not None])):
+            return {}
+        told = self.objects(None if error is None else f"{type(error).__name__}: {error}")
+        return {rank: text for rank, text in enumerate(told) if text is not None}
+
+    @contextlib.contextmanager
+    def as_one(self, what: str) -> Iterator[None]:
+        """Encloses what one rank does, such as "save the model", and waits for it. All ranks enter it.
+
+        What it raises is raised on its rank; the others raise RankError, which has its text.
+        """
+        try:
+            yield
+        except Exception as error:  # not Ctrl-C, which the others may have got, too
+            with contextlib.suppress(RankError):  # of another that is gone: this error came first
+                self.failures(error)
+            raise
+        for rank, text in self.failures(None).items():
+            raise RankError(
+                f"{self.named(rank)} could not {what}, and the others waited for it: mend that, and go on from the last"
+                f" checkpoint on all ranks. Its error: {text}"
+            )
+
     def added(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `values`, on the CPU."""
         total = values.to(self._device, copy=True)

@@ -7,7 +7,7 @@ together in the order of the micro-batches.
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +46,7 @@ class World:
         return self.own == 0
 
     def in_turn(self, mine: Sequence[T]) -> list[T]:
-        """The items of a sequence that was dealt out to ranks in turn. All ranks call this and the four below."""
+        """The items of a sequence that was dealt out to ranks in turn. All ranks call this and the five below."""
         every = self._every(list(mine))
         return [one for turn in itertools.zip_longest(*every) for one in turn if one is not None]
 
@@ -61,6 +61,10 @@ class World:
     def wait(self) -> None:
         """Waits until all ranks have called this."""
         self._every(None)
+
+    def as_one(self, what: str) -> AbstractContextManager[None]:
+        """Encloses what the first rank does while the others wait. If it raises, all do; see `Ranks.as_one`."""
+        return nullcontext() if self._ranks is None else self._ranks.as_one(what)
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:

@@ -160,22 +160,22 @@ def save_checkpoint(
     """
     if isinstance(run.optimizer, HostOptimizer):
         run.optimizer.consolidate_state_dict(to=0)  # of the state that is dealt out to the ranks
-    saving = None
-    if world.is_first:
+    path = config.checkpoints / name_of(past)
+    with world.as_one(f"save {path}"):
+        if not world.is_first:
+            return None
         config.checkpoints.mkdir(parents=True, exist_ok=True)
         new = config.checkpoints / "run.new"
         new.write_text(json.dumps(dataclasses.asdict(terms), indent=2) + "\n")
         os.replace(new, config.checkpoints / _TERMS)
-        saving = headrace.save(
-            config.checkpoints / name_of(past),
+        return headrace.save(
+            path,
             run.model,
             run.optimizer,
             extra={"run": run, "data": batches, "past": dataclasses.asdict(past)},
             keep=config.keep,
             wait=world.count > 1,  # other ranks' updates do not wait until they have been read
         )
-    world.wait()
-    return saving
 
 
 def load_checkpoint(checkpoint: Path, run: Run, batches: Batches) -> Past:

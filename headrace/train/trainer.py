@@ -250,16 +250,16 @@ def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
         return False
     measured = evaluate(run, job.eval_sequences, job.world, batch_size=config.batch_size, step=step)
     progress.evaluation(measured)
-    if job.world.is_first and all(measured.loss < other.loss for other in past.evaluations):
-        new = config.output / "best.new"
-        job.save_model(new)
-        best = config.output / "best"
-        if best.exists():
-            exchange(new, best)  # if the process is killed, one of them is whole
-            shutil.rmtree(new, ignore_errors=True)
-        else:
-            new.rename(best)
-    job.world.wait()
+    best = config.output / "best"
+    with job.world.as_one(f"save {best}"):
+        if job.world.is_first and all(measured.loss < other.loss for other in past.evaluations):
+            new = config.output / "best.new"
+            job.save_model(new)
+            if best.exists():
+                exchange(new, best)  # if the process is killed, one of them is whole
+                shutil.rmtree(new, ignore_errors=True)
+            else:
+                new.rename(best)
     past.evaluations.append(measured)
     return True
 

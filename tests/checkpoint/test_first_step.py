@@ -1,6 +1,7 @@
 """Is the first step after a resume planned, as the last one before it was?"""
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -202,15 +203,27 @@ def test_an_order_of_other_blocks_is_not_taken(tmp_path):
     assert not handle.load_order(tmp_path / "order.json")
 
 
+def test_an_order_goes_where_a_link_leads(tmp_path):
+    _, handle, _ = run(torch.device("cpu"))
+    (tmp_path / "link").symlink_to(tmp_path / "order.json")
+    for _ in range(2):
+        handle.save_order(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "order.json").is_file()
+
+
 def test_where_no_order_can_be_written(tmp_path):
     model, handle, _ = run(torch.device("cpu"))
     evaluate(model)
     with pytest.raises(headrace.DiskError, match=r"order\.json cannot be written \(No such file or dir"):
         handle.save_order(tmp_path / "missing" / "order.json")
     (tmp_path / "order.json").mkdir()
-    with pytest.raises(headrace.DiskError, match=r"order\.json cannot be written"):
-        handle.save_order(tmp_path / "order.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["order.json"]
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "order.json", tmp_path / "pipe", "/", "."):  # what root could replace, such as /dev/null
+        with pytest.raises(headrace.DiskError, match=r"cannot be written \(it is no regular file\)"):
+            handle.save_order(path)
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["order.json", "pipe"]
     with model.register_forward_hook(lambda *_: handle.save_order(tmp_path / "order")), pytest.raises(StateError):
         evaluate(model)
     handle.remove()

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from io import StringIO
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +42,22 @@ def offloaded(model: nn.Module, device_memory: int) -> Iterator[headrace.Offload
         stats = handle.stats()
         assert stats.device_peak_bytes <= device_memory < sum(one.nbytes for one in model.parameters())
         assert stats.onload_bytes > device_memory
+
+
+@contextmanager
+def second_fails(owner: Any, name: str) -> Iterator[None]:
+    """The first rank's second call of a method that saves raises; then all ranks raise, and say so."""
+    calls, own = count(1), getattr(owner, name)
+
+    def call(*args: Any, **named: Any) -> Any:
+        if next(calls) == 2 and distributed.get_rank() == 0:
+            raise OSError("the drive is full")
+        return own(*args, **named)
+
+    said = (OSError, "drive is full"), (headrace.RankError, "rank 0 could not save .* OSError: the drive is full")
+    kind, match = said[distributed.get_rank()]
+    with mock.patch.object(owner, name, call), pytest.raises(kind, match=match):
+        yield
 
 
 # transformers' Trainer ------------------------------------------------------------------------------------------------
@@ -95,6 +113,20 @@ def trainer_resumes(directory: str, changes: dict[str, Any]) -> None:
     _, found, outcome = trainer_run(where / "again", True, changes, str(begun))
     assert found[0][:4] == logs[0][:4]
     assert_same(outcome, plain)
+
+
+def trainer_cannot_save(directory: str, place: str) -> None:
+    from transformers import Trainer
+
+    from headrace.checkpoint.directory import NewDirectory
+    from tests.integrations.test_trainer import llama
+
+    where, fails = Path(directory), {"headrace's": (NewDirectory, "publish"), "weights": (Trainer, "_save")}
+    with second_fails(*fails.get(place, (Trainer, "_save_optimizer_and_scheduler"))):
+        trainer_run(where, True, {"max_steps": 2, "saves": True})
+    distributed.barrier()
+    assert [path.name for path in (where / "headrace").iterdir()] == ["step-1"]
+    headrace.load(where / "headrace" / "step-1", llama())
 
 
 # accelerate -----------------------------------------------------------------------------------------------------------
@@ -282,6 +314,20 @@ def fabric(directory: str) -> None:
     found, outcome = fabric_run(where / "begun", range(2, 4), offloads=True)
     assert found == losses[2 * 3 :]
     assert_same(outcome, plain)
+
+
+def lightning_cannot_save(directory: str) -> None:
+    """Lightning's Trainer and Fabric, whose first checkpoints are whole."""
+    from lightning.fabric.plugins import TorchCheckpointIO
+
+    where = Path(directory)
+    with second_fails(TorchCheckpointIO, "save_checkpoint"):
+        lightning_run(where, 2, offloads=True)
+    with second_fails(TorchCheckpointIO, "save_checkpoint"):
+        for steps in (range(1), range(1, 2)):
+            fabric_run(where, steps, offloads=True)
+    distributed.barrier()
+    assert sorted(path.name for path in where.iterdir()) == ["1.ckpt", "epoch=0.ckpt"]
 
 
 # TRL ------------------------------------------------------------------------------------------------------------------

@@ -41,6 +41,12 @@ def test_trainer_resumes(nursery: Nursery, tmp_path: Path, changes: dict[str, An
     run(nursery, tmp_path, "trainer_resumes", changes)
 
 
+@pytest.mark.core(place="headrace's")
+@pytest.mark.parametrize("place", ["headrace's", "weights", "optimizer"])
+def test_where_the_first_rank_cannot_save_all_raise(nursery: Nursery, tmp_path: Path, place: str) -> None:
+    run(nursery, tmp_path, "trainer_cannot_save", place)
+
+
 @pytest.mark.core(precision="no")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(nursery: Nursery, tmp_path: Path, precision: str) -> None:
@@ -59,6 +65,11 @@ def test_lightning(nursery: Nursery, tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_fabric(nursery: Nursery, tmp_path: Path) -> None:
     run(nursery, tmp_path, "fabric")
+
+
+@pytest.mark.extended
+def test_where_lightnings_first_rank_cannot_save_all_raise(nursery: Nursery, tmp_path: Path) -> None:
+    run(nursery, tmp_path, "lightning_cannot_save")
 
 
 @pytest.mark.extended

@@ -1,5 +1,6 @@
 """What the ranks of tests/train/test_ranks.py run: `headrace train` as torchrun would start it, which may be ended."""
 
+import errno
 import os
 import signal
 from collections.abc import Mapping
@@ -8,11 +9,12 @@ from typing import Any
 import torch
 
 import headrace
+from headrace.errors import OutOfMemoryError
 from headrace.train.progress import Progress
 
 
 def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: list[Mapping[str, Any]]) -> None:
-    """One run after the other. `ends`: how this one does ("killed", "stopped"), and in which step."""
+    """One run after the other. `ends`: how this one does ("killed", "stopped", "full"), and in which step."""
     environment = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in environment.items()}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_DATASETS_CACHE": cache}
@@ -33,8 +35,8 @@ def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: lis
         _end_in(how, step)
         try:
             result = train(TrainConfig(**given), Progress())
-        except headrace.RankError as error:
-            print("RankError", error, flush=True)
+        except (headrace.RankError, OutOfMemoryError) as error:
+            print(type(error).__name__, error, flush=True)
             os._exit(0)
         stats: Any = result.stats
         assert 0 < stats.device_peak_bytes <= 0.75 * result.weight_bytes
@@ -45,8 +47,12 @@ def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: lis
         print("stopped" if result.checkpoint else "done", flush=True)
 
 
+def _full(*arguments: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def _end_in(how: str | None, number: int) -> None:
-    """The last rank is killed, or gets SIGTERM, in that step of the process, after its update."""
+    """In that step, after its update, the last rank is killed, or gets SIGTERM, or the first rank's drive is full."""
     from headrace.train.run import Run
 
     if not hasattr(Run, "whole_step"):
@@ -55,7 +61,10 @@ def _end_in(how: str | None, number: int) -> None:
 
     def step(self: Run, batches: Any) -> float:
         steps.append(self.whole_step(batches))  # type: ignore[attr-defined]
-        if len(steps) == number and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        rank = int(os.environ["RANK"])
+        if len(steps) == number and how == "full" and rank == 0:
+            os.pwritev = _full  # type: ignore[assignment]
+        elif len(steps) == number and how != "full" and rank == int(os.environ["WORLD_SIZE"]) - 1:
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGTERM)
         return steps[-1]
 

@@ -151,6 +151,19 @@ def test_a_run_that_is_killed_or_stopped_goes_on_with_other_ranks(
     assert_same(come_to(tmp_path / "out"), come_to(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
+def test_where_the_first_rank_cannot_save_all_end(
+    start: Callable[..., list[Child]], small: dict[str, Any], tmp_path: Path, model_directory: Path
+) -> None:
+    settings = {**small, "model": model_directory, "save_every": 1, "output": tmp_path / "out", "ends": ("full", 2)}
+    first, second = start(2, settings)
+    end(
+        [second], "OutOfMemoryError out of disk: rank 0 could not save .*/step-00000002.*DiskError: .*No space left.*\n"
+    )
+    end([first], "OutOfMemoryError out of disk: .*No space left.*\n")
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("*step-*")] == ["step-00000001"]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
