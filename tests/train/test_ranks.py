@@ -151,6 +151,7 @@ def test_a_run_that_is_killed_or_stopped_goes_on_with_other_ranks(
     assert_same(come_to(tmp_path / "out"), come_to(tmp_path / "whole"))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
 def test_where_the_first_rank_cannot_save_all_end(
     start: Callable[..., list[Child]], small: dict[str, Any], tmp_path: Path, model_directory: Path
