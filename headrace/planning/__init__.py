@@ -5,6 +5,7 @@ from headrace.planning.bounds import bytes_bound, lower_bound
 from headrace.planning.keeping import Keeping, Key, passes_through
 from headrace.planning.plan import Plan, Prediction, Step
 from headrace.planning.problem import Phase, Problem, Visit
+from headrace.planning.recomputing import Fate, Recomputed, choose_kept
 from headrace.planning.resting import on_disk
 from headrace.planning.search import make_plan
 from headrace.planning.tables import FEWEST_ROWS, goes_by_rows, kept_free_for_rows
@@ -13,16 +14,19 @@ __all__ = [
     "FEWEST_ROWS",
     "ActivationPlan",
     "ActivationProblem",
+    "Fate",
     "Keeping",
     "Key",
     "Phase",
     "Plan",
     "Prediction",
     "Problem",
+    "Recomputed",
     "Saved",
     "Step",
     "Visit",
     "bytes_bound",
+    "choose_kept",
     "goes_by_rows",
     "kept_free_for_rows",
     "lower_bound",
