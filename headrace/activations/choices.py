@@ -1,6 +1,10 @@
-"""Which values of checkpoints are kept from now on? Chosen once, from a forward in which all were computed again."""
+"""Which values of checkpoints are kept from now on? Chosen from a forward in which all were computed again.
 
-from dataclasses import dataclass, field
+Bytes and seconds grow together with the inputs, and so does the link's time. `device_memory` does not: when longer
+inputs do not fit into it, the choice is made anew, as if it were smaller.
+"""
+
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -8,10 +12,11 @@ import torch
 
 from headrace.config import ActivationConfig
 from headrace.memory.ledger import Ledger, Tier
-from headrace.planning import ActivationProblem, Fate, Recomputed, choose_kept
+from headrace.planning import ActivationPlan, ActivationProblem, Fate, Recomputed, choose_kept
 from headrace.runtime.lanes import Lanes, Tick
 
 _MOST_TIMED = 16  # values of a kind
+_LONGER = 1.1  # times the bytes for which the choice was made
 _ROOM = 0.9  # of the host memory that is left: a pool takes up to that much more than what is in it
 
 # The module that computes a value, with its numbers left out; the operation; and its place among those of the
@@ -49,25 +54,46 @@ class Choice:
 
 
 class Choices:
-    """The choice for one model. `now`: None as long as values are measured; `fates`: what was chosen, for texts."""
+    """The choice for one model. `now`: None as long as values are measured; `fates`: what was chosen, for texts;
+    `number`: of the choices so far."""
 
     def __init__(self, config: ActivationConfig, lanes: Lanes, ledger: Ledger, purpose: str) -> None:
         self.now: Choice | None = None
         self.fates: list[Fate] = []
+        self.number = 0
+        self._measured: dict[ValueKind, Recomputed] = {}
+        self._problem: ActivationProblem | None = None  # of the forward that was measured
+        self._times = 1.0  # how much longer the inputs are for which the choice was made
         self._config = config
         self._lanes = lanes
         self._ledger = ledger
         self._purpose = purpose
 
-    def learn(self, measured: dict[ValueKind, Measured], problem: ActivationProblem) -> None:
-        """Chooses, if there is anything to choose from and nothing has been chosen yet. Waits for the measurements."""
-        if self.now is not None or not measured:
-            return
-        kinds = [self._recomputed(kind, each) for kind, each in measured.items()]
-        self.fates = choose_kept(kinds, problem, most_leaving=self._most_leaving, share=self._config.fraction)
-        self.now = Choice(
-            {kind: (fate.kept, fate.kind.count) for kind, fate in zip(measured, self.fates, strict=True) if fate.kept}
+    def learn(self, measured: dict[ValueKind, Measured], plan: ActivationPlan) -> None:
+        """Chooses, when values were measured or when a plan, made with the choice, has more than fits. Waits for the
+        measurements."""
+        if self._problem is None and measured:
+            self._measured = {kind: self._recomputed(kind, each) for kind, each in measured.items()}
+            self._problem = plan.problem
+            self._choose(self._problem)
+        elif self._problem is not None and plan.beyond_bytes:
+            kept_bytes = sum(fate.kept * fate.kind.nbytes // fate.kind.count for fate in self.fates)
+            times = plan.problem.nbytes / (self._problem.nbytes + kept_bytes)
+            if times > _LONGER * self._times:
+                self._times = times
+                self._choose(self._problem)
+
+    def _choose(self, problem: ActivationProblem) -> None:
+        budget_bytes = None if problem.budget_bytes is None else int(problem.budget_bytes / self._times)
+        self.fates = choose_kept(
+            list(self._measured.values()),
+            replace(problem, budget_bytes=budget_bytes),
+            most_leaving=self._most_leaving / self._times,
+            share=self._config.fraction,
         )
+        kept = zip(self._measured, self.fates, strict=True)
+        self.now = Choice({kind: (fate.kept, fate.kind.count) for kind, fate in kept if fate.kept})
+        self.number += 1
 
     def _recomputed(self, kind: ValueKind, measured: Measured) -> Recomputed:
         seconds = median(self._lanes.seconds(begun, done) for begun, done in measured.spans)

@@ -76,7 +76,7 @@ class Passes:
         selection.begin()
         if self._has_ceiling:  # those that wait together share it, as the stages of a pipeline have several
             self._together.append(1 + sum(trace.is_held for trace in self._waiting))
-        entry = (max(self._together, default=1), self.choices.now is None, *entry)
+        entry = (max(self._together, default=1), self.choices.number, *entry)
         trace = ForwardTrace(self.stash, entry, self.plans.expect(entry), selection.gradient_bytes)
         self._waiting.add(trace)
         return Forward(trace, self.stash, selection, self._use, self.plans, self.choices)
@@ -157,7 +157,7 @@ class Passes:
             trace.learned = True
             self.plans.learn(trace, self._lanes.tick())
             if self.plans.last_plan is not None:
-                self.choices.learn(trace.measured, self.plans.last_plan.problem)
+                self.choices.learn(trace.measured, self.plans.last_plan)
         elif trace.used_unplanned and not trace.timed and not trace.strayed:
             self.plans.forget(trace.entry)
 

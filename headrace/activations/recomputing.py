@@ -43,10 +43,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 class _Value:
     """What a costly operation gave in forward."""
 
-    __slots__ = ("kept", "kind", "operator", "structure", "timed")
+    __slots__ = ("kept", "kind", "operation", "structure", "timed")
 
-    def __init__(self, operator: Any, kind: ValueKind) -> None:
-        self.operator = operator
+    def __init__(self, operation: Any, kind: ValueKind) -> None:
+        self.operation = operation  # as of `_operation`
         self.kind = kind
         self.timed = False  # it is timed when it is computed again
         self.kept: list[tuple[bool, Any]] = []  # its parts: whether that is a tensor, and what stands for it
@@ -62,10 +62,10 @@ class _Region:
         self._choice = forward.choices.now
         self._places: Counter[Any] = Counter()
 
-    def computed(self, operator: Any, given: Any) -> None:
+    def computed(self, operator: Any, args: Any, given: Any) -> None:
         """Called in forward, when a costly operation has given that."""
         forward = self.forward
-        value = _Value(operator, (without_numbers(forward.name), operator, self._places[operator]))
+        value = _Value(_operation(operator, args), (without_numbers(forward.name), operator, self._places[operator]))
         self.values.append(value)
         self._places[operator] += 1
         with outside_the_checkpoint():
@@ -103,7 +103,7 @@ class _Computing(DispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         given = operator(*args, **kwargs)
         if is_costly(operator, types, args, kwargs):
-            self._region.computed(operator, given)
+            self._region.computed(operator, args, given)
         return given
 
     @classmethod
@@ -129,15 +129,16 @@ class _ComputingAgain(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        value = self._next(operator) if is_costly(operator, types, args, kwargs) else None
-        compute = partial(operator, *args, **kwargs)
+        if not is_costly(operator, types, args, kwargs):
+            return operator(*args, **kwargs)
+        value, compute = self._next(_operation(operator, args)), partial(operator, *args, **kwargs)
         if value is not None and value.kept:
             return self._region.give(value, compute)
         return self._measured(value, compute) if value is not None and value.timed else compute()
 
-    def _next(self, operator: Any) -> _Value | None:
+    def _next(self, operation: Any) -> _Value | None:
         values = self._region.values
-        if not 0 <= self._place < len(values) or values[self._place].operator is not operator:
+        if not 0 <= self._place < len(values) or values[self._place].operation != operation:
             self._place = -1
             return None
         self._place += 1
@@ -171,6 +172,11 @@ class _ComputingAgain(DispatchMode):  # type: ignore[misc]
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def _operation(operator: Any, args: Any) -> Any:
+    """What tells an operation from others: itself, and the sizes of what it is given."""
+    return operator, [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:

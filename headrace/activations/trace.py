@@ -19,7 +19,8 @@ from headrace.planning import ActivationPlan
 from headrace.runtime.device import allocated_bytes
 from headrace.runtime.lanes import Tick
 
-# What was known of a forward when it began: how many share the ceiling, and what `entry_of` says.
+# What was known of a forward when it began: how many share the ceiling, the number of the choice of what checkpoints
+# keep, and what `entry_of` says.
 Entry = tuple[Any, ...]
 
 _MOST_LOOKS = 512  # about how often, at most, a forward and its backward look at what else the device holds

@@ -50,6 +50,7 @@ def choose_kept(
     saved, nbytes = problem.saved, problem.nbytes
     out = math.fsum(each.offload_seconds for each in saved) / max(1, nbytes)  # seconds per byte
     back = math.fsum(each.onload_seconds for each in saved) / max(1, nbytes)
+    out, back = out or back, back or out  # a direction in which nothing was copied yet is like the other
     # Beside what stays for good, the device holds what is being copied.
     in_flight = 2 * max((each.nbytes for each in saved), default=0)
     staying = max(0, (problem.budget_bytes or 0) - in_flight) - nbytes
