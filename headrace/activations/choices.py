@@ -1,4 +1,7 @@
-"""Which values of checkpoints are kept from now on? Chosen from a forward in which all were computed again.
+"""Which values of checkpoints are kept from now on? Chosen from two forwards in which all were computed again.
+
+In the first, values are measured. It may be slow itself, as memory is made and kernels are loaded: so the second, for
+which there is a plan, tells the time behind which copies hide.
 
 Bytes and seconds grow together with the inputs, and so does the link's time. `device_memory` does not: when longer
 inputs do not fit into it, the choice is made anew, as if it were smaller.
@@ -54,29 +57,40 @@ class Choice:
 
 
 class Choices:
-    """The choice for one model. `now`: None as long as values are measured; `fates`: what was chosen, for texts;
-    `number`: of the choices so far."""
+    """The choice for one model. `now`: None as long as everything is computed again; `fates`: what was chosen, for
+    texts; `number`: of the choices so far."""
 
     def __init__(self, config: ActivationConfig, lanes: Lanes, ledger: Ledger, purpose: str) -> None:
         self.now: Choice | None = None
         self.fates: list[Fate] = []
         self.number = 0
         self._measured: dict[ValueKind, Recomputed] = {}
-        self._problem: ActivationProblem | None = None  # of the forward that was measured
+        self._measured_bytes = 0  # that the forward saved beside them
+        self._problem: ActivationProblem | None = None  # of the forward from which the choice was made
         self._times = 1.0  # how much longer the inputs are for which the choice was made
         self._config = config
         self._lanes = lanes
         self._ledger = ledger
         self._purpose = purpose
 
+    @property
+    def measures(self) -> bool:
+        """Whether values are to be measured."""
+        return not self._measured
+
     def learn(self, measured: dict[ValueKind, Measured], plan: ActivationPlan) -> None:
-        """Chooses, when values were measured or when a plan, made with the choice, has more than fits. Waits for the
-        measurements."""
-        if self._problem is None and measured:
+        """Chooses, when there is a plan after that of the forward that was measured, or when a plan, made with the
+        choice, has more than fits. Waits for measurements."""
+        if self.measures:
             self._measured = {kind: self._recomputed(kind, each) for kind, each in measured.items()}
+            self._measured_bytes = plan.problem.nbytes
+        elif self._problem is None:
             self._problem = plan.problem
+            ratio = plan.problem.nbytes / self._measured_bytes
+            for kind, each in self._measured.items():
+                self._measured[kind] = replace(each, nbytes=int(each.nbytes * ratio), seconds=each.seconds * ratio)
             self._choose(self._problem)
-        elif self._problem is not None and plan.beyond_bytes:
+        elif plan.beyond_bytes:
             kept_bytes = sum(fate.kept * fate.kind.nbytes // fate.kind.count for fate in self.fates)
             times = plan.problem.nbytes / (self._problem.nbytes + kept_bytes)
             if times > _LONGER * self._times:

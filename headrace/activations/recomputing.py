@@ -28,9 +28,9 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     TRL, `gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": headrace.checkpoint_contexts}`. It takes
     effect in a model whose activations are offloaded; elsewhere, and in compiled code, all is computed again.
 
-    In the first step everything is computed again, and products of matrices, convolutions and attention are timed. Then
-    those that take the longest for their bytes are kept: as many as `device_memory` has room for, and as leave and come
-    back while the model computes. Random operations, and values that something writes to, are always computed again.
+    At first everything is computed again, and products of matrices, convolutions and attention are timed. Then those
+    that take the longest for their bytes are kept: as many as `device_memory` has room for, and as leave and come back
+    while the model computes. Random operations, and values that something writes to, are always computed again.
     The report says what was chosen, and why. Results stay the same bit for bit.
     """
     forward = forward_below()
@@ -71,7 +71,7 @@ class _Region:
         with outside_the_checkpoint():
             if not any(forward.takes(each) for each in _tensors(given)):
                 return
-            value.timed = self._choice is None
+            value.timed = forward.choices.measures
             index = forward.computed[value.kind]
             forward.computed[value.kind] += 1
             if self._choice is not None and self._choice.keeps(value.kind, index):

@@ -1,5 +1,6 @@
 """Do checkpoints keep what headrace chose, give the same bits, and take as little time as they can?"""
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType
@@ -26,7 +27,7 @@ from tests.support.held import weight_bytes
 from tests.support.loops import train
 
 STEPS = 5
-SETTLED = 5  # steps: one that learns, one with its choice that is recorded, one that refines the plan
+SETTLED = 5  # steps: two that compute everything again, two for a plan with the choice, one that follows it
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("keeps_all")
 @pytest.mark.parametrize("with_weights", [False, True])
 def test_what_is_kept_leaves_and_gives_the_same_bits(with_weights: bool, compute_device: torch.device) -> None:
-    """The first step keeps the layers' inputs, the others their products, too."""
+    """The first two steps keep the layers' inputs, the others their products, too."""
     expected = [step(Stack(8).to(compute_device), rows(compute_device, seed)) for seed in range(STEPS)]
     model = Stack(8, checkpointing="chosen")
     settings: dict[str, Any] = {"min_bytes": 0, "all_leave": True}
@@ -54,7 +55,7 @@ def test_what_is_kept_leaves_and_gives_the_same_bits(with_weights: bool, compute
         handle.reset_stats()
         assert_same(step(model, rows(compute_device, seed)), expected[seed])
         stats = handle.stats()
-        tensors = 8 if seed == 0 else 16
+        tensors = 8 if seed < 2 else 16
         assert (tensors - 1) * SAVED_BYTES <= stats.offload_bytes <= (tensors + 1) * SAVED_BYTES
         assert stats.host_held_bytes == 0
     assert "addmm in layers.*" in str(handle.report())
@@ -185,7 +186,7 @@ def test_autocast_and_lengths_that_change(compute_device: torch.device) -> None:
             results = []
             for each in (plain, model):
                 with torch.autocast(compute_device.type, dtype=torch.bfloat16):
-                    loss = each(rows(compute_device, seed, count=32 + 8 * seed)).float().square().sum()
+                    loss = each(rows(compute_device, seed, count=32 + 8 * (seed // 2))).float().square().sum()
                 each.zero_grad()
                 loss.backward()
                 results.append([loss, *(parameter.grad for parameter in each.parameters())])
@@ -246,6 +247,7 @@ def test_transformers(experts: bool, compute_device: torch.device) -> None:
 
 # time -----------------------------------------------------------------------------------------------------------------
 def chosen_step(**settings: Any) -> tuple[float, headrace.ActivationOffloading]:
+    gc.collect()  # memory of other tests that is freed in a forward makes it wait
     model = Stack(LAYERS, wide, "chosen").to("emu")
     with headrace.offload_activations(model, min_bytes=0, **settings) as handle:
         return step_seconds(model, SETTLED, 1), handle
@@ -295,6 +297,7 @@ def test_what_device_memory_has_room_for_is_kept(slow_link: Any, emu_device: Mod
 def test_longer_inputs_are_recomputed_as_far_as_device_memory_demands(slow_link: Any) -> None:
     """Everything fits until the inputs are twice as long: then 12 inputs and 4 products do."""
     slow_link(50.0)
+    gc.collect()
     model = Stack(LAYERS, wide, "chosen").to("emu")
     with headrace.offload_activations(model, min_bytes=0, device_memory=2 * (LAYERS + 4 + 2) * WIDE_BYTES) as handle:
         step_seconds(model, SETTLED, 1)
