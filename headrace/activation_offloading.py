@@ -22,7 +22,7 @@ from headrace.live import Handle
 from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Ledger, Tier
 from headrace.planning import ActivationPlan
-from headrace.report import ActivationStats, Report, Row, RunRecord, plan_rows
+from headrace.report import ActivationStats, Report, Row, RunRecord, choice_rows, plan_rows
 from headrace.runtime.device import resolve_device
 from headrace.runtime.host import spare_host_bytes
 from headrace.runtime.lanes import Lanes, open_lanes
@@ -189,6 +189,7 @@ class ActivationOffloading(Handle):
         """The stats by name, what the plan does with each kind of saved tensor and why, and what it advises."""
         rows, plan = self.stats().rows(), self.plan
         rows += [] if plan is None else plan_rows(plan)
+        rows += choice_rows(self._passes.choices.fates)
         if plan is not None and plan.beyond_bytes:
             rows.append(("advice", ActivationStats.advice(plan.beyond_bytes, plan.recompute)))
         return tuple(rows)

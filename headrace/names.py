@@ -1,6 +1,7 @@
 """Which names does a user import? These and no others; `headrace/__init__.py` hands them out."""
 
 from headrace.activation_offloading import ActivationOffloading, offload_activations
+from headrace.activations.recomputing import checkpoint_contexts
 from headrace.activations.selection import mark_not_offload
 from headrace.ahead import HardwareNotFound, plan
 from headrace.api import Offloaded, offload
@@ -44,6 +45,7 @@ __all__ = [
     "Stats",
     "WeightChangedError",
     "budget",
+    "checkpoint_contexts",
     "experts",
     "from_pretrained",
     "load",

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from headrace.activations.choices import Choices
 from headrace.activations.item import Item
 from headrace.activations.meter import ActivationMeter
 from headrace.activations.plan_cache import PlanCache
 from headrace.activations.saving import Forward
 from headrace.activations.selection import Selection
 from headrace.activations.spilling import DiskStash
-from headrace.activations.stash import Stash
+from headrace.activations.stash import PURPOSE, Stash
 from headrace.activations.trace import Entry, ForwardTrace
 from headrace.config import ActivationConfig
 from headrace.errors import StateError
@@ -50,6 +51,7 @@ class Passes:
         else:
             self.stash = DiskStash(lanes, ledger, self.meter, config, store)
         self.plans = PlanCache(config, lanes, self.meter)
+        self.choices = Choices(config, lanes, ledger, PURPOSE)
         self._lanes = lanes
         self._has_ceiling = config.device_memory_bytes is not None
         self._waiting: weakref.WeakSet[ForwardTrace] = weakref.WeakSet()  # the forwards that no backward has used
@@ -74,10 +76,10 @@ class Passes:
         selection.begin()
         if self._has_ceiling:  # those that wait together share it, as the stages of a pipeline have several
             self._together.append(1 + sum(trace.is_held for trace in self._waiting))
-        entry = (max(self._together, default=1), *entry)
+        entry = (max(self._together, default=1), self.choices.number, *entry)
         trace = ForwardTrace(self.stash, entry, self.plans.expect(entry), selection.gradient_bytes)
         self._waiting.add(trace)
-        return Forward(trace, self.stash, selection, self._use, self.plans)
+        return Forward(trace, self.stash, selection, self._use, self.plans, self.choices)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _use(self, item: Item) -> None:
@@ -154,6 +156,8 @@ class Passes:
         if trace.timed and not trace.is_part:
             trace.learned = True
             self.plans.learn(trace, self._lanes.tick())
+            if self.plans.last_plan is not None:
+                self.choices.learn(trace.measured, self.plans.last_plan)
         elif trace.used_unplanned and not trace.timed and not trace.strayed:
             self.plans.forget(trace.entry)
 

@@ -6,11 +6,13 @@ hooks on top; the tensors that it keeps come here.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from headrace.activations.choices import Choices, ValueKind
 from headrace.activations.item import Item
 from headrace.activations.plan_cache import PlanCache
 from headrace.activations.selection import Selection
@@ -26,6 +28,7 @@ from headrace.runtime.autograd import (
     top_hooks,
     unseen,
 )
+from headrace.runtime.lanes import Lanes
 
 _WHOLE_SHARE = 0.5  # if the first view saved of a storage has this share, all of that is saved: others mostly follow
 
@@ -35,6 +38,11 @@ class _Kept(NamedTuple):
 
     tensor: torch.Tensor
     version: int
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the tensor has been written to since."""
+        return self.tensor._version != self.version
 
 
 class _Handle:
@@ -65,6 +73,11 @@ class _Handle:
         self.version = tensor._version
         self.ref = stash.note_handle(item, self)
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the tensor has been written to since it was saved."""
+        return bool(self.counter._version != self.version)
+
     def tensor(self) -> torch.Tensor:
         """The tensor as it was saved, as a view of the item's device memory that shares its version counter."""
         item = self.item
@@ -91,8 +104,11 @@ class Forward:
         selection: Selection,
         on_use: Callable[[Item], None],
         plans: PlanCache,
+        choices: Choices,
     ) -> None:
         self.trace = trace
+        self.choices = choices
+        self.computed: Counter[ValueKind] = Counter()  # values of each kind in its checkpoints, so far
         self._stash = stash
         self._selection = selection
         self._on_use = on_use
@@ -103,6 +119,16 @@ class Forward:
         self._together: dict[int, list[weakref.ref[Item]]] = {}  # items by the address of their storage
         # Items of whole storages, with a tensor that shares the version counter of what was saved, and its version.
         self._whole: dict[int, tuple[weakref.ref[Item], torch.Tensor, int]] = {}
+
+    @property
+    def name(self) -> str:
+        """The name of the module that computes now."""
+        return self._selection.name
+
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes of its device."""
+        return self._stash.lanes
 
     def push(self) -> None:
         """Puts these hooks on top: autograd saves through them."""

@@ -30,7 +30,7 @@ def kept_values_go_to_hooks(own: Any) -> Any:
             self._unpack: Callable[[], Any] | None = None
             forward = forward_below() if type(value) is torch.Tensor else None
             if forward is not None:
-                with _outside_the_checkpoint():
+                with outside_the_checkpoint():
                     if forward.takes(value):
                         self._unpack = functools.partial(forward.unpack, forward.pack(value))
             super().__init__(value if self._unpack is None else None)
@@ -38,7 +38,7 @@ def kept_values_go_to_hooks(own: Any) -> Any:
         def get_val(self, allow_cache_entry_mutation: bool) -> Any:
             if self._unpack is None:
                 return super().get_val(allow_cache_entry_mutation)
-            with _outside_the_checkpoint():
+            with outside_the_checkpoint():
                 return self._unpack()
 
     return Kept
@@ -63,7 +63,7 @@ def _kept_policy(policy: _Policy, *arguments: Any, **settings: Any) -> Checkpoin
 
 
 @contextlib.contextmanager
-def _outside_the_checkpoint() -> Iterator[None]:
+def outside_the_checkpoint() -> Iterator[None]:
     """Operators are not counted by the checkpoint, and what is saved shares its version counter with its alias."""
     with without_modes(), sharing_versions():
         yield

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from headrace.activations.choices import Measured, ValueKind
 from headrace.activations.decisions import AsPlanned, Basis, ByCeiling, Decisions, Unplanned
 from headrace.activations.item import Item, Presence
 from headrace.activations.stash import Stash
@@ -16,7 +19,8 @@ from headrace.planning import ActivationPlan
 from headrace.runtime.device import allocated_bytes
 from headrace.runtime.lanes import Tick
 
-# What was known of a forward when it began: how many share the ceiling, and what `entry_of` says.
+# What was known of a forward when it began: how many share the ceiling, the number of the choice of what checkpoints
+# keep, and what `entry_of` says.
 Entry = tuple[Any, ...]
 
 _MOST_LOOKS = 512  # about how often, at most, a forward and its backward look at what else the device holds
@@ -83,6 +87,7 @@ class ForwardTrace:
         self.used_unplanned = False  # its backward used items that the plan's backward does not use
         self.saves: list[SaveRecord] = []
         self.uses: list[UseRecord] = []
+        self.measured: dict[ValueKind, Measured] = {}  # what checkpoints have computed again for it, while they learn
         self.recomputed_names: dict[str, None] = {}  # of the modules that a backward has called again
         self._items: list[weakref.ref[Item]] = []
         self._decisions = _decisions(expected, self._items)
@@ -229,7 +234,12 @@ class ForwardTrace:
 def _shape(item: Item) -> str:
     """Dtype and shape of the first tensor that was saved of it."""
     handle = next(iter(item.handles))()
-    return "" if handle is None else f"{handle.dtype} {'x'.join(map(str, handle.size))}".removeprefix("torch.")
+    return "" if handle is None else shape_text(handle.dtype, handle.size)
+
+
+def shape_text(dtype: torch.dtype, size: torch.Size) -> str:
+    """Dtype and shape, for texts."""
+    return f"{dtype} {'x'.join(map(str, size))}".removeprefix("torch.")
 
 
 def _decisions(expected: Expected, items: list[weakref.ref[Item]]) -> Decisions:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.config import format_bytes
-from headrace.planning import ActivationPlan
+from headrace.planning import ActivationPlan, Fate
 from headrace.planning.text import seconds_text
 from headrace.report.rows import Row, rows_text
 
@@ -113,6 +113,27 @@ def plan_rows(plan: ActivationPlan) -> list[Row]:
     if more := len(again_kinds[_SHOWN_KINDS:]):
         rows.append(("the rest of others", f"{more:,} more kinds of modules are recomputed"))
     return rows
+
+
+def choice_rows(fates: Sequence[Fate]) -> list[Row]:
+    """What `checkpoint_contexts` chose for each kind of value that takes long to compute, and why."""
+    rows = []
+    for fate in sorted(fates, key=lambda fate: -fate.kind.seconds)[:_SHOWN_KINDS]:
+        kind = fate.kind
+        values = f"{kind.count:,} of {kind.shape}, {format_bytes(kind.nbytes)}"
+        times = f"{seconds_text(kind.seconds)} to compute, {seconds_text(fate.copy_seconds)} to copy"
+        rows.append((f"{kind.operation} in {_kind(kind.name)}", f"{values}, {times}: {_choice(fate)}"))
+    if more := len(fates[_SHOWN_KINDS:]):
+        rows.append(("computed elsewhere", f"{more:,} more kinds"))
+    return rows
+
+
+def _choice(fate: Fate) -> str:
+    """What was chosen for a kind of value, and why."""
+    if fate.kept == fate.kind.count:
+        return "kept"
+    again = f"{fate.kept:,} kept, the others recomputed" if fate.kept else "recomputed"
+    return f"{again}, as {'something writes to them' if fate.kind.changes else 'neither device nor link has room'}"
 
 
 def _kind(name: str) -> str:

@@ -17,9 +17,10 @@ release of PyTorch changes that. The linter and a test refuse such names elsewhe
 What is called often is not wrapped.
 """
 
+import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter, methodcaller
 from typing import Any, Protocol, TypeVar
@@ -29,13 +30,15 @@ import torch.overrides
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.flop_counter import flop_registry
 
 from headrace.runtime.process_wide import patched
 from headrace.runtime.threads import keeps_interrupts
 
 __all__ = [
     "NO_TASK",
+    "DispatchMode",
     "EndOfBackward",
     "FakeTensorMode",
     "FunctionNode",
@@ -52,6 +55,7 @@ __all__ = [
     "in_backward",
     "in_gradient_transform",
     "innermost_transform",
+    "is_costly",
     "is_wrapper",
     "make_subclass",
     "more_flops",
@@ -71,6 +75,7 @@ __all__ = [
     "top_hooks",
     "tree_flatten",
     "tree_map_only",
+    "tree_unflatten",
     "unseen",
     "without_modes",
     "without_overrides",
@@ -231,6 +236,8 @@ without_transforms = torch._C._DisableFuncTorch
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 # How many modes see the operators of this thread (`TorchDispatchMode`, as of a selective checkpoint).
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# The class of such a mode. Relies on a mode not seeing what its `__torch_dispatch__` calls, and on being entered again.
+DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 # `with without_modes():` none of them sees any.
 without_modes = torch.utils._python_dispatch._disable_current_modes
 
@@ -280,3 +287,27 @@ def _attention_flops(
 # What PyTorch's `FlopCounterMode` does not count by itself, for its `custom_mapping`: attention on the CPU. Relies on
 # `scaled_dot_product_attention` calling this operation.
 more_flops: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+
+
+def is_costly(operator: Any, types: Sequence[type], arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether a mode sees a product of matrices, a convolution or attention that gives plain tensors of its own, the
+    same ones at each call. `types`, `arguments`, `named`: what the mode was given.
+
+    Relies on PyTorch counting the FLOPs of these operations and of no others, on `types` having the subclasses among
+    the tensors, and on attention being random if `dropout_p` is not 0.
+    """
+    place = _place_of_dropout(operator)
+    if place is None or any(kind is not torch.Tensor for kind in types):
+        return False
+    return not named.get("dropout_p", arguments[place] if place < len(arguments) else 0)
+
+
+@functools.cache
+def _place_of_dropout(operator: Any) -> int | None:
+    """Where a costly operation has its `dropout_p`, or a place beyond its arguments; None for any other operation."""
+    if not isinstance(operator, torch._ops.OpOverload) or operator._schema.is_mutable:
+        return None
+    if operator.overloadpacket not in flop_registry and operator.overloadpacket not in more_flops:
+        return None
+    names = [argument.name for argument in operator._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else len(names)

@@ -175,6 +175,10 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {
         name: {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": name == "reentrant"}}
         for name in ("reentrant", "non-reentrant")
     },
+    "chosen": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False, "context_fn": headrace.checkpoint_contexts},
+    },
 }
 
 

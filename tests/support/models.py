@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import headrace
+
 Activation = Callable[[Tensor], Tensor]
 Made = TypeVar("Made")
 
@@ -114,8 +116,8 @@ def _of_products(policy: CheckpointPolicy, _context: Any, operator: Any, *_: Any
 
 
 class Checkpointed(nn.Module):
-    """A model that may run its layers under activation checkpointing: "none", "reentrant", "non-reentrant", or a policy
-    for what products of matrices give."""
+    """A model that may run its layers under activation checkpointing: "none", "reentrant", "non-reentrant", "chosen" by
+    headrace, or a policy for what products of matrices give."""
 
     def __init__(self, checkpointing: str | CheckpointPolicy = "none") -> None:
         super().__init__()
@@ -128,6 +130,8 @@ class Checkpointed(nn.Module):
         if isinstance(self.checkpointing, CheckpointPolicy):
             contexts = partial(create_selective_checkpoint_contexts, partial(_of_products, self.checkpointing))
             return checkpoint(layer, x, *others, use_reentrant=False, context_fn=contexts)
+        if self.checkpointing == "chosen":
+            return checkpoint(layer, x, *others, use_reentrant=False, context_fn=headrace.checkpoint_contexts)
         reentrant = self.checkpointing == "reentrant"
         if reentrant and not x.requires_grad:
             x = x.detach().requires_grad_()  # what enable_input_require_grads() of transformers is for

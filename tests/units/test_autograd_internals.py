@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headrace.runtime import torch_rules
 from headrace.runtime.autograd import (
     NO_TASK,
+    DispatchMode,
     EndOfBackward,
     FakeTensorMode,
     FunctionNode,
@@ -34,6 +36,7 @@ from headrace.runtime.autograd import (
     in_backward,
     in_gradient_transform,
     innermost_transform,
+    is_costly,
     is_wrapper,
     make_subclass,
     more_flops,
@@ -52,6 +55,7 @@ from headrace.runtime.autograd import (
     top_hooks,
     tree_flatten,
     tree_map_only,
+    tree_unflatten,
     without_modes,
     without_overrides,
     without_transforms,
@@ -439,6 +443,12 @@ def test_tree_map_only_changes_those_of_a_class() -> None:
     )
 
 
+def test_tree_unflatten_undoes_tree_flatten() -> None:
+    given = (1, [2, {"a": 3}])
+    leaves, structure = tree_flatten(given)
+    assert tree_unflatten([-leaf for leaf in leaves], structure) == (-1, [-2, {"a": -3}])
+
+
 # what optimizers compute with -----------------------------------------------------------------------------------------
 def weights() -> tuple[nn.Parameter, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -658,6 +668,35 @@ def test_more_flops_are_those_of_attention_on_the_cpu() -> None:
         query = torch.empty(2, 4, 8, 16)
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
     assert counter.get_total_flops() == 2 * (2 * 2 * 4 * 8 * 8 * 16)
+
+
+def test_costly_operations_are_products_convolutions_and_attention_that_is_not_random() -> None:
+    found: list[str] = []
+
+    class Finding(DispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if is_costly(func, types, args, kwargs or {}):
+                found.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x, weight = torch.ones(1, 4, 4), nn.Parameter(torch.ones(4, 4))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for _ in range(2):
+        with Finding():
+            (x @ weight).relu_().sin()
+            torch.mm(x[0], x[0], out=torch.empty(4, 4))
+            torch.nn.functional.conv1d(x, torch.ones(4, 4, 1))
+            attend(x[None], x[None], x[None], is_causal=True)
+            with FakeTensorMode():
+                torch.ones(4, 4) @ torch.ones(4, 4)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), Finding():
+            attend(x[None], x[None], x[None], dropout_p=0.0)
+        assert found == ["mm", "convolution", *["_scaled_dot_product_flash_attention_for_cpu"] * 2]
+        found.clear()
+    random = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert not is_costly(random, (), (x, x, x, 0.1), {})
+    assert not is_costly(random, (), (x, x, x), {"dropout_p": 0.1})
+    assert is_costly(random, (), (x, x, x), {})
 
 
 class Named(TorchDispatchMode):

@@ -1,0 +1,195 @@
+"""What does a checkpoint keep for backward, and what does it compute again? headrace chooses, by seconds and bytes.
+
+At first everything is computed again, as in any checkpoint, and each product of matrices, convolution and attention is
+timed. From then on those that the choice keeps are activations, which stay or leave as planned. A checkpoint goes by
+the same choice in its forward and when it computes again.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from headrace.activations.choices import Measured, ValueKind
+from headrace.activations.saving import Forward, forward_below
+from headrace.activations.selective import outside_the_checkpoint
+from headrace.activations.trace import shape_text
+from headrace.runtime.autograd import DispatchMode, is_costly, tree_flatten, tree_unflatten
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For `torch.utils.checkpoint`: headrace chooses what a checkpoint keeps, and what it computes again in backward.
+
+    Write `checkpoint(layer, x, use_reentrant=False, context_fn=headrace.checkpoint_contexts)`, or, for transformers and
+    TRL, `gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": headrace.checkpoint_contexts}`. It takes
+    effect in a model whose activations are offloaded; elsewhere, and in compiled code, all is computed again.
+
+    At first everything is computed again, and products of matrices, convolutions and attention are timed. Then those
+    that take the longest for their bytes are kept: as many as `device_memory` has room for, and as leave and come back
+    while the model computes. Random operations, and values that something writes to, are always computed again.
+    The report says what was chosen, and why. Results stay the same bit for bit.
+    """
+    forward = forward_below()
+    if forward is None or forward.trace.is_over:
+        return nullcontext(), nullcontext()
+    region = _Region(forward)
+    return _Computing(region), _ComputingAgain(region)
+
+
+class _Value:
+    """What a costly operation gave in forward."""
+
+    __slots__ = ("kept", "kind", "operation", "structure", "timed")
+
+    def __init__(self, operation: Any, kind: ValueKind) -> None:
+        self.operation = operation  # as of `_operation`
+        self.kind = kind
+        self.timed = False  # it is timed when it is computed again
+        self.kept: list[tuple[bool, Any]] = []  # its parts: whether that is a tensor, and what stands for it
+        self.structure: Any = None  # how they make up the value
+
+
+class _Region:
+    """One call of a checkpoint, with its choice."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self.values: list[_Value] = []
+        self._choice = forward.choices.now
+        self._places: Counter[Any] = Counter()
+
+    def computed(self, operator: Any, args: Any, given: Any) -> None:
+        """Called in forward, when a costly operation has given that."""
+        forward = self.forward
+        value = _Value(_operation(operator, args), (without_numbers(forward.name), operator, self._places[operator]))
+        self.values.append(value)
+        self._places[operator] += 1
+        with outside_the_checkpoint():
+            if not any(forward.takes(each) for each in _tensors(given)):
+                return
+            value.timed = forward.choices.measures
+            index = forward.computed[value.kind]
+            forward.computed[value.kind] += 1
+            if self._choice is not None and self._choice.keeps(value.kind, index):
+                parts, value.structure = tree_flatten(given)
+                tensors = [isinstance(part, torch.Tensor) for part in parts]
+                value.kept = [
+                    (is_tensor, forward.pack(part.detach()) if is_tensor else part)
+                    for is_tensor, part in zip(tensors, parts, strict=True)
+                ]
+
+    def give(self, value: _Value, compute: Callable[[], Any]) -> Any:
+        """The kept value, which is let go of: a second backward computes it again, as any that was written to."""
+        kept, value.kept = value.kept, []
+        if any(is_tensor and part.is_stale for is_tensor, part in kept):
+            return compute()
+        with outside_the_checkpoint():
+            parts = [self.forward.unpack(part) if is_tensor else part for is_tensor, part in kept]
+            return tree_unflatten(parts, value.structure)
+
+
+class _Computing(DispatchMode):  # type: ignore[misc]
+    """Sees the operations of a forward."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()
+        self._region = region
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = operator(*args, **kwargs)
+        if is_costly(operator, types, args, kwargs):
+            self._region.computed(operator, args, given)
+        return given
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled code runs as compiled; what it computes is not seen
+
+
+class _ComputingAgain(DispatchMode):  # type: ignore[misc]
+    """Sees the operations when they are computed again, gives what was kept, and measures in a first step."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()
+        self._region = region
+        self._begin()
+
+    def _begin(self) -> None:
+        self._place = 0  # among the values of the region; -1 if other operations came than in forward
+        self._watched: list[tuple[Measured, torch.Tensor, int, torch.Tensor]] = []
+
+    def __enter__(self) -> Any:
+        self._begin()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_costly(operator, types, args, kwargs):
+            return operator(*args, **kwargs)
+        value, compute = self._next(_operation(operator, args)), partial(operator, *args, **kwargs)
+        if value is not None and value.kept:
+            return self._region.give(value, compute)
+        return self._measured(value, compute) if value is not None and value.timed else compute()
+
+    def _next(self, operation: Any) -> _Value | None:
+        values = self._region.values
+        if not 0 <= self._place < len(values) or values[self._place].operation != operation:
+            self._place = -1
+            return None
+        self._place += 1
+        return values[self._place - 1]
+
+    def _measured(self, value: _Value, compute: Callable[[], Any]) -> Any:
+        lanes, measured = self._region.forward.lanes, self._region.forward.trace.measured
+        begun = lanes.tick()
+        given = compute()
+        done = lanes.tick()
+        value.timed = False
+        tensors = _tensors(given)
+        known = measured.setdefault(value.kind, Measured(shape=shape_text(tensors[0].dtype, tensors[0].shape)))
+        known.count += 1
+        known.nbytes += sum(each.nbytes for each in tensors)
+        if not known.is_timed:
+            known.spans.append((begun, done))
+        with outside_the_checkpoint():
+            aliases = [each.detach() for each in tensors if each.is_floating_point()]
+            self._watched += [(known, each, each._version, _sum(each)) for each in aliases]
+        return given
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        with outside_the_checkpoint():
+            for known, tensor, version, was in self._watched:
+                # Kernels of other libraries write without raising the version.
+                known.changed.append((_sum(tensor) != was) | (tensor._version != version))
+        self._watched.clear()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def _operation(operator: Any, args: Any) -> Any:
+    """What tells an operation from others: itself, and the sizes of what it is given."""
+    return operator, [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    return [each for each in tree_flatten(given)[0] if isinstance(each, torch.Tensor)]
+
+
+@torch.no_grad()
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that is another one, almost surely, once something has written to the tensor."""
+    return tensor.sum(dtype=torch.float32).view(torch.int32)
+
+
+@cache
+def without_numbers(name: str) -> str:
+    """A module's name, the same for all layers of a list."""
+    return re.sub(r"\d+", "*", name)
