@@ -145,7 +145,7 @@ class HostOptimizer(Optimizer):
         self._states.sleep(directory, [self._master_of(one) for one in self._places() if self.entries.get(one)])
         manager = refusals.check_one_model(self._places())
         if manager is not None:
-            manager.hold_state(self, lambda: 0)
+            manager.hold_state(self, lambda: sum(map(self._states.awake_bytes, self._places())))
 
     def wake(self) -> None:
         """Brings back state that went to disk when the parameters' model went to sleep, as the next step does.
@@ -451,6 +451,7 @@ class HostOptimizer(Optimizer):
         elementwise = [self._rule(group, 1.0).elementwise for group in groups]
         if self._local_shards:
             groups, state_dict["state"] = self._local_shards.loaded(groups, state_dict)
+        self._hold_state()
         values = values_from(groups, state_dict, elementwise, self._options.moment_dtype)
         self._states.take_apart(values)
         before_write(parameters_of(self))

@@ -67,6 +67,7 @@ class ParamStates:
         """Has the state follow a parameter that was given another dtype, device or layout, as `model.to()` does."""
         parameter = before.parameter
         before.check_layout(keeps_order=self.disk is not None)
+        self.wake()  # what sleeps lies in the order that the parameter had
         if self.disk is not None:
             self._lend(self.disk, before)
         del self.masters[parameter]
@@ -128,10 +129,7 @@ class ParamStates:
         """
         if self.disk is not None:
             return 0
-        state = self.entries.get(parameter, {})
-        nbytes = sum(
-            value.nbytes for name, value in state.items() if isinstance(value, torch.Tensor) and name != "step"
-        )
+        nbytes = self.awake_bytes(parameter)
         if self._asleep is not None:
             for key in self._keys(parameter):
                 nbytes += sum(one.like.nbytes for one in self._asleep.at_rest(key, key[1]).values())
@@ -143,6 +141,11 @@ class ParamStates:
         else:
             dtypes = self.dtypes(rule, master)
         return nbytes + sum(eight_bit.nbytes(parameter.numel(), dtype) for dtype in dtypes.values())
+
+    def awake_bytes(self, parameter: torch.Tensor) -> int:
+        """The bytes of host memory that a parameter's state takes now, without its number of steps."""
+        state = self.entries.get(parameter, {}) if self.disk is None else {}
+        return sum(value.nbytes for name, value in state.items() if isinstance(value, torch.Tensor) and name != "step")
 
     # asleep -----------------------------------------------------------------------------------------------------------
     @property
@@ -168,6 +171,7 @@ class ParamStates:
             for master, tensors in moving.items():
                 for key in self._keys(master.parameter):
                     disk.drop(key, tensors)
+            disk.let_go()
             raise
         for master, tensors in moving.items():
             for name in tensors:
@@ -179,13 +183,18 @@ class ParamStates:
         disk = self._asleep
         if disk is None:
             return
-        for parameter, master in self.masters.items():
-            state = self.entries[parameter]
-            for key in self._keys(parameter):
-                if disk.holds(key):
-                    found = self._shaped(master, disk.fetch(key, key[1]))
-                    state.update({name: value for name, value in found.items() if name not in state})
-                    disk.forget(key)
+        try:
+            for parameter, master in self.masters.items():
+                if parameter not in self.entries:  # somebody removed its entry
+                    continue
+                state = self.entries[parameter]
+                for key in self._keys(parameter):
+                    if disk.holds(key):
+                        found = self._shaped(master, disk.fetch(key, key[1]))
+                        state.update({name: value for name, value in found.items() if name not in state})
+                        disk.forget(key)
+        finally:
+            disk.let_go()
         self._asleep = None
 
     # on disk ----------------------------------------------------------------------------------------------------------

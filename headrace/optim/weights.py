@@ -212,9 +212,12 @@ class MasterWeight:
             return flat.view(shape)
         if flat.dtype == torch.uint8:
             return flat.view(-1, eight_bit.RECORD_BYTES)
-        if torch.ops.aten.is_non_overlapping_and_dense(self.host):
-            return flat.as_strided(self.host.shape, self.host.stride())
-        return flat.view(self.host.shape)
+        like = self.host
+        if like is self.parameter:  # as it was: it may have been given other strides since, as by `p.data = t`
+            like = torch.empty_strided(self._shape, self._strides, device="meta")
+        if torch.ops.aten.is_non_overlapping_and_dense(like):
+            return flat.as_strided(like.shape, like.stride())
+        return flat.view(like.shape)
 
     def is_shaped(self, tensor: torch.Tensor) -> bool:
         """Whether a state has the strides that `shaped` would give it."""
