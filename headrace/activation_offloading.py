@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from headrace.activations.calls import Calls, refuse_watched
@@ -21,6 +22,7 @@ from headrace.errors import StateError
 from headrace.live import Handle
 from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.shared_budget import Share, current_budget
 from headrace.planning import ActivationPlan
 from headrace.report import ActivationStats, Report, Row, RunRecord, choice_rows, plan_rows
 from headrace.runtime.device import resolve_device
@@ -63,8 +65,8 @@ def offload_activations(
     - `device_memory`: ceiling in bytes for the saved tensors on the device, from the second step on, kept even if
       compute has to wait; only a computation under way may exceed it. Forwards that wait for their backwards together,
       as in a pipeline, share it. Default: as few bytes as possible without making compute wait.
-    - `host_memory`: ceiling in bytes for the host memory. Default: the memory that is free on the machine and in the
-      cgroup, less 15%.
+    - `host_memory`: ceiling in bytes for the host memory. Default: what a `headrace.budget()` around this call leaves,
+      or else the memory that is free on the machine and in the cgroup, less 15%.
     - `most_in_flight`: how many copies to the host may be under way at once. A tensor beyond that stays; if it has to
       leave to keep to `device_memory`, it waits. Default: the plan decides.
     - `all_leave`: offloads all that may leave, however slow the link is. Not together with `device_memory`.
@@ -101,10 +103,20 @@ def offload_activations(
     refuse_watched(model, " first")
     first = next(iter(model.parameters()), None)
     lanes = open_lanes(resolve_device(None if first is None else first.device))
-    ledger = Ledger(host_budget_bytes=spare_host_bytes())
+    ledger = _ledger(lanes.device)
     find_targets(model, config)
     store = None if directory is None else DiskStore(directory, ledger, device=lanes.device)
     return ActivationOffloading(model, config, lanes, ledger, store)
+
+
+def _ledger(device: torch.device) -> Ledger:
+    """What counts the activations; within `headrace.budget(host_memory=...)`, as a part of that."""
+    shared = current_budget()
+    if shared is None or shared.host_bytes is None:
+        return Ledger(host_budget_bytes=spare_host_bytes())
+    ledger = Ledger(host_budget_bytes=shared.host_bytes)
+    ledger.share = Share(shared, device, ledger)
+    return ledger
 
 
 class ActivationOffloading(Handle):

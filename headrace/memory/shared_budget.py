@@ -223,7 +223,7 @@ def budget(*, device_memory: Size | None = None, host_memory: Size | None = None
     Whichever computes gets the room on the device: weights of the others give way, first those of the model that was
     used longest ago. They come back when their model is called again. In host memory, blocks of models with a `disk`
     move there when a later one needs the room, and stay there. The state of headrace's optimizers for these models
-    counts, too, from when they are made.
+    counts, too, from when they are made, and so do activations in host memory (also of `offload_activations()`).
 
     - `device_memory`, `host_memory`: as in `offload()`, for all of the models together: bytes, or text such as "8GiB".
       None: each model has a budget of its own there.

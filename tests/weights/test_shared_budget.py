@@ -449,3 +449,28 @@ def test_what_is_refused(compute_device):
             with pytest.raises(ValueError, match="a budget is for one device"):
                 headrace.offload(stack(2), device="cpu")
     assert repr(headrace.budget(device_memory="1MiB")) == "<budget(device_memory='1 MiB'), shared by nothing yet>"
+
+
+def test_activations_on_the_host_count(compute_device, tmp_path):
+    """Blocks of a model move to disk for the activations of another one, which is on the device."""
+    first, second, plain = stack(16), stack(8, 1).to(compute_device), stack(8, 1).to(compute_device)
+    batch = torch.linspace(-1, 1, 200 * WIDTH).reshape(200, WIDTH).to(compute_device)
+    budget_bytes = weight_bytes(first) + 24 * LAYER_BYTES
+    with headrace.budget(device_memory=3 * LAYER_BYTES, host_memory=budget_bytes) as shared:
+        other = headrace.offload(first.requires_grad_(False), device=compute_device, disk=tmp_path)
+        handle = headrace.offload_activations(second, min_bytes=1024, all_leave=True)
+    for _ in range(3):
+        losses = [model(batch).square().mean() for model in (plain, second)]
+        assert torch.equal(*losses)
+        assert shared.host_held_bytes <= budget_bytes
+        for loss in losses:
+            loss.backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), second.parameters(), strict=True))
+    assert handle.stats().host_peak_bytes > 24 * LAYER_BYTES
+    assert other.stats().disk_bytes > 0
+    assert shared.host_peak_bytes <= budget_bytes
+    assert torch.equal(run(first), run(stack(16)))
+    with headrace.budget(host_memory=4 * LAYER_BYTES):
+        headrace.offload_activations(plain, min_bytes=1024, all_leave=True)
+    with pytest.raises(headrace.BudgetError, match=r"activations need .* host_memory"):
+        plain(batch)
