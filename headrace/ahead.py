@@ -104,10 +104,11 @@ def plan(
       `RunPlan.not_run`.
     - `method`: plan this method instead of the fastest one. Give its name ("none", "offload-optimizer",
       "offload-optimizer-to-disk", "stream-weights", "stream-weights-from-disk"), its parts
-      ("weights=host,state=disk,update=device,activations=recomputed"), or both. `optimizer_fraction`: the share of the
-      optimizer's state and update that is on the host, 0 to 1; the rest is on the device, as with `device_fraction` of
-      `headrace.optim`. In inference on one device, `cache=host` and `cache=disk` plan for `offload_cache()`: keys and
-      values rest there. By default they do where the device lacks room for them.
+      ("weights=host,state=disk,update=device,activations=recomputed"), or both. Weights and state rest on "device",
+      "host" or "disk"; activations are "kept", "recomputed", "offloaded" or "spilled". `optimizer_fraction`: the share
+      of the optimizer's state and update that is on the host, 0 to 1; the rest is on the device, as with
+      `device_fraction` of `headrace.optim`. In inference on one device, `cache=host` and `cache=disk` plan for
+      `offload_cache()`: keys and values rest there. By default they do where the device lacks room for them.
     - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: bits per weight
       of the layers, such as 4.5 for NF4. `overlap` and `state_dtype`: those of `headrace.optim.AdamW`: "none",
       "forward" or "backward"; torch.float32, torch.bfloat16 or "8bit".

@@ -108,14 +108,14 @@ def offload(
     plain model bit for bit. Quantised weights travel packed, and are not trained.
 
     - `device`: where to compute. Default: the current accelerator, or the CPU if there is none.
-    - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
-      buffers of modules. Give an int, or text such as "8GiB" or "25%" (of the weights), here and for `host_memory`.
-      Gradients on their way out (those of two blocks at most) and activations come on top. Default: the memory that is
-      free now, less a tenth; on the CPU, weights then compute where they rest, unless `disk`, `checkpoint` or `mesh` is
-      given, too.
-    - `host_memory`: ceiling in bytes for weights, gradients, activations and staging buffers in host memory. What
-      optimizers hold (`optimizer.held_bytes()`) comes on top. Default: the memory that is free on the machine and in
-      the cgroup, less 15%.
+    - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together), for
+      buffers of modules and for layers of `offload_cache()`. Give an int, or text such as "8GiB" or "25%" (of the
+      weights), here and for `host_memory`. Gradients on their way out (those of two blocks at most) and activations
+      come on top. Default: the memory that is free now, less a tenth; on the CPU, weights then compute where they rest,
+      unless `disk`, `checkpoint` or `mesh` is given, too.
+    - `host_memory`: ceiling in bytes for weights, gradients, activations, `offload_cache()` and staging buffers in host
+      memory. What optimizers hold (`optimizer.held_bytes()`) comes on top, but counts in a shared `headrace.budget()`.
+      Default: the memory that is free on the machine and in the cgroup, less 15%.
     - `disk`: a directory on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
       this model alone while the model is offloaded. Parameters on disk are tensors over memory-mapped files: code reads
       and writes them as usual.
@@ -540,16 +540,18 @@ class Offloaded(live.Handle, live.ModelHandle):
     def sleep(self, *, host: bool = False) -> None:
         """Frees all device memory of the model: weights, buffers of modules, and what it lends to optimizers.
 
-        The next call brings back what it needs, and memory that the model shares (`headrace.budget()`) is the others'
-        until then. Weights that autograd keeps for a backward to come stay. Waits for copies and updates.
+        The next call brings back what it needs. In a shared `headrace.budget()`, the other models have the room until
+        then. The memory is free for PyTorch; for another process, call `torch.cuda.empty_cache()` after it. Weights
+        that autograd keeps for a backward to come stay. Waits for copies and updates.
 
         - `host`: also moves the weights in host memory to `disk`, but for those whose memory somebody keeps (`p.data`),
           and the state of headrace's optimizers. Weights come back with the next call, as far as `host_memory` is free
           then, or with a later one; state comes back with the optimizer's next step, or when somebody asks for it. What
-          stays: gradients, caches of `offload_cache()`, and with `param_dtype` the parameters in their own dtype.
+          stays: gradients, tensors of state of less than 16 KiB, the state of PyTorch's optimizers, caches of
+          `offload_cache()`, and with `param_dtype` the parameters in their own dtype.
 
         Raises StateError within a pass, and after `remove()`; with `host`, ValueError if the model has no disk or has a
-        mesh, and DiskError if the drive has no room: some weights may have moved then, and the model works.
+        mesh, and DiskError if the drive has no room: some state and weights may have moved then, and the model works.
         """
         check_flag(host, "host")
         self._check_offloaded("sleep()")
@@ -565,9 +567,11 @@ class Offloaded(live.Handle, live.ModelHandle):
     def wake(self) -> None:
         """Brings back what `sleep` freed, before the next call does.
 
-        Weights and optimizer state that went to disk come back to host memory. If none did, what the next call begins
-        with is loaded to the device; the copies may be under way when this returns. Raises StateError within a pass,
-        and after `remove()`.
+        Weights and optimizer state that went to disk come back to host memory, as far as it is free; the rest comes
+        later, as without this call. If no weights went to disk, what the next call begins with is loaded to the device
+        (the copies may be under way when this returns), and other models of a shared budget give way. Raises DiskError,
+        and StateError within a pass, while another model of the budget computes on another thread, and after
+        `remove()`.
         """
         self._check_offloaded("wake()")
         self._check_between_passes("wake()")

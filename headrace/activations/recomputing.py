@@ -22,33 +22,34 @@ from headrace.runtime.autograd import DispatchMode, is_costly, tree_flatten, tre
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For `torch.utils.checkpoint`: headrace chooses what a checkpoint keeps, and what it computes again in backward.
+    """For `torch.utils.checkpoint`: headrace chooses what a checkpoint keeps, and what it recomputes in backward.
 
     Write `checkpoint(layer, x, use_reentrant=False, context_fn=headrace.checkpoint_contexts)`, or, for transformers and
     TRL, `gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": headrace.checkpoint_contexts}`. It takes
-    effect in a model whose activations are offloaded; elsewhere, and in compiled code, all is computed again.
+    effect in a model whose activations are offloaded; elsewhere, and in compiled code, everything is recomputed.
 
-    At first everything is computed again, and products of matrices, convolutions and attention are timed. Then those
-    that take the longest for their bytes are kept: as many as `device_memory` has room for, and as leave and come back
-    while the model computes. Random operations, and values that something writes to, are always computed again.
-    The report says what was chosen, and why. Results stay the same bit for bit.
+    In the first two steps everything is recomputed, and products of matrices, convolutions and attention are timed.
+    From then on, those that take the longest for their bytes are kept: as many as fit in the `device_memory` of the
+    activations, and beside them as many as leave and come back while the model computes. Random operations, and values
+    that something writes to, are always recomputed. The report says what was chosen, and why. Results stay the same bit
+    for bit.
     """
     forward = forward_below()
     if forward is None or forward.trace.is_over:
         return nullcontext(), nullcontext()
     region = _Region(forward)
-    return _Computing(region), _ComputingAgain(region)
+    return _Recording(region), _Recomputing(region)
 
 
 class _Value:
     """What a costly operation gave in forward."""
 
-    __slots__ = ("kept", "kind", "operation", "structure", "timed")
+    __slots__ = ("kept", "kind", "operation", "structure", "to_time")
 
     def __init__(self, operation: Any, kind: ValueKind) -> None:
         self.operation = operation  # as of `_operation`
         self.kind = kind
-        self.timed = False  # it is timed when it is computed again
+        self.to_time = False  # it is timed when it is computed again
         self.kept: list[tuple[bool, Any]] = []  # its parts: whether that is a tensor, and what stands for it
         self.structure: Any = None  # how they make up the value
 
@@ -71,7 +72,7 @@ class _Region:
         with outside_the_checkpoint():
             if not any(forward.takes(each) for each in _tensors(given)):
                 return
-            value.timed = forward.choices.measures
+            value.to_time = forward.choices.measures
             index = forward.computed[value.kind]
             forward.computed[value.kind] += 1
             if self._choice is not None and self._choice.keeps(value.kind, index):
@@ -92,7 +93,7 @@ class _Region:
             return tree_unflatten(parts, value.structure)
 
 
-class _Computing(DispatchMode):  # type: ignore[misc]
+class _Recording(DispatchMode):  # type: ignore[misc]
     """Sees the operations of a forward."""
 
     def __init__(self, region: _Region) -> None:
@@ -111,7 +112,7 @@ class _Computing(DispatchMode):  # type: ignore[misc]
         return True  # compiled code runs as compiled; what it computes is not seen
 
 
-class _ComputingAgain(DispatchMode):  # type: ignore[misc]
+class _Recomputing(DispatchMode):  # type: ignore[misc]
     """Sees the operations when they are computed again, gives what was kept, and measures in a first step."""
 
     def __init__(self, region: _Region) -> None:
@@ -134,7 +135,7 @@ class _ComputingAgain(DispatchMode):  # type: ignore[misc]
         value, compute = self._next(_operation(operator, args)), partial(operator, *args, **kwargs)
         if value is not None and value.kept:
             return self._region.give(value, compute)
-        return self._measured(value, compute) if value is not None and value.timed else compute()
+        return self._measured(value, compute) if value is not None and value.to_time else compute()
 
     def _next(self, operation: Any) -> _Value | None:
         values = self._region.values
@@ -149,7 +150,7 @@ class _ComputingAgain(DispatchMode):  # type: ignore[misc]
         begun = lanes.tick()
         given = compute()
         done = lanes.tick()
-        value.timed = False
+        value.to_time = False
         tensors = _tensors(given)
         known = measured.setdefault(value.kind, Measured(shape=shape_text(tensors[0].dtype, tensors[0].shape)))
         known.count += 1

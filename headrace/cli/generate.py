@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--cache-tier",
         choices=("host", "disk"),
-        help="keys and values rest in host memory, or on --disk, instead of on the device",
+        help="keys and values rest in host memory, or on --disk (default: on the device, beside --device-memory)",
     )
 
 
@@ -160,13 +160,13 @@ def _write(
     if not at_once:
         print("\n\n".join(tokenizer.batch_decode(written, skip_special_tokens=True)))
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    from_disk = f"; {format_bytes(stats.fetch_bytes / seconds)}/s came from disk" if stats.fetch_bytes else ""
+    came = f"; {format_bytes(stats.fetch_bytes / seconds)}/s came from disk" if stats.fetch_bytes else ""
     if stats.cache_onload_bytes:
-        from_disk += f"; {format_bytes(stats.cache_onload_bytes)} of keys and values came to the device"
+        came += f"; {format_bytes(stats.cache_onload_bytes)} of keys and values came to the device"
     print(
         f"{counted(count, 'token')} in {seconds:.1f} s, the first after {first_seconds:.1f} s; of"
         f" {format_bytes(weight_bytes)} of weights at most {format_bytes(stats.device_peak_bytes)} were on the device"
-        f" and {format_bytes(stats.host_peak_bytes)} in host memory{from_disk}",
+        f" and {format_bytes(stats.host_peak_bytes)} in host memory{came}",
         file=sys.stderr,
     )
 

@@ -57,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method",
         metavar="NAME",
-        help=f"instead of the fastest: {', '.join(METHODS)}, or parts:"
-        " weights=host,state=disk,update=device,activations=recomputed,cache=host (keys and values of inference)",
+        help=f"instead of the fastest: {', '.join(METHODS)}, or parts, separated by commas:"
+        " weights=device|host|disk, state=device|host|disk, update=host|device,"
+        " activations=kept|recomputed|offloaded|spilled; in inference, cache=device|host|disk (keys and values)",
     )
     parser.add_argument(
         "--set",

@@ -28,7 +28,7 @@ def offload_cache(cache: "CacheT", handle: Offloaded, *, tier: Literal["host", "
 
     `cache` is any cache of transformers (`DynamicCache(config=model.config)`, Static, quantised, ...), new or filled;
     `handle` that of the model which uses it. A layer comes to the device while the one before it computes, within
-    `device_memory`: plans leave room for three layers. The tokens that a layer appends go back to the host alone;
+    `device_memory`: plans leave room for three layers. Only the tokens that a layer appends go back to the host;
     layers that rewrite their tensors (static, sliding, quantised) go back whole. Results have the same bits.
 
     - `tier`: "disk" lets it rest in the handle's `disk` directory; a few layers at once pass through host memory.

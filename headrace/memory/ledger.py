@@ -28,6 +28,12 @@ class Tier(StrEnum):  # a string's hash is faster than an Enum's
     DISK = "disk"
 
 
+_INSTEAD = {  # what else helps, by purpose
+    "gradients": ", or train fewer parameters",
+    "optimizer states": ', or give the optimizer tier="disk"',
+}
+
+
 class _Change(NamedTuple):
     """Bytes that come or (negative) go. `locked`: True if page-locked, False if refused, None: no need."""
 
@@ -165,7 +171,7 @@ class Ledger:
         """Raises BudgetError if `nbytes` more in host memory exceed the budget. To be called before allocating."""
         if self.host_budget_bytes is not None and not self.has_room(nbytes):
             held = self._host_bytes
-            otherwise = ", or train fewer parameters" if purpose == "gradients" else ""
+            otherwise = _INSTEAD.get(purpose, "")
             raise BudgetError(
                 f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(held)} that are held;"
                 f" {self.allowance(self.host_budget_bytes, held + nbytes)}{otherwise}",

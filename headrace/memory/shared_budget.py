@@ -55,7 +55,7 @@ class SharedBudget:
         self._shares: list[weakref.ref[Share]] = []  # of the models, the one that was used longest ago first
         self.device: torch.device | None = None  # on which all of them compute
         self._peak_bytes = self._host_peak_bytes = 0
-        self.gives_way_on_host = False  # whether models move blocks to disk for another, and claim nothing
+        self.gives_way_on_host = False  # whether models make room on the host for another one, and ask for none
 
     def __enter__(self) -> Self:
         _around.set((*_around.get(), self))
@@ -78,7 +78,9 @@ class SharedBudget:
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most bytes in host memory that the models have held at once, as seen when they took device memory."""
+        """The most bytes in host memory that the models have held at once, as seen when they took device memory: there
+        may have been more in between.
+        """
         self._note_peaks()
         return self._host_peak_bytes
 
@@ -117,7 +119,7 @@ class SharedBudget:
 
 
 class Share:
-    """What one model knows of the budget that it shares, and of the others. It is one of them until `leave`.
+    """One model's part in a shared budget, until `leave`.
 
     Raises ValueError if the others compute on a device other than `device`.
     """
@@ -131,7 +133,7 @@ class Share:
         budget._shares.append(weakref.ref(self))
         self.budget, self._count = budget, weakref.ref(count)
         self.member: Callable[[], Member | None] = lambda: None  # a weak reference to the model, once it is offloaded
-        self.may_claim = False  # whether the model's pass is under way: others give way to nothing else
+        self.may_claim = False  # whether others give way: only during a pass of this model
 
     @property
     def host_held_bytes(self) -> int:

@@ -135,17 +135,21 @@ class HostOptimizer(Optimizer):
         """The bytes of host memory that the state takes while it is awake, or will take."""
         rules = {id(group): self._rule(group, 1.0) for group in self.param_groups}
         return sum(
-            self._states.host_bytes(rules[id(group)], parameter, self._local_shards.dtensor_of(parameter))
+            self._states.bytes_when_awake(rules[id(group)], parameter, self._local_shards.dtensor_of(parameter))
             for parameter, (_, group) in self._places().items()
         )
 
     def sleep(self, directory: str | os.PathLike[str]) -> None:
-        """Called by the parameters' model: see `runtime.pending.StateHolder`."""
+        """Called by `Offloaded.sleep(host=True)`: moves the state from host memory to files in `directory`.
+
+        It comes back with `wake()`, with the next step, or when somebody asks for it. Raises DiskError, and has moved
+        nothing then.
+        """
         self.synchronize()
         self._states.sleep(directory, [self._master_of(one) for one in self._places() if self.entries.get(one)])
         manager = refusals.check_one_model(self._places())
         if manager is not None:
-            manager.hold_state(self, lambda: sum(map(self._states.awake_bytes, self._places())))
+            manager.hold_state(self, lambda: sum(map(self._states.bytes_awake_now, self._places())))
 
     def wake(self) -> None:
         """Brings back state that went to disk when the parameters' model went to sleep, as the next step does.

@@ -21,7 +21,7 @@ from headrace.optim.options import Options
 from headrace.optim.rules import ElementRule, MatrixRule
 from headrace.optim.weights import FULL, REMAINDER, MasterWeight
 
-LEAST_BYTES = 1 << 14  # smaller tensors of a matrix rule's state stay in memory
+LEAST_BYTES = 1 << 14  # smaller tensors stay in memory: of a matrix rule's state, and of any that sleeps
 
 
 class ParamStates:
@@ -123,13 +123,13 @@ class ParamStates:
         """Brings moments that were loaded or set by somebody into the form that is kept: 8 bits or not."""
         eight_bit.convert(state, rule.moments, master.host, narrow=master.uses_8bit)
 
-    def host_bytes(self, rule: ElementRule | MatrixRule, parameter: torch.Tensor, given: torch.Tensor) -> int:
+    def bytes_when_awake(self, rule: ElementRule | MatrixRule, parameter: torch.Tensor, given: torch.Tensor) -> int:
         """The bytes of host memory that a parameter's state takes while it is awake, or will take from its first step
         on. `given`: the parameter as the user has it.
         """
         if self.disk is not None:
             return 0
-        nbytes = self.awake_bytes(parameter)
+        nbytes = self.bytes_awake_now(parameter)
         if self._asleep is not None:
             for key in self._keys(parameter):
                 nbytes += sum(one.like.nbytes for one in self._asleep.at_rest(key, key[1]).values())
@@ -142,7 +142,7 @@ class ParamStates:
             dtypes = self.dtypes(rule, master)
         return nbytes + sum(eight_bit.nbytes(parameter.numel(), dtype) for dtype in dtypes.values())
 
-    def awake_bytes(self, parameter: torch.Tensor) -> int:
+    def bytes_awake_now(self, parameter: torch.Tensor) -> int:
         """The bytes of host memory that a parameter's state takes now, without its number of steps."""
         state = self.entries.get(parameter, {}) if self.disk is None else {}
         return sum(value.nbytes for name, value in state.items() if isinstance(value, torch.Tensor) and name != "step")

@@ -53,6 +53,7 @@ def choose_kept(
     out, back = out or back, back or out  # a direction in which nothing was copied yet is like the other
     # Beside what stays for good, the device holds what is being copied.
     in_flight = 2 * max((each.nbytes for each in saved), default=0)
+    # Without a budget, nothing stays for good. Negative: so many of the bytes that are saved anyway have to leave.
     staying = max(0, (problem.budget_bytes or 0) - in_flight) - nbytes
     left = staying + min(most_leaving, share * _USED * math.fsum(problem.forward_seconds) / out if out else 0.0)
     backward = _USED * (math.fsum(problem.backward_seconds) - math.fsum(problem.other_seconds))
@@ -62,8 +63,9 @@ def choose_kept(
         size = kind.nbytes / kind.count
         # Each value that is kept shortens the backward behind which the copies back hide.
         back_size = size + (share * _USED * kind.seconds / kind.count / back if back else 0.0)
-        kept = max(0, min(kind.count, int(left / size), int(back_left / back_size)))
-        kept = 0 if kind.changes or not kind.seconds else kept
+        kept = 0
+        if kind.seconds and not kind.changes:
+            kept = max(0, min(kind.count, int(left / size), int(back_left / back_size)))
         left, back_left = left - kept * size, back_left - kept * back_size
         fates[index] = Fate(kind, kept, kind.nbytes * max(out, back))
     return [fates[index] for index in range(len(kinds))]

@@ -219,7 +219,7 @@ def test_a_shared_budget_counts_it(compute_device: torch.device, tmp_path: Path,
         handle = headrace.offload(model, device=compute_device, disk=tmp_path)
     assert handle.stats().disk_bytes == 0
     optimizer = make(model.parameters())
-    reserved_bytes = handle._ledger.held_bytes(Tier.HOST, "optimizer state")
+    reserved_bytes = handle._ledger.held_bytes(Tier.HOST, "optimizer states")
     steps_bytes = 4 * len(list(model.parameters()))  # of the numbers of steps
     seen: list[int] = []
     note = partial(_note_bytes, seen, optimizer)
@@ -229,16 +229,17 @@ def test_a_shared_budget_counts_it(compute_device: torch.device, tmp_path: Path,
     assert (handle.stats().disk_bytes > 0) == wide  # for gradients
     assert max(seen) - steps_bytes <= reserved_bytes
     assert (
-        handle._ledger.held_bytes(Tier.HOST, "optimizer state") == seen[-1] - steps_bytes or name == "sgd_without_state"
+        handle._ledger.held_bytes(Tier.HOST, "optimizer states") == seen[-1] - steps_bytes
+        or name == "sgd_without_state"
     )
     handle.sleep(host=True)
-    assert handle._ledger.held_bytes(Tier.HOST, "optimizer state") == max(0, optimizer.held_bytes() - steps_bytes)
+    assert handle._ledger.held_bytes(Tier.HOST, "optimizer states") == max(0, optimizer.held_bytes() - steps_bytes)
     optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
-    assert handle._ledger.held_bytes(Tier.HOST, "optimizer state") >= optimizer.held_bytes() - steps_bytes
+    assert handle._ledger.held_bytes(Tier.HOST, "optimizer states") >= optimizer.held_bytes() - steps_bytes
     assert all(map(torch.equal, train(model, optimizer, 1), train(plain, own, 1)))
     del optimizer, note
     gc.collect()
-    assert handle._ledger.held_bytes(Tier.HOST, "optimizer state") == 0
+    assert handle._ledger.held_bytes(Tier.HOST, "optimizer states") == 0
 
 
 def test_another_model_makes_room(compute_device: torch.device, tmp_path: Path) -> None:
@@ -263,5 +264,8 @@ def test_there_is_no_room(compute_device: torch.device) -> None:
     model = stack()
     with headrace.budget(device_memory=3 * LAYER_BYTES, host_memory=2 * weight_bytes(model)):
         headrace.offload(model, device=compute_device)
-    with pytest.raises(headrace.BudgetError, match=r"optimizer state need .* host_memory allows .*; raise it to"):
+    with pytest.raises(
+        headrace.BudgetError,
+        match=r'optimizer states need .* host_memory allows .*; raise it to .*, or give the optimizer tier="disk"',
+    ):
         adamw(model.parameters())

@@ -60,9 +60,9 @@ def admitted(methods: list[Method], asked: Wanted, training: Training) -> list[M
     if not found:
         told = ", ".join(f"{name}={getattr(value, 'value', value)}" for name, value in asked.items())
         raise ValueError(
-            f"no method has {told} with training={training.value!r}: weights that are trained and rest"
-            " on the host are updated there, all of them, only a machine with a disk can use one, and keys and values"
-            " leave one device in inference alone, beside weights that are streamed"
+            f"no method has {told} with training={training.value!r}. Weights that are trained and do not rest on the"
+            " device have their state off it, too, and all of it; disk needs a machine with one; cache=host and"
+            " cache=disk need inference on one device, with weights off it. Leave out the part that breaks a rule"
         )
     return found
 

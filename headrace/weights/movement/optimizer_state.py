@@ -9,7 +9,7 @@ from headrace.errors import BudgetError
 from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.pending import StateHolder
 
-_PURPOSE = "optimizer state"
+PURPOSE = "optimizer states"
 
 
 class _Held:
@@ -32,15 +32,16 @@ class OptimizerStates:
         Without a shared budget, `host_memory` is for weights, gradients and activations alone, and nothing is booked.
         """
         before = self._held.setdefault(holder, _Held(0))
-        if self._ledger.share is None or self._ledger.host_budget_bytes is None or nbytes() == before.nbytes:
+        if self._ledger.share is None or self._ledger.host_budget_bytes is None:
             return
         now = _Held(nbytes())
-        if now.nbytes > before.nbytes:
-            make_room(now.nbytes - before.nbytes)
-            self._ledger.check_host(now.nbytes - before.nbytes, _PURPOSE)
+        more_bytes = now.nbytes - before.nbytes
+        if more_bytes > 0:
+            make_room(more_bytes)
+            self._ledger.check_host(more_bytes, PURPOSE)
         self._held[holder] = now
-        del before  # its bytes go first
-        self._ledger.book(now, Tier.HOST, _PURPOSE, now.nbytes)
+        del before  # ends its booking, before the new one is made
+        self._ledger.book(now, Tier.HOST, PURPOSE, now.nbytes)
 
     def sleep(self, directory: str | os.PathLike[str]) -> None:
         """Moves all states from host memory to files in `directory`. Raises DiskError."""

@@ -142,7 +142,7 @@ class PackedLoads:
         half_bytes, free = scratch.nbytes // 2, self._lanes.mark()
         self._halves = [_Half(part, free) for part in scratch.split(half_bytes)]
         self._piece_bytes = min(MOST_PIECE_BYTES, int(half_bytes / _MOST_SHARE) // 256 * 256)
-        # The machine's memory counts, too: optimizers are in no budget.
+        # The machine's memory counts, too: optimizers may be in no budget.
         self._room = _Room(int(min(self._ledger.host_left_bytes, available_host_bytes()) * _HOST_SHARE))
         self._ledger.spare = weakref.WeakMethod(self._give_way)
         self._thread = OneThread("headrace-pack", self._device)

@@ -44,8 +44,8 @@ class Room:
     def make(self, nbytes: int) -> bool:
         """Moves blocks to disk until the host budget has room for `nbytes` more. Returns whether it has.
 
-        Not to be called during a pass. Where it returns False, blocks can at least be fetched from disk: what has no
-        room can rest there. Raises BudgetError, and moves nothing, where fetching has no room for its staging memory.
+        Not to be called during a pass. Where it returns False, the disk can still be used: what has no room can rest
+        there. Raises BudgetError, and moves nothing, where fetching has no room for its staging memory.
         """
         if self._has_room(nbytes):
             return True
@@ -66,7 +66,8 @@ class Room:
     def wake(self) -> None:
         """Moves the blocks back as far as host memory is free; the others sleep on, and are fetched when they are used.
 
-        So does one whose memory somebody keeps, which has to go on showing the weights. Called when a pass begins, too.
+        A block whose memory somebody keeps (`p.data`) stays on disk: that memory has to go on showing the weights.
+        Called when a pass begins, too.
         """
         if self._asleep:
             self._return_blocks()
