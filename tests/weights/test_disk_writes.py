@@ -55,7 +55,7 @@ class Held:
             self._function(*args)
         if self._holds and self._last_argument in (None, args[-1]):
             self._reached.set()
-            self._free.wait(2)  # the write itself may wait for this one
+            self._free.wait(0.25)  # the write itself may wait for this one
         if self._before:
             self._function(*args)
 
