@@ -35,7 +35,8 @@ class Measured:
     count: int = 0
     nbytes: int = 0
     spans: list[tuple[Tick, Tick]] = field(default_factory=list)
-    changed: list[torch.Tensor] = field(default_factory=list)  # of truth values, on the device
+    changes: bool = False  # something may write to them without a trace
+    changed: list[torch.Tensor] = field(default_factory=list)  # whether something did: truth values, on the device
 
     @property
     def is_timed(self) -> bool:
@@ -119,7 +120,7 @@ class Choices:
             count=measured.count,
             nbytes=measured.nbytes,
             seconds=seconds * measured.count,
-            changes=any(map(bool, measured.changed)),
+            changes=measured.changes or any(map(bool, measured.changed)),
         )
 
     @property

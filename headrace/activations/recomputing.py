@@ -13,12 +13,15 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from headrace.activations.choices import Measured, ValueKind
 from headrace.activations.saving import Forward, forward_below
 from headrace.activations.selective import outside_the_checkpoint
 from headrace.activations.trace import shape_text
 from headrace.runtime.autograd import DispatchMode, is_costly, tree_flatten, tree_unflatten
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integers of as many bytes
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -30,9 +33,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
     In the first two steps everything is recomputed, and products of matrices, convolutions and attention are timed.
     From then on, those that take the longest for their bytes are kept: as many as fit in the `device_memory` of the
-    activations, and beside them as many as leave and come back while the model computes. Random operations, and values
-    that something writes to, are always recomputed. The report says what was chosen, and why. Results stay the same bit
-    for bit.
+    activations, and beside them as many as leave and come back while the model computes. Always recomputed are random
+    operations, those that autograd does not see (as within a `torch.autograd.Function`), and values that something
+    writes to, or may write to because they outlive the checkpoint's forward, as its outputs do. The report says what
+    was chosen, and why. Results stay the same bit for bit.
     """
     forward = forward_below()
     if forward is None or forward.trace.is_over:
@@ -44,12 +48,13 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 class _Value:
     """What a costly operation gave in forward."""
 
-    __slots__ = ("kept", "kind", "operation", "structure", "to_time")
+    __slots__ = ("kept", "kind", "operation", "outlives", "structure", "to_time")
 
     def __init__(self, operation: Any, kind: ValueKind) -> None:
         self.operation = operation  # as of `_operation`
         self.kind = kind
         self.to_time = False  # it is timed when it is computed again
+        self.outlives = False  # where it is timed: something held its memory when the checkpoint's forward was over
         self.kept: list[tuple[bool, Any]] = []  # its parts: whether that is a tensor, and what stands for it
         self.structure: Any = None  # how they make up the value
 
@@ -62,6 +67,7 @@ class _Region:
         self.values: list[_Value] = []
         self._choice = forward.choices.now
         self._places: Counter[Any] = Counter()
+        self._storages: list[tuple[_Value, StorageWeakRef]] = []  # of the values that are timed
 
     def computed(self, operator: Any, args: Any, given: Any) -> None:
         """Called in forward, when a costly operation has given that."""
@@ -73,6 +79,8 @@ class _Region:
             if not any(forward.takes(each) for each in _tensors(given)):
                 return
             value.to_time = forward.choices.measures
+            if value.to_time:
+                self._storages += [(value, StorageWeakRef(each.untyped_storage())) for each in _tensors(given)]
             index = forward.computed[value.kind]
             forward.computed[value.kind] += 1
             if self._choice is not None and self._choice.keeps(value.kind, index):
@@ -82,6 +90,12 @@ class _Region:
                     (is_tensor, forward.pack(part.detach()) if is_tensor else part)
                     for is_tensor, part in zip(tensors, parts, strict=True)
                 ]
+
+    def forward_ended(self) -> None:
+        """Called in forward, when the function that is checkpointed has returned."""
+        for value, storage in self._storages:
+            value.outlives |= not storage.expired()
+        self._storages.clear()
 
     def give(self, value: _Value, compute: Callable[[], Any]) -> Any:
         """The kept value, which is let go of: a second backward computes it again, as any that was written to."""
@@ -103,9 +117,13 @@ class _Recording(DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = operator(*args, **kwargs)
-        if is_costly(operator, types, args, kwargs):
+        if _may_be_kept(operator, types, args, kwargs):
             self._region.computed(operator, args, given)
         return given
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._region.forward_ended()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -130,7 +148,7 @@ class _Recomputing(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not is_costly(operator, types, args, kwargs):
+        if not _may_be_kept(operator, types, args, kwargs):
             return operator(*args, **kwargs)
         value, compute = self._next(_operation(operator, args)), partial(operator, *args, **kwargs)
         if value is not None and value.kept:
@@ -157,8 +175,9 @@ class _Recomputing(DispatchMode):  # type: ignore[misc]
         known.nbytes += sum(each.nbytes for each in tensors)
         if not known.is_timed:
             known.spans.append((begun, done))
+        known.changes |= value.outlives
         with outside_the_checkpoint():
-            aliases = [each.detach() for each in tensors if each.is_floating_point()]
+            aliases = [each.detach() for each in tensors]
             self._watched += [(known, each, each._version, _sum(each)) for each in aliases]
         return given
 
@@ -175,9 +194,23 @@ class _Recomputing(DispatchMode):  # type: ignore[misc]
         return True
 
 
+def _may_be_kept(operator: Any, types: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation is costly, and autograd sees it.
+
+    What a function computes without gradients it may keep for its next call, so that operations are missing when it is
+    computed again. Where operations with gradients are missing, PyTorch's checkpoint raises.
+    """
+    return is_costly(operator, types, args, kwargs) and torch.is_grad_enabled() and any(map(_wants_gradient, args))
+
+
+def _wants_gradient(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.requires_grad
+
+
 def _operation(operator: Any, args: Any) -> Any:
-    """What tells an operation from others: itself, and the sizes of what it is given."""
-    return operator, [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
+    """What tells an operation from others: itself, and what is known of the tensors that it is given."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return operator, [(each.shape, each.dtype, each.requires_grad) for each in tensors]
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:
@@ -186,8 +219,9 @@ def _tensors(given: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that is another one, almost surely, once something has written to the tensor."""
-    return tensor.sum(dtype=torch.float32).view(torch.int32)
+    """The sum of its bits: another one, almost surely, once something has written to the tensor."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_BITS[real.itemsize]).sum(dtype=torch.int64)
 
 
 @cache

@@ -19,7 +19,7 @@ class Recomputed:
 
     - `name`, `operation`, `shape`: the module, what it computes, and the first value's dtype and shape, for texts.
     - `nbytes`, `seconds`: of all `count` values, and of computing all of them again.
-    - `changes`: something writes to them after they were computed, so they cannot be kept.
+    - `changes`: something writes to them after they were computed, or may do so, so they cannot be kept.
     """
 
     name: str

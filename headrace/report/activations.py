@@ -133,7 +133,7 @@ def _choice(fate: Fate) -> str:
     if fate.kept == fate.kind.count:
         return "kept"
     again = f"{fate.kept:,} kept, the others recomputed" if fate.kept else "recomputed"
-    return f"{again}, as {'something writes to them' if fate.kind.changes else 'neither device nor link has room'}"
+    return f"{again}, as {'something may write to them' if fate.kind.changes else 'neither device nor link has room'}"
 
 
 def _kind(name: str) -> str:

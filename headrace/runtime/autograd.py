@@ -293,8 +293,8 @@ def is_costly(operator: Any, types: Sequence[type], arguments: Sequence[Any], na
     """Whether a mode sees a product of matrices, a convolution or attention that gives plain tensors of its own, the
     same ones at each call. `types`, `arguments`, `named`: what the mode was given.
 
-    Relies on PyTorch counting the FLOPs of these operations and of no others, on `types` having the subclasses among
-    the tensors, and on attention being random if `dropout_p` is not 0.
+    Relies on PyTorch counting the FLOPs of these operations and of no others of its own, on `types` having the
+    subclasses among the tensors, and on attention being random if `dropout_p` is not 0.
     """
     place = _place_of_dropout(operator)
     if place is None or any(kind is not torch.Tensor for kind in types):
@@ -306,6 +306,8 @@ def is_costly(operator: Any, types: Sequence[type], arguments: Sequence[Any], na
 def _place_of_dropout(operator: Any) -> int | None:
     """Where a costly operation has its `dropout_p`, or a place beyond its arguments; None for any other operation."""
     if not isinstance(operator, torch._ops.OpOverload) or operator._schema.is_mutable:
+        return None
+    if operator.namespace != "aten":  # others register formulas too, and may be random in ways of their own
         return None
     if operator.overloadpacket not in flop_registry and operator.overloadpacket not in more_flops:
         return None

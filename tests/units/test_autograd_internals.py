@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from headrace.runtime import torch_rules
 from headrace.runtime.autograd import (
@@ -697,6 +697,19 @@ def test_costly_operations_are_products_convolutions_and_attention_that_is_not_r
     assert not is_costly(random, (), (x, x, x, 0.1), {})
     assert not is_costly(random, (), (x, x, x), {"dropout_p": 0.1})
     assert is_costly(random, (), (x, x, x), {})
+
+
+def test_operations_of_others_are_not_costly_whatever_their_flops() -> None:
+    @torch.library.custom_op("headrace_tests::random_product", mutates_args=())
+    def random_product(x: torch.Tensor, p: float) -> torch.Tensor:
+        return torch.nn.functional.dropout(x @ x, p)
+
+    operator = torch.ops.headrace_tests.random_product
+    register_flop_formula(operator)(lambda *_, **__: 1)
+    try:
+        assert not is_costly(operator.default, (), (torch.ones(4, 4), 0.5), {})
+    finally:
+        del flop_registry[operator]
 
 
 class Named(TorchDispatchMode):
