@@ -22,7 +22,9 @@ OF_OTHERS = {
     "_from_config",
     "_experts_implementation",
     "_is_expert_parallel",
-}  # Python's, and transformers'
+    "_save_optimizer_and_scheduler",
+    "_optimizers",
+}  # Python's, transformers', and the last accelerate's
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
