@@ -292,5 +292,5 @@ def test_keys_and_values_without_room_on_the_device() -> None:
     ],
 )
 def test_keys_and_values_that_cannot_leave(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="cache=disk need inference on one device, with weights off it. Leave out"):
+    with pytest.raises(ValueError, match=r"cache=disk need inference on one device, with weights off it\. Leave"):
         headrace.plan(LLAMA_8B, **{"hardware": "4090", "training": "inference"} | settings)
