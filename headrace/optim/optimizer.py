@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class HostOptimizer(Optimizer):
         self.last_grad_norm: float | None = None
         self._begin_anew(options)
         super().__init__(params, **stock)
-        self._hold_state()
+        self._hold_state(self._places())
         refusals.check_device_fraction(self._places(), options.device_fraction)
         self._join_node()
         self._reserve_device_memory()
@@ -125,9 +125,9 @@ class HostOptimizer(Optimizer):
         for parameter in filter(self._owners.is_elsewhere, self._places()):
             self._states.drop(parameter)
 
-    def _hold_state(self) -> None:
+    def _hold_state(self, parameters: Iterable[torch.Tensor]) -> None:
         """Has the state sleep with the parameters' model, and count in the host memory that the model shares."""
-        manager = refusals.check_one_model(self._places())
+        manager = refusals.check_one_model(parameters)
         if manager is not None:
             manager.hold_state(self, self._state_bytes)
 
@@ -157,7 +157,7 @@ class HostOptimizer(Optimizer):
         Raises BudgetError if host memory has no room, and DiskError: the state is still on disk then.
         """
         if self._states.sleeps:
-            self._hold_state()
+            self._hold_state(self._places())
             self._states.wake()
 
     def _reserve_device_memory(self) -> None:
@@ -205,7 +205,7 @@ class HostOptimizer(Optimizer):
 
     def _check(self) -> None:
         places = self._places()
-        self._hold_state()
+        self._hold_state(places)
         self._reserve_device_memory()
         self._updates.check_device()
         if self.overlaps:
@@ -455,7 +455,7 @@ class HostOptimizer(Optimizer):
         elementwise = [self._rule(group, 1.0).elementwise for group in groups]
         if self._local_shards:
             groups, state_dict["state"] = self._local_shards.loaded(groups, state_dict)
-        self._hold_state()
+        self._hold_state(self._places())
         values = values_from(groups, state_dict, elementwise, self._options.moment_dtype)
         self._states.take_apart(values)
         before_write(parameters_of(self))
