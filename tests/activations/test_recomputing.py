@@ -167,6 +167,7 @@ def test_odd_functions(function: Any, compute_device: torch.device) -> None:
             assert_same(*results)
         assert handle.stats().offload_bytes > STEPS * SAVED_BYTES
     assert handle.stats().host_held_bytes == 0
+    _of_a_step.clear()
 
 
 @pytest.mark.usefixtures("keeps_all")
