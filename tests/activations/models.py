@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+import headrace
 from tests.support import models
+from tests.support.held import weight_bytes
 from tests.support.models import TanhLayer
 
 WIDTH = 128
@@ -51,3 +53,14 @@ def results(model: nn.Module, *others: Tensor) -> list[Tensor]:
     tensors: list[Any] = [*others, *(p.grad for p in model.parameters() if p.grad is not None)]
     assert tensors, "there is nothing to compare"
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def all_leaving(model: nn.Module, device: torch.device | str, *, with_weights: bool) -> tuple[Any, Any]:
+    """All activations leave, beside half of the weights or alone: the handle to remove, and that of the activations."""
+    settings: dict[str, Any] = {"min_bytes": 0, "all_leave": True}
+    if with_weights:
+        budget = weight_bytes(model) // 2
+        handle = headrace.offload(model, device=device, device_memory=budget, activations=settings)
+        return handle, handle.activations
+    activations = headrace.offload_activations(model.to(device), **settings)
+    return activations, activations

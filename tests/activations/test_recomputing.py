@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import headrace
 from headrace.planning import recomputing
-from tests.activations.models import SAVED_BYTES, WIDTH, Stack, rows, step
+from tests.activations.models import SAVED_BYTES, WIDTH, Stack, all_leaving, rows, step
 from tests.activations.plain import STEPS as PLAIN_STEPS
 from tests.activations.plain import plain_run
 from tests.activations.test_overlap import LAYERS, ROWS, step_seconds, wide
@@ -23,7 +23,6 @@ from tests.activations.test_overlap import SAVED_BYTES as WIDE_BYTES
 from tests.activations.test_overlap import slow_link as slow_link
 from tests.matrix.models import CASES, Case
 from tests.support.compare import assert_same
-from tests.support.held import weight_bytes
 from tests.support.loops import train
 
 STEPS = 5
@@ -43,14 +42,7 @@ def test_what_is_kept_leaves_and_gives_the_same_bits(with_weights: bool, compute
     """The first two steps keep the layers' inputs, the others their products, too."""
     expected = [step(Stack(8).to(compute_device), rows(compute_device, seed)) for seed in range(STEPS)]
     model = Stack(8, checkpointing="chosen")
-    settings: dict[str, Any] = {"min_bytes": 0, "all_leave": True}
-    if with_weights:
-        weights: Any = headrace.offload(
-            model, device=compute_device, device_memory=weight_bytes(model) // 2, activations=settings
-        )
-        handle = weights.activations
-    else:
-        weights = handle = headrace.offload_activations(model.to(compute_device), **settings)
+    whole, handle = all_leaving(model, compute_device, with_weights=with_weights)
     for seed in range(STEPS):
         handle.reset_stats()
         assert_same(step(model, rows(compute_device, seed)), expected[seed])
@@ -60,7 +52,7 @@ def test_what_is_kept_leaves_and_gives_the_same_bits(with_weights: bool, compute
         assert stats.host_held_bytes == 0
     assert "addmm in layers.*" in str(handle.report())
     assert f"8 of float32 64x{WIDTH}" in str(handle.report())
-    weights.remove()
+    whole.remove()
     assert_same(step(model.to(compute_device), rows(compute_device, 4)), expected[4])
 
 

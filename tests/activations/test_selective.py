@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import headrace
-from tests.activations.models import SAVED_BYTES, Stack, rows, step
+from tests.activations.models import SAVED_BYTES, Stack, all_leaving, rows, step
 from tests.support.compare import assert_same
-from tests.support.held import weight_bytes
 
 LAYERS = 8
 KEEPING = [policy for policy in CheckpointPolicy if not policy.name.endswith("RECOMPUTE")]
@@ -25,14 +24,7 @@ def test_what_is_kept_leaves(policy: CheckpointPolicy, with_weights: bool, compu
     """A layer's input is kept, and what its product gives; the last may still be there when backward needs them."""
     expected = [step(Stack(LAYERS).to(compute_device), rows(compute_device, seed)) for seed in range(4)]
     model = Stack(LAYERS, checkpointing=policy)
-    settings: dict[str, Any] = {"min_bytes": 0, "all_leave": True}
-    if with_weights:
-        weights: Any = headrace.offload(
-            model, device=compute_device, device_memory=weight_bytes(model) // 2, activations=settings
-        )
-        handle = weights.activations
-    else:
-        weights = handle = headrace.offload_activations(model.to(compute_device), **settings)
+    whole, handle = all_leaving(model, compute_device, with_weights=with_weights)
     for seed in range(4):
         handle.reset_stats()
         assert_same(step(model, rows(compute_device, seed)), expected[seed])
@@ -40,7 +32,7 @@ def test_what_is_kept_leaves(policy: CheckpointPolicy, with_weights: bool, compu
         assert stats.offload_bytes >= (2 * LAYERS - 1) * SAVED_BYTES
         assert stats.onload_bytes >= (2 * LAYERS - 3) * SAVED_BYTES
         assert stats.host_held_bytes == 0
-    weights.remove()
+    whole.remove()
     assert_same(step(model.to(compute_device), rows(compute_device, 3)), expected[3])
 
 

@@ -72,11 +72,13 @@ def steps(
     clip: float | None = None,
     after_backward: Callable[[], object] = lambda: None,
     around_step: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    after_step: Callable[[int], object] = lambda step: None,
     keep_gradients: bool = False,
 ) -> list[Tensor]:
     """One optimizer step for every `micro_batches` batches: all losses and the norms before clipping, on the CPU.
 
-    The gradients of the last step are kept where that is asked for.
+    `after_step` is called with the number of each step, from 0, once its gradients are gone. The gradients of the last
+    step are kept where that is asked for.
     """
     found = []
     for number, batch in enumerate(batches, 1):
@@ -93,6 +95,7 @@ def steps(
             optimizer.step()
         if number < len(batches) or not keep_gradients:
             optimizer.zero_grad()
+        after_step(number // micro_batches - 1)
     return on_cpu(found)  # type: ignore[no-any-return]  # none is waited for before
 
 

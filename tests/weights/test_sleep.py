@@ -12,7 +12,9 @@ from torch import nn
 import headrace
 from headrace.memory.ledger import Tier
 from headrace.weights.model.managed_param import ManagedParam
+from tests.support.compare import on_cpu
 from tests.support.held import allocated_bytes, is_counted, weight_bytes
+from tests.support.loops import steps
 from tests.support.models import Layer, Stack, seeded
 
 WIDTH = 128
@@ -30,37 +32,32 @@ def host_bytes(handle: headrace.Offloaded) -> int:
     return handle._ledger.held_bytes(Tier.HOST, "weights")
 
 
-def train(model: nn.Module, steps: int, handle: Any = None, **settings: Any) -> list[torch.Tensor]:
-    """The losses and the weights of some steps; the handle's model sleeps after each, and wakes up for every other."""
+def train(model: nn.Module, handle: Any = None, **settings: Any) -> list[torch.Tensor]:
+    """The losses and the weights of 5 steps; the handle's model sleeps after each, and wakes up for every other."""
+
+    def sleep(step: int) -> None:
+        if handle is None:
+            return
+        handle.sleep(host=True)
+        assert host_bytes(handle) == 0
+        assert weight_bytes(model) <= handle.stats().disk_bytes < 1.2 * weight_bytes(model)  # each time the same files
+        if step % 2:
+            handle.wake()
+            assert host_bytes(handle) >= weight_bytes(model)
+
     optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-2, **settings)
-    dtype = next(model.parameters()).dtype
-    losses = []
-    for step in range(steps):
-        loss = model(BATCH.to(dtype) + step).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-        if handle is not None:
-            handle.sleep(host=True)
-            assert host_bytes(handle) == 0
-            assert (
-                weight_bytes(model) <= handle.stats().disk_bytes < 1.2 * weight_bytes(model)
-            )  # each time the same files
-            if step % 2:
-                handle.wake()
-                assert host_bytes(handle) >= weight_bytes(model)
-    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+    batches = [BATCH.to(next(model.parameters()).dtype) + step for step in range(5)]
+    return [*steps(model, optimizer, batches, after_step=sleep), *on_cpu(list(model.parameters()))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", [{}, {"overlap": "forward"}, {"tier": "disk"}], ids=str)
 def test_training(compute_device: torch.device, tmp_path: Path, dtype: torch.dtype, settings: dict[str, str]) -> None:
-    expected = train(stack(dtype=dtype), 5)
+    expected = train(stack(dtype=dtype))
     model = stack(dtype=dtype)
     handle = headrace.offload(model, device=compute_device, device_memory=4 * LAYER_BYTES, disk=tmp_path / "weights")
     own = settings | ({"disk": str(tmp_path / "state")} if settings.get("tier") else {})
-    assert all(map(torch.equal, train(model, 5, handle, **own), expected))
+    assert all(map(torch.equal, train(model, handle, **own), expected))
     handle.remove()
 
 
