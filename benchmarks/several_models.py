@@ -68,7 +68,7 @@ def main() -> None:
                 if not torch.equal(model(batch), output):
                     raise SystemExit("an output differs from the plain model's")
             read.append(sum(handle.stats().fetch_bytes for handle in handles) - known)
-        took = resident_bytes(PEAK) - before
+        taken = resident_bytes(PEAK) - before
         for handle in handles:
             handle.remove()
 
@@ -77,8 +77,10 @@ def main() -> None:
     print(f"models          {', '.join(map(format_bytes, sizes))}; {args.rounds} rounds, all outputs equal")
     print(f"device          {format_bytes(shared.device_peak_bytes)} at most, of {args.device_memory}")
     print(f"host            {format_bytes(shared.host_peak_bytes)} at most, of {args.host_memory}")
-    print(f"process         {format_bytes(took)} at most, of {format_bytes(budgets)}")
-    print(f"read in a round {', '.join(map(format_bytes, read))}; without room in host memory: {format_bytes(no_room)}")
+    print(f"process         {format_bytes(taken)} at most, of {format_bytes(budgets)}")
+    print(
+        f"read in a round {format_bytes(min(read))} to {format_bytes(max(read))}; without room: {format_bytes(no_room)}"
+    )
 
 
 if __name__ == "__main__":

@@ -168,7 +168,11 @@ def _cycle(handle: headrace.Offloaded, optimizer: Any) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, headrace.DiskError], ids=["ctrl_c", "full"])
 @pytest.mark.parametrize("during", ["keep", "fetch", "synchronize"])
 def test_a_move_that_is_cut_short(
-    compute_device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str, error: type[BaseException]
+    compute_device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    during: str,
+    error: type[BaseException],
 ) -> None:
     """Nothing is lost, whether it went to sleep or woke up, and later steps count."""
     plain, model = stack(), stack()
