@@ -25,7 +25,8 @@ class Seen:
     """What one block did in a forward: totals over all its tokens.
 
     `saved_bytes`: what backward needs, without parameters. `input_bytes`: what recomputation keeps: for a layer, its
-    first input tensor; for what comes before layers, all that is saved and the layers' other inputs.
+    first input tensor; for what comes before layers, all that is saved and the layers' other inputs. `cache_window`: of
+    how many tokens at most keys and values are kept; 0: of all.
     """
 
     saved_bytes: int = 0
@@ -33,6 +34,7 @@ class Seen:
     flops: int = 0
     attention_flops: int = 0
     cached_elements: int = 0
+    cache_window: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,19 +144,27 @@ def _is_tied(model: nn.Module) -> bool:
 def _inputs(model: nn.Module, tokens: torch.Tensor, watch: "_Watch") -> dict[str, Any]:
     import transformers  # here: it takes seconds to import, and only its own models come here
 
+    given: Any = model
+    kept: list[Any] = []
+
     class Noted(transformers.DynamicCache):  # type: ignore[misc]
         """Says that no token came before, and keeps nothing. Without a cache, models look at tokens' values."""
 
-        def update(self, key: torch.Tensor, value: torch.Tensor, *_args: Any, **_kw: Any) -> tuple[Any, Any]:
+        def update(
+            self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_args: Any, **_kw: Any
+        ) -> tuple[Any, Any]:
             watch.now.cached_elements += key.numel() + value.numel()
+            watch.now.cache_window = getattr(kept[layer_idx], "sliding_window", 0) if layer_idx < len(kept) else 0
             return key, value
 
     inputs: dict[str, Any] = {"input_ids": tokens}
-    given: Any = model
     if given.get_output_embeddings() is not None:
         inputs["labels"] = tokens
-    if given.can_generate():
-        inputs |= {"use_cache": False} if given.config.is_encoder_decoder else {"past_key_values": Noted()}
+    if given.can_generate() and given.config.is_encoder_decoder:
+        inputs["use_cache"] = False
+    elif given.can_generate():
+        inputs["past_key_values"] = Noted()
+        kept += transformers.DynamicCache(config=given.config.get_text_config(decoder=True)).layers
     return inputs
 
 

@@ -112,6 +112,7 @@ def _with(block: BlockShape, seen: "Seen", tokens: int, sequence_length: int) ->
         saved_bytes=seen.saved_bytes / tokens,
         input_bytes=seen.input_bytes / tokens,
         cache_elements=round(seen.cached_elements / tokens),
+        cache_window=seen.cache_window,
     )
 
 

@@ -257,6 +257,27 @@ def test_keys_and_values_that_rest_elsewhere(tier: str) -> None:
     assert plan.to_dict()["method"]["cache"] == tier
 
 
+def test_keys_and_values_of_windows() -> None:
+    """A layer with a window keeps its last tokens alone, and computes with them."""
+    settings: dict[str, Any] = {"hardware": "4090", "training": "inference", "sequence_length": 16384}
+    kinds = ["sliding_attention", "full_attention"] * 16
+    windows = LLAMA_8B | {"sliding_window": 1024, "layer_types": kinds}
+    plan, whole = (headrace.plan(one, method="cache=host", **settings) for one in (windows, LLAMA_8B))
+    assert held(plan, "keys and values") == {
+        Place.DEVICE: 3 * 16384 * TOKEN,
+        Place.HOST: 16 * (16384 + 1024) * TOKEN * 9 // 8,
+    }
+    assert plan.decoding is not None
+    assert whole.decoding is not None
+    assert plan.decoding.cache_bytes == 16 * (16384 + 1024) * TOKEN
+    assert plan.decoding.compute_seconds < whole.decoding.compute_seconds
+    assert plan.decoding.whole.tokens_per_second > whole.decoding.whole.tokens_per_second
+    short = settings | {"sequence_length": 1024}
+    assert held(headrace.plan(windows, method="cache=host", **short), "keys and values") == held(
+        headrace.plan(LLAMA_8B, method="cache=host", **short), "keys and values"
+    )
+
+
 def test_keys_and_values_without_room_on_the_device() -> None:
     """They are planned on the host, or on disk where that lacks room, too; and if neither has it, the plan says so."""
     settings: dict[str, Any] = {"hardware": "4090", "training": "inference", "sequence_length": 65536}

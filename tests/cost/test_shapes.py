@@ -85,6 +85,28 @@ def test_counts_equal_transformers(kind: str) -> None:
     assert described.layers == counted.layers == 3
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "windows"),
+    [
+        ("mistral", {"sliding_window": 16}, [16, 16, 16]),
+        ("mistral", {"sliding_window": None}, [0, 0, 0]),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, [0, 0, 0]),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, [0, 0, 16]),
+        ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2, "head_dim": 16}, [16, 0, 16]),
+        ("gpt_oss", {"sliding_window": 16, "num_local_experts": 4, "head_dim": 16}, [16, 0, 16]),
+    ],
+)
+def test_windows_of_keys_and_values(kind: str, settings: dict[str, Any], windows: list[int]) -> None:
+    """As transformers' own cache has them: from the file, from the config, and from the model."""
+    raw = {"model_type": kind} | GROUPED | settings
+    config = transformers.AutoConfig.for_model(**raw)
+    assert [getattr(layer, "sliding_window", 0) for layer in transformers.DynamicCache(config=config).layers] == windows
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    for described in (raw, config, model):
+        assert [block.cache_window for block in shape_of(described, sequence_length=32).blocks[1:-1]] == windows
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
 def test_adapters_go_on_the_linear_layers_that_transformers_has(kind: str) -> None:
     """Of attention, and of MLPs without experts; one of rank 1 has a parameter for each input and output."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def shape_of_config(config: Mapping[str, Any], *, adapts: bool = False) -> Model
         saved_bytes=4.0 * (hidden + 1 + vocabulary) + (8 if adapts else 2 * nbytes * hidden),
         logit_bytes=vocabulary * (nbytes + 4.0 * (nbytes < 4)),
     )
-    layers = [layer] * numbers.need("layers")
+    layers = [replace(layer, cache_window=window) for window in _windows(numbers, numbers.need("layers"))]
     title = str(config.get("_name_or_path") or numbers.kind or "model")
     return ModelShape(name=title, blocks=(embedding, *layers, last), tied=tied)
 
@@ -145,6 +146,18 @@ def _layer(numbers: _Numbers, bits: float, adapts: bool) -> BlockShape:
         last_parameters=hidden * wide,
         cache_elements=2 * keys,
     )
+
+
+def _windows(numbers: _Numbers, layers: int) -> list[int]:
+    """Of how many tokens each layer keeps keys and values; 0: of all."""
+    config, window = numbers.config, numbers.find("sliding_window") or 0
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == layers:
+        return [window * (kind == "sliding_attention") for kind in kinds]
+    if not numbers.kind.startswith("qwen"):
+        return [window] * layers
+    first = (numbers.find("max_window_layers") or 0) if config.get("use_sliding_window") else layers
+    return [window * (index >= first) for index in range(layers)]
 
 
 _MOST_LAYERS = 10_000

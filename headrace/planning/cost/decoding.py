@@ -141,7 +141,8 @@ def _compute_seconds(block: BlockShape, token: Work, context: int, hardware: Har
         return 0.0
     cached = cache_bytes(block, replace(token, sequence_length=context))
     read = (block.read_bytes(token.tokens) + cached) / hardware.device_bytes_per_second
-    return max(block.forward_flops(token.tokens, context) / hardware.flops_per_second, read)
+    flops = block.forward_flops(token.tokens, block.cached_tokens(context))
+    return max(flops / hardware.flops_per_second, read)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class BlockShape:
     - `expert_parameters`: those of its parameters that belong to routed experts; `experts`: how many experts there are
       (0: none, or none that could travel one by one); `experts_per_token`: how many a token goes to.
     - `cache_elements`: elements of a token's keys and values, which decoding keeps.
+    - `cache_window`: of how many tokens it keeps them at most, as with a sliding window; 0: of all.
     - `row_parameters`: those of one row of an embedding that is only looked up (0: none).
     - `last_parameters`: those of its last matrix. Recomputation leaves it out: backward does not need its output.
     """
@@ -52,6 +53,7 @@ class BlockShape:
     experts_per_token: int = 1
     experts: int = 0
     cache_elements: int = 0
+    cache_window: int = 0
     row_parameters: int = 0
 
     @property
@@ -76,6 +78,10 @@ class BlockShape:
     def read_bytes(self, tokens: int) -> float:
         """Bytes of the weights that a forward of `tokens` tokens reads at least once."""
         return self.weight_bytes - self.expert_bytes * (self.experts - self.wanted_experts(tokens))
+
+    def cached_tokens(self, context: int) -> int:
+        """Of how many tokens of a context the keys and values are kept."""
+        return min(context, self.cache_window or context)
 
     def activation_bytes(self, tokens: int) -> float:
         """Bytes of one forward of `tokens` tokens that backward needs, when nothing is recomputed, and of logits."""

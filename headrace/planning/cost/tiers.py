@@ -1,7 +1,7 @@
 """How many bytes does a run hold in each tier, and for what?"""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headrace.planning.caches import LAYERS_STAGED, room_on_device, tokens_with_room
 from headrace.planning.cost.experts import ExpertCut, can_cut, cut_of, least_cut_bytes
@@ -154,8 +154,12 @@ def activation_bytes(case: Case) -> tuple[int, int]:
 
 
 def cache_bytes(block: BlockShape, work: Work) -> int:
-    """Bytes of the block's keys and values, of all tokens of one micro-batch."""
-    return work.tokens * block.cache_elements * _CACHE_ELEMENT_BYTES
+    """Bytes of the block's keys and values that are kept of one micro-batch."""
+    return _cache_bytes(block, work, block.cached_tokens(work.sequence_length))
+
+
+def _cache_bytes(block: BlockShape, work: Work, tokens: int) -> int:
+    return work.batch_size * tokens * block.cache_elements * _CACHE_ELEMENT_BYTES
 
 
 def taken_by_cache(case: Case, tiers: Tiers) -> int:
@@ -171,12 +175,15 @@ def _cache(case: Case) -> Iterable[Held]:
     place, work = case.method.cache, case.work
     if place is Place.DEVICE:
         return
-    roomy = replace(work, sequence_length=tokens_with_room(work.sequence_length))
     layers = [cache_bytes(block, work) for block in case.shape.blocks]
+    roomy = [
+        _cache_bytes(block, work, tokens_with_room(block.cached_tokens(work.sequence_length)))
+        for block in case.shape.blocks
+    ]
     yield Held(Place.DEVICE, CACHE, room_on_device(max(layers)))
     if place is Place.DISK:
         yield Held(Place.HOST, CACHE, _largest(layers, LAYERS_STAGED))
-    yield Held(place, CACHE, sum(cache_bytes(block, roomy) for block in case.shape.blocks))
+    yield Held(place, CACHE, sum(roomy))
 
 
 def _keeps_up(block: BlockShape, case: Case) -> bool:

@@ -49,15 +49,9 @@ class ModuleStates:
             attributes = [_attributes_of(module) for _, module in self._modules]
             self._compared = [(each, _within(each)) for each in attributes]
         for (name, module), (before, within) in zip(self._modules, self._compared, strict=True):
-            now = _attributes_of(module)
-            for key in now if len(now) >= len(before) else before:
-                was, value = before.get(key, _MISSING), now.get(key, _MISSING)
-                if key in within and type(was) is type(value):
-                    same = _same_within(within[key], _holds(key, value))
-                else:
-                    same = _same(was, value)
-                if not same:
-                    return f"{name}.{key}" if name else key
+            key = _changed_key(module, before, within)
+            if key is not None:
+                return f"{name}.{key}" if name else key
         return None
 
     def look_at_buffers(self, turn: int) -> None:
@@ -105,11 +99,26 @@ class ModuleStates:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in module.__dict__.items()
-        if key not in _NOT_COMPARED and not issubclass(type(value), Leaf)
-    }
+    return {key: value for key, value in module.__dict__.items() if _is_compared(key, value)}
+
+
+def _is_compared(key: str, value: Any) -> bool:
+    return key not in _NOT_COMPARED and not issubclass(type(value), Leaf)
+
+
+def _changed_key(module: nn.Module, before: dict[str, Any], within: dict[str, list[Any]]) -> str | None:
+    """An attribute that is not as before, or holds something else than `within`; None: none."""
+    if not before.keys() <= module.__dict__.keys():
+        return min(before.keys() - module.__dict__.keys())
+    for key, value in module.__dict__.items():
+        was, held = before.get(key, _MISSING), within.get(key)
+        if held is not None and type(was) is type(value):
+            same = not (held or value) or _same_within(held, _holds(key, value))  # nearly all are empty
+        else:
+            same = _same(was, value) or (was is _MISSING and not _is_compared(key, value))
+        if not same:
+            return key
+    return None
 
 
 def _within(attributes: dict[str, Any]) -> dict[str, list[Any]]:
