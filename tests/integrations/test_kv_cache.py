@@ -135,15 +135,12 @@ def test_sliding_windows(lookup: int, compute_device: torch.device) -> None:
         return Qwen2ForCausalLM(Qwen2Config(**settings)).eval().requires_grad_(False)
 
     settings = {"prompt_lookup_num_tokens": lookup or None}
-    for new in (
-        lambda model: DynamicCache(config=model.config),
-        lambda model: StaticCache(config=model.config, max_cache_len=PROMPT + 24),
-    )[: 1 if lookup else 2]:
+    for kind in ("dynamic",) if lookup else ("dynamic", "static"):
         plain = make().to(compute_device)
-        expected = write(plain, new(plain), compute_device, **settings)
+        expected = write(plain, CACHES[kind](plain), compute_device, **settings)
         model = make()
         with headrace.offload(model, device=compute_device, device_memory=int(weight_bytes(model) * 0.7)) as handle:
-            cache = offload_cache(new(model), handle)
+            cache = offload_cache(CACHES[kind](model), handle)
             assert cache.layers[0].is_sliding
             assert_same_text(write(model, cache, compute_device, **settings), expected)
             assert handle.stats().cache_onload_bytes > 0
