@@ -33,10 +33,10 @@ def offload_cache(cache: "CacheT", handle: Offloaded, *, tier: Literal["host", "
 
     - `tier`: "disk" lets it rest in the handle's `disk` directory; a few layers at once pass through host memory.
 
-    Raises ValueError for a cache with `offloading=True` or a tier that the handle lacks, TypeError for what is no cache
-    of transformers, StateError after `handle.remove()`. When the cache is used, StateError within a pass with
-    gradients, BudgetError if one of its layers does not fit in `device_memory` beside the blocks in use, or the cache
-    in `host_memory`, and DiskError if the drive is full.
+    Raises ValueError for a cache with `offloading=True` or one that rests elsewhere already, and for a tier that the
+    handle lacks, TypeError for what is no cache of transformers, StateError after `handle.remove()`. When the cache is
+    used, StateError within a pass with gradients, BudgetError if one of its layers does not fit in `device_memory`
+    beside the blocks in use, or the cache in `host_memory`, and DiskError if the drive is full.
     """
     from transformers import Cache, EncoderDecoderCache
     from transformers.cache_utils import CacheLayerMixin
@@ -73,6 +73,8 @@ def _moved_in(layer: Any, caches: "weakref.ref[Caches]", on_disk: bool) -> Any:
         setattr(layer, _LAYER, CachedLayer(caches, appends=appends, on_disk=on_disk))
         layer.__class__ = _offloaded(kind)
         _show(layer, getattr(layer, _LAYER).go({}, _tensors(layer), 0))
+    elif not getattr(layer, _LAYER).rests_with(caches, on_disk=on_disk):
+        raise ValueError("this cache rests in another tier or with another handle already; begin a new cache")
     return layer
 
 
@@ -88,7 +90,8 @@ def _offloaded(kind: Any) -> Any:
             )
         layer = getattr(self, _LAYER)
         came = layer.come(_tensors(self))
-        _show(self, came)
+        empty = {path: one.to(key_states.device) for path, one in _tensors(self, empty=True).items()}
+        _show(self, came | empty)  # cropped to nothing on the host, a tensor does not travel
         try:
             return kind.update(self, key_states, value_states, *args, **kwargs)
         finally:
@@ -118,8 +121,9 @@ def _at_rest(method: Callable[..., Any]) -> Callable[..., Any]:
     def on_host(self: Any, *args: Any, **kwargs: Any) -> Any:
         layer = getattr(self, _LAYER)
         layer.settle()
+        here = [argument.cpu() if isinstance(argument, torch.Tensor) else argument for argument in args]
         try:
-            return method(self, *args, **kwargs)
+            return method(self, *here, **kwargs)
         finally:
             _show(self, layer.adopt(_tensors(self)))
 
@@ -127,14 +131,14 @@ def _at_rest(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shown(name: str) -> property:
-    """The attribute `name` of a layer. Who reads it waits until the host has the tensor."""
+    """The attribute `name` of a layer. Who reads it waits until the host has the tensor, and may write to it."""
 
     def get(self: Any) -> Any:
         if name not in self.__dict__:  # layers of linear attention have neither keys nor values
             raise AttributeError(name)
         value = self.__dict__[name]
         if isinstance(value, torch.Tensor) and value.device.type == "cpu" and _LAYER in self.__dict__:
-            self.__dict__[_LAYER].wait_for_left()
+            self.__dict__[_LAYER].wait_for_copies()
         return value
 
     def put(self: Any, value: Any) -> None:
@@ -143,12 +147,14 @@ def _shown(name: str) -> property:
     return property(get, put)
 
 
-def _tensors(layer: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a layer that travel, by their paths. Lengths, scales and the like stay on the device."""
+def _tensors(layer: Any, *, empty: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a layer that travel, by their paths; or, of the same kind, the empty ones. Lengths, scales and the
+    like stay on the device.
+    """
     found: dict[str, torch.Tensor] = {}
 
     def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() > 1 and tensor.numel():
+        if tensor.dim() > 1 and (tensor.numel() == 0) == empty:
             found[path] = tensor
         return tensor
 

@@ -124,7 +124,8 @@ def test_the_same_text(kind: str, compute_device: torch.device) -> None:
         assert handle.stats().cache_bytes == 0
 
 
-def test_sliding_windows(compute_device: torch.device) -> None:
+@pytest.mark.parametrize("lookup", [0, 3])  # the most tokens that are guessed at once, and may be taken back
+def test_sliding_windows(lookup: int, compute_device: torch.device) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     def make() -> Any:
@@ -133,17 +134,15 @@ def test_sliding_windows(compute_device: torch.device) -> None:
         settings = {name: value for name, value in settings.items() if name not in ("model_type", "architectures")}
         return Qwen2ForCausalLM(Qwen2Config(**settings)).eval().requires_grad_(False)
 
-    for new in (
-        lambda model: DynamicCache(config=model.config),
-        lambda model: StaticCache(config=model.config, max_cache_len=PROMPT + 24),
-    ):
+    settings = {"prompt_lookup_num_tokens": lookup or None}
+    for kind in ("dynamic",) if lookup else ("dynamic", "static"):
         plain = make().to(compute_device)
-        expected = write(plain, new(plain), compute_device)
+        expected = write(plain, CACHES[kind](plain), compute_device, **settings)
         model = make()
         with headrace.offload(model, device=compute_device, device_memory=int(weight_bytes(model) * 0.7)) as handle:
-            cache = offload_cache(new(model), handle)
+            cache = offload_cache(CACHES[kind](model), handle)
             assert cache.layers[0].is_sliding
-            assert_same_text(write(model, cache, compute_device), expected)
+            assert_same_text(write(model, cache, compute_device, **settings), expected)
             assert handle.stats().cache_onload_bytes > 0
 
 
@@ -219,6 +218,45 @@ def test_it_is_continued(compute_device: torch.device) -> None:
         assert handle.stats().cache_bytes == 0
 
 
+def surgery(model: Any, cache: Cache, device: torch.device) -> list[torch.Tensor]:
+    """The user writes to a cache's tensors, takes rows and tokens away, and then all of them."""
+
+    def step(token: int, rows: int) -> Any:
+        return model(torch.full((rows, 1), token, device=device), past_key_values=cache).logits
+
+    with torch.no_grad():
+        model(prompt(device, 3), past_key_values=cache)
+        logits = [step(3, 3), step(9, 3)]  # from now on, layers come ahead
+        for layer in cache.layers:
+            layer.keys[:, :, 5:9] = 0
+            layer.values.mul_(0.5)
+        logits.append(step(5, 3))
+        cache.batch_select_indices(torch.tensor([2, 0], device=device))
+        logits.append(step(6, 2))
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[1:, :, 7:], layer.values[1:, :, 7:]
+        logits.append(step(7, 1))
+        none = torch.empty(1, 2, 0, 8, device=device)
+        logits += [*cache.update(none, none, 0), step(8, 1)]
+        cache.crop(-cache.get_seq_length())
+        logits.append(step(8, 1))
+    return logits
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_user_changes_it(tier: Any, compute_device: torch.device, tmp_path: Path) -> None:
+    plain = model_of().to(compute_device)
+    expected = surgery(plain, DynamicCache(config=plain.config), compute_device)
+    model = model_of()
+    budget = int(weight_bytes(model) * 0.9)
+    with headrace.offload(model, device=compute_device, device_memory=budget, disk=tmp_path) as handle:
+        cache = offload_cache(DynamicCache(config=model.config), handle, tier=tier)
+        assert_same_text(surgery(model, cache, compute_device), expected)
+        stats = handle.stats()
+        assert stats.cache_onload_bytes >= LAYERS * 3 * 4 * PROMPT * TOKEN_BYTES
+        assert stats.device_peak_bytes <= budget
+
+
 def test_a_filled_cache_leaves(compute_device: torch.device) -> None:
     model = model_of()
     with headrace.offload(model, device=compute_device) as handle, torch.no_grad():
@@ -243,6 +281,9 @@ def test_what_is_refused(compute_device: torch.device) -> None:
     with pytest.raises(ValueError, match='tier="disk" needs a directory'):
         offload_cache(DynamicCache(), handle, tier="disk")
     cache = offload_cache(DynamicCache(config=model.config), handle)
+    elsewhere = pytest.raises(ValueError, match="rests in another tier or with another handle already")
+    with headrace.offload(model_of(), device=compute_device) as other, elsewhere:
+        offload_cache(cache, other)
     model.requires_grad_(True)
     with pytest.raises(StateError, match="pass use_cache=False to train"):
         model(prompt(compute_device), past_key_values=cache)

@@ -7,7 +7,7 @@ appends is copied back alone.
 import os
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,6 +26,7 @@ from headrace.weights.movement.residency import Residency
 
 PURPOSE = "caches"
 Tensors = Mapping[str, torch.Tensor]
+Written = tuple[int, ...]  # how often each of a layer's tensors has been written to on the host
 
 
 class _Rest:
@@ -52,6 +53,10 @@ class _Rest:
         """Whether a tensor of that kind and shape fits into the memory."""
         return like.dtype == self.memory.dtype and like.numel() <= self.memory.numel()
 
+    def shares_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a view of the memory, as of the last tokens after `crop` of a sliding window."""
+        return tensor.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
+
     def is_a_part(self, tensor: torch.Tensor) -> bool:
         """Whether it shows the first tokens here, as after `crop`."""
         same = self.grows and tensor.data_ptr() == self.memory.data_ptr() and tensor.stride() == self.shown.stride()
@@ -66,6 +71,7 @@ class _Stay:
         self.buffer = buffer
         self.tensors: dict[str, torch.Tensor] = {}
         self.arrival: Transfer | LateTransfer | None = None
+        self.written: Written | None = None  # what was on the host when it was read; None before
         self.is_used = False
 
 
@@ -216,22 +222,24 @@ class Caches:
             if not copies:
                 return stay
             if layer.on_disk:
-                stay.arrival = layer.came = self._fetch(copies, nbytes)
+                stay.arrival = layer.came = self._fetch(copies, stay, nbytes)
             else:
                 layer.wait_for_left(self._lanes)
+                stay.written = _written([rest for _, rest in copies])
                 stay.arrival, layer.came = self._residency.pace.submit(Lane.ONLOAD, copies, self._lanes.mark())
                 self._keep(layer.came, [(rest, rest) for _, rest in copies])
         layer.stay = stay  # only now: it has what it should
         self._meter.cache_onloaded(nbytes)
         return stay
 
-    def _fetch(self, copies: list[Copy], nbytes: int) -> LateTransfer:
+    def _fetch(self, copies: list[Copy], stay: _Stay, nbytes: int) -> LateTransfer:
         """Submits copies from disk, behind all that go there. Compute and the device go on meanwhile."""
         slab, staged = self._staged([rest for _, rest in copies])
         pace, after = self._residency.pace, self._lanes.mark()
         rests = [(rest, rest) for _, rest in copies]
 
         def send() -> Transfer:
+            stay.written = _written([rest for rest, _ in rests])
             for to, (_, rest) in zip(staged, copies, strict=True):
                 copy_on_disk(to, rest)
             sent = pace.copy(Lane.ONLOAD, [(to, of) for (to, _), of in zip(copies, staged, strict=True)], after)
@@ -357,6 +365,10 @@ class CachedLayer:
         # The copied tensors move in when they are used.
         return CachedLayer(self._caches_ref, appends=self._appends, on_disk=self.on_disk)
 
+    def rests_with(self, caches: "weakref.ref[Caches]", *, on_disk: bool) -> bool:
+        """Whether it is one of these caches, in that tier."""
+        return self._caches_ref == caches and self.on_disk == on_disk
+
     @property
     def _caches(self) -> Caches:
         caches = self._caches_ref()
@@ -384,12 +396,16 @@ class CachedLayer:
             (lanes.wait if lanes is not None else _synchronize)(self.left)
             self.left = self.left if lanes is not None else None
 
-    def settle(self) -> None:
-        """Called before the host writes to the tensors: it waits for all copies; those on the device are dropped."""
+    def wait_for_copies(self) -> None:
+        """Called before the user gets a tensor, to read it or write to it: the host waits for all copies."""
         self.wait_for_left()
         came, self.came = self.came, None
         if came is not None:
             came.synchronize()
+
+    def settle(self) -> None:
+        """Called before the host writes to the tensors: it waits for all copies; those on the device are dropped."""
+        self.wait_for_copies()
         self._end_stay()
 
     def come(self, tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -398,10 +414,13 @@ class CachedLayer:
         return self._caches.bring(self)
 
     def adopt(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Called when tensors may have been replaced on the host: moves new ones to arenas, and returns what is to be
-        shown for them. Tensors on an accelerator are left alone.
+        """Called when tensors may have been replaced or written to on the host: moves new ones to arenas, and returns
+        what is to be shown for them. Tensors on an accelerator are left alone.
         """
         shown: dict[str, torch.Tensor] = {}
+        stay = self.stay
+        if stay is not None and stay.written not in (None, _written(rest.laid for rest in self._rests.values())):
+            self.settle()  # the user wrote after it was read
         self._forget(self._rests.keys() - tensors.keys())
         for name, tensor in tensors.items():
             rest = self._rests.get(name)
@@ -414,7 +433,7 @@ class CachedLayer:
                         rest.show(tensor)
                     else:
                         rest = self._place(name, tensor)
-                        rest.shown.copy_(tensor)
+                        rest.shown.copy_(tensor.clone() if rest.shares_memory(tensor) else tensor)
                 shown[name] = rest.shown
         return shown
 
@@ -433,7 +452,7 @@ class CachedLayer:
                     elif not unchanged:
                         rest.show(tensor)
                         new = tensor.narrow(-2, tensor.shape[-2] - tokens, tokens)
-                        copies.append((rest.laid[-tokens:], rest.lay(new).contiguous()))
+                        copies.append((rest.laid[rest.laid.shape[0] - tokens :], rest.lay(new).contiguous()))
         if self._appends:
             self._end_stay()
         self.left = self._caches.send_out(copies, to_disk=self.on_disk) or self.left
@@ -463,6 +482,11 @@ class CachedLayer:
     def _end_stay(self) -> None:
         if self.stay is not None:
             self._caches.end(self.stay)
+
+
+def _written(tensors: Iterable[torch.Tensor]) -> Written:
+    """How often each of these tensors has been written to."""
+    return tuple(tensor._version for tensor in tensors)
 
 
 def _synchronize(event: Event) -> None:
