@@ -58,7 +58,7 @@ from headrace.weights.model.partition import Partition, partition
 from headrace.weights.model.places import Member
 from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.block import Block
-from headrace.weights.movement.caches import PURPOSE as CACHES
+from headrace.weights.movement.cache_copies import PURPOSE as CACHES
 from headrace.weights.movement.caches import Caches
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.executor import Executor

@@ -441,5 +441,5 @@ def test_interrupts(tier: Any, compute_device: torch.device, tmp_path: Path) -> 
             handle.sleep()
             assert handle._residency.held_bytes == handle._ledger.held_bytes(Tier.DEVICE, "weights") == 0
             assert handle._ledger.held_bytes(Tier.HOST, "caches") == handle._ledger.held_bytes(Tier.DISK, "caches") == 0
-            assert handle.caches._staging.held_bytes == 0
+            assert handle.caches.copies._staging.held_bytes == 0
         assert moment > 100
