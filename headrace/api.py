@@ -384,7 +384,7 @@ class Offloaded(live.Handle, live.ModelHandle):
             return None
         among = self._blocks, self._residency, self._executor, self._ledger, self._open_fetching
         room = Room(*among, self._tiers.has_room, self._budgets.ranks)
-        self._tiers.make_room = room.make
+        self._tiers.make_room = room.make_room
         return room
 
     def _join(self) -> None:

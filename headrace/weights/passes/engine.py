@@ -137,7 +137,7 @@ class Engine:
         """Moves own blocks to disk until host memory has room for `nbytes`, or no more can go."""
         if self.room is not None and not self.passes.computes:
             self.passes.wait_for_updates()
-            self.room.make(nbytes)
+            self.room.make_room(nbytes)
 
     def _take_back_device_memory(self) -> None:
         """Ends all loans. The memory is empty from then on, and an optimizer's next step asks for other."""
