@@ -25,6 +25,7 @@ from headrace.config import (
     OffloadConfig,
     Size,
     activation_config,
+    blocks_of,
     check_count,
     check_flag,
     directory_of,
@@ -159,7 +160,6 @@ def offload(
     Gradients of parameters come only from `backward()`: `torch.autograd.grad` and `backward(inputs=...)` do not find
     the parameters, because the graph holds their copies on the device.
     """
-    check_flag(check_gradients, "check_gradients")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     config = OffloadConfig(
@@ -168,7 +168,7 @@ def offload(
         host_memory_bytes=_budget("host_memory", host_memory, model),
         disk=directory_of(disk),
         checkpoint=checkpoint if isinstance(checkpoint, Checkpoint | None) else path_of(checkpoint, "checkpoint"),
-        blocks=modules_of(blocks, "blocks") if _lists_modules(blocks) else blocks,
+        blocks=blocks_of(blocks),
         resident=modules_of(resident, "resident"),
         prefetch_blocks=prefetch_blocks(prefetch),
         param_dtype=param_dtype,
@@ -207,10 +207,6 @@ def _with_shared_budget(config: OffloadConfig) -> OffloadConfig:
         device_memory_bytes=config.device_memory_bytes if shared.device_bytes is None else shared.device_bytes,
         host_memory_bytes=config.host_memory_bytes if shared.host_bytes is None else shared.host_bytes,
     )
-
-
-def _lists_modules(blocks: object) -> bool:
-    return isinstance(blocks, Iterable | bytes) and not isinstance(blocks, str)
 
 
 def _name_of(model: nn.Module) -> str:
