@@ -55,7 +55,7 @@ class HostOptimizer(Optimizer):
     asks_before_write = True  # see runtime.capture
     _updates_whole = False  # whether a DTensor that is cut is updated as a whole, on one rank for all
 
-    def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
+    def __init__(self, params: Any, *stock: Any, options: Options, **named: Any) -> None:
         if not self._updates_whole:
             kernel.warn_if_missing()
         self._not_finite = NotFiniteSteps()
@@ -63,7 +63,7 @@ class HostOptimizer(Optimizer):
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
         self._begin_anew(options)
-        super().__init__(params, **stock)
+        super().__init__(params, *stock, **named)
         self._hold_state(self._places())
         refusals.check_device_fraction(self._places(), options.device_fraction)
         self._join_node()
