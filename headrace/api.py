@@ -342,7 +342,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         among = self._pace, self._ledger, self._meter, self._fetching, self._gathers
         packs = self._tiers.packs and config.packed is True
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
-        self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
+        self._executor = Executor(streamed, self._residency, self._meter, config.prefetch_blocks)
         self.caches = Caches(self._residency, self._meter, config.disk)
         room = self._room()
         gradients: GradientFlow
