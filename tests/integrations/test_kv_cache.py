@@ -431,7 +431,7 @@ def test_interrupts(tier: Any, compute_device: torch.device, tmp_path: Path) -> 
         while came:
             cache = offload_cache(DynamicCache(config=model.config), handle, tier=tier)
             model(whole, past_key_values=cache)
-            came = interrupted_at(moment, partial(model, token, past_key_values=cache), f"movement{os.sep}caches.py")
+            came = interrupted_at(moment, partial(model, token, past_key_values=cache), f"movement{os.sep}cache")
             moment += 1 + moment // 3
             for one in cache.layers:
                 one.crop(PROMPT - one.get_seq_length())

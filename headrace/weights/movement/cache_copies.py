@@ -92,19 +92,14 @@ class CacheCopies:
             return None
         if to_disk:
             return self._spill(copies)
-        transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
-        self._moved_out(transfer)
-        done: Event = transfer.done
+        done: Event = self._copy_out(copies).done
         return done
 
     def _spill(self, copies: list[Copy]) -> Event:
         """Submits copies to disk."""
         rests = [rest for rest, _ in copies]
         slab, staged = self._staged(rests)
-        transfer = self._lanes.copy(
-            Lane.OFFLOAD, [(to, of) for to, (_, of) in zip(staged, copies, strict=True)], self._lanes.mark()
-        )
-        self._moved_out(transfer)
+        transfer = self._copy_out([(to, of) for to, (_, of) in zip(staged, copies, strict=True)])
         landed = transfer.done  # the job keeps no device memory
 
         def write() -> None:
@@ -136,12 +131,14 @@ class CacheCopies:
             offset += aligned(tensor.nbytes)
         return slab, staged
 
-    def _moved_out(self, transfer: Transfer) -> None:
+    def _copy_out(self, copies: list[Copy]) -> Transfer:
+        transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
         self._meter.cache_offloaded(transfer.nbytes)
         self._meter.arrived(transfer, PURPOSE)
         self._leaving.append(transfer)
         while self._leaving and (len(self._leaving) > LAYERS_ON_DEVICE or self._leaving[0].done.query()):
             self._let_go_of_oldest()
+        return transfer
 
     def _let_go_of_oldest(self) -> None:
         """Lets go of the device memory of the oldest copy to the host, for which compute waits first."""
