@@ -25,6 +25,7 @@ from headrace.config import (
     OffloadConfig,
     Size,
     activation_config,
+    blocks_of,
     check_count,
     check_flag,
     directory_of,
@@ -58,7 +59,7 @@ from headrace.weights.model.partition import Partition, partition
 from headrace.weights.model.places import Member
 from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.block import Block
-from headrace.weights.movement.caches import PURPOSE as CACHES
+from headrace.weights.movement.cache_copies import PURPOSE as CACHES
 from headrace.weights.movement.caches import Caches
 from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.executor import Executor
@@ -159,7 +160,6 @@ def offload(
     Gradients of parameters come only from `backward()`: `torch.autograd.grad` and `backward(inputs=...)` do not find
     the parameters, because the graph holds their copies on the device.
     """
-    check_flag(check_gradients, "check_gradients")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     config = OffloadConfig(
@@ -168,7 +168,7 @@ def offload(
         host_memory_bytes=_budget("host_memory", host_memory, model),
         disk=directory_of(disk),
         checkpoint=checkpoint if isinstance(checkpoint, Checkpoint | None) else path_of(checkpoint, "checkpoint"),
-        blocks=modules_of(blocks, "blocks") if _lists_modules(blocks) else blocks,
+        blocks=blocks_of(blocks),
         resident=modules_of(resident, "resident"),
         prefetch_blocks=prefetch_blocks(prefetch),
         param_dtype=param_dtype,
@@ -207,10 +207,6 @@ def _with_shared_budget(config: OffloadConfig) -> OffloadConfig:
         device_memory_bytes=config.device_memory_bytes if shared.device_bytes is None else shared.device_bytes,
         host_memory_bytes=config.host_memory_bytes if shared.host_bytes is None else shared.host_bytes,
     )
-
-
-def _lists_modules(blocks: object) -> bool:
-    return isinstance(blocks, Iterable | bytes) and not isinstance(blocks, str)
 
 
 def _name_of(model: nn.Module) -> str:
@@ -346,7 +342,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         among = self._pace, self._ledger, self._meter, self._fetching, self._gathers
         packs = self._tiers.packs and config.packed is True
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
-        self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
+        self._executor = Executor(streamed, self._residency, self._meter, config.prefetch_blocks)
         self.caches = Caches(self._residency, self._meter, config.disk)
         room = self._room()
         gradients: GradientFlow
@@ -384,7 +380,7 @@ class Offloaded(live.Handle, live.ModelHandle):
             return None
         among = self._blocks, self._residency, self._executor, self._ledger, self._open_fetching
         room = Room(*among, self._tiers.has_room, self._budgets.ranks)
-        self._tiers.make_room = room.make
+        self._tiers.make_room = room.make_room
         return room
 
     def _join(self) -> None:

@@ -39,7 +39,8 @@ _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 _LEAST_PLAIN = 1024  # a budget of fewer bytes, given as text without a unit, is one whose unit was forgotten
 
 Size = int | str
-BlocksSpec = Literal["auto"] | Size | Sequence["nn.Module | str"]
+Blocks = Literal["auto"] | int | Sequence["nn.Module | str"]
+BlocksSpec = Blocks | str  # a size may be text
 
 
 def parse_bytes(size: Size, *, name: str = "size") -> int:
@@ -122,7 +123,7 @@ class OffloadConfig:
     host_memory_bytes: int | None = None
     disk: Path | None = None
     checkpoint: Any = None  # a path, or an open Checkpoint (which this layer does not know)
-    blocks: BlocksSpec = "auto"
+    blocks: Blocks = "auto"
     resident: tuple[nn.Module | str, ...] = ()
     prefetch_blocks: int | None = None
     param_dtype: torch.dtype | None = None
@@ -147,11 +148,6 @@ class OffloadConfig:
 
         if not isinstance(self.packed, bool) and self.packed != "disk":
             raise TypeError(f'packed={self.packed!r} is neither True nor False, nor "disk"')
-        size = self.blocks.strip() if isinstance(self.blocks, str) else self.blocks
-        if not size or (isinstance(size, str) and size != "auto" and not parse_bytes(size, name="blocks")):
-            raise ValueError(
-                f'blocks={self.blocks!r} names no blocks; give "auto", a size such as "64MiB", or some of the modules'
-            )
         if self.onload not in ("own", "gather", "auto"):
             raise ValueError(f'onload={self.onload!r}; give one of "own", "gather", "auto"')
         if self.onload != "own" and self.mesh is None:
@@ -162,8 +158,7 @@ class OffloadConfig:
                 raise TypeError(
                     f"{name}={dtype!r} is not a floating-point torch.dtype; give one such as torch.bfloat16"
                 )
-        if self.prefetch_blocks is not None and self.prefetch_blocks < 0:
-            raise ValueError(f'prefetch={self.prefetch_blocks} is negative; give "auto" or a number of blocks')
+        check_flag(self.check_gradients, "check_gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +174,7 @@ class ActivationConfig:
     most_in_flight: int | None = None
     tier: str = "host"
     all_leave: bool = False
-    stays_without_room: bool = (
-        False  # on the device, what finds no room in a share of host memory that nobody asked for
-    )
+    stays_without_room: bool = False  # what finds no room in a share of host memory that nobody asked for
 
     @staticmethod
     def of(
@@ -279,12 +272,31 @@ def modules_of(given: Any, setting: str) -> tuple[nn.Module | str, ...]:
     return several
 
 
-def prefetch_blocks(prefetch: int | str) -> int | None:
-    """`prefetch` as a user gives it: a number of blocks; None for "auto". Raises TypeError for anything else."""
+def blocks_of(blocks: Any) -> Blocks:
+    """`blocks` as a user gives it, with a size in bytes. Raises TypeError, ValueError."""
+    if isinstance(blocks, Iterable) and not isinstance(blocks, str):
+        given: Blocks = modules_of(blocks, "blocks")
+    elif isinstance(blocks, int | str):
+        given = "auto" if blocks == "auto" else parse_bytes(blocks or 0, name="blocks")
+    else:
+        raise TypeError(
+            f'blocks={blocks!r} is neither "auto", nor a size such as "256MiB", nor a list of modules and name patterns'
+        )
+    if not given:
+        raise ValueError(
+            f'blocks={blocks!r} names no blocks; give "auto", a size such as "64MiB", or some of the modules'
+        )
+    return given
+
+
+def prefetch_blocks(prefetch: Any) -> int | None:
+    """`prefetch` as a user gives it: a number of blocks; None for "auto". Raises TypeError, ValueError."""
     if prefetch == "auto":
         return None
     if isinstance(prefetch, bool) or not isinstance(prefetch, int):
         raise TypeError(f'prefetch={prefetch!r} is neither "auto" nor a number of blocks')
+    if prefetch < 0:
+        raise ValueError(f'prefetch={prefetch} is negative; give "auto" or a number of blocks')
     return prefetch
 
 

@@ -104,7 +104,7 @@ class Choices:
             list(self._measured.values()),
             replace(problem, budget_bytes=budget_bytes),
             most_leaving=self._most_leaving / self._times,
-            share=self._config.fraction,
+            fraction=self._config.fraction,
         )
         kept = zip(self._measured, self.fates, strict=True)
         self.now = Choice({kind: (fate.kept, fate.kind.count) for kind, fate in kept if fate.kept})

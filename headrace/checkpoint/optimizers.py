@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 from headrace.checkpoint.files import Owned
 from headrace.errors import CheckpointError
 from headrace.memory.disk.torch_files import TorchFile
-from headrace.runtime.tensors import parameters_of
+from headrace.runtime.tensors import is_stock, parameters_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
-_PLAIN = ("torch.optim.", "headrace.")  # modules of classes whose `state` is complete; not torch.distributed.optim
 
 
 def optimizer_file(number: int) -> str:
@@ -52,13 +51,12 @@ def state_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Mapping[str, An
 def _is_made_otherwise(optimizer: Optimizer) -> bool:
     """Whether hooks, or its class, may change the state_dict that it gives."""
     hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
-    return any(hooks) or not type(optimizer).state_dict.__module__.startswith(_PLAIN)
+    return any(hooks) or not is_stock(type(optimizer).state_dict)
 
 
 def is_loaded_otherwise(optimizer: Optimizer) -> bool:
     """Whether hooks, or its class, may change a state_dict before it is loaded."""
-    own = type(optimizer).load_state_dict
-    return bool(optimizer._optimizer_load_state_dict_pre_hooks) or not own.__module__.startswith(_PLAIN)
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks) or not is_stock(type(optimizer).load_state_dict)
 
 
 def fitting(optimizer: Optimizer, saved: TorchFile) -> dict[Any, Any]:

@@ -27,7 +27,7 @@ class Member(Protocol):
 
     @property
     def computes_on(self) -> int | None:
-        """The thread of its pass under way; None: there is none."""
+        """The thread of its pass under way, or about to begin; None: there is none."""
 
     def give_way(self, nbytes: int) -> None:
         """Frees blocks on the device, those that it needs last first, until `nbytes` are free or no more can go."""
@@ -142,7 +142,9 @@ class Share:
         return 0 if count is None else count.host_held_bytes
 
     def check_turn(self) -> None:
-        """Called before a pass of the model begins. Raises StateError if another one computes on another thread."""
+        """Called when a pass of the model has a thread, and before it begins. Raises StateError if another one computes
+        on another thread. Of two that begin at once, both may be refused.
+        """
         for other in self._others():
             if other.computes_on not in (None, calling_thread()):
                 raise StateError(

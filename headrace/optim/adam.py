@@ -90,17 +90,8 @@ class AdamW(HostOptimizer, torch.optim.AdamW):
         maximize: bool = False,
         **options: Unpack[Given],
     ) -> None:
-        super().__init__(
-            params,
-            options=Options.of(self, options),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=False,
-        )
+        own = Options.of(self, options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=False, options=own)
 
     def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
         return AdamRule.of(group, step, decoupled=True)
@@ -121,17 +112,8 @@ class Adam(HostOptimizer, torch.optim.Adam):
         maximize: bool = False,
         **options: Unpack[Given],
     ) -> None:
-        super().__init__(
-            params,
-            options=Options.of(self, options),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=False,
-        )
+        own = Options.of(self, options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=False, options=own)
 
     def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
         return AdamRule.of(group, step, decoupled=False)

@@ -7,8 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from headrace.optim import eight_bit
-
-_PLAIN = ("torch.optim.", "headrace.")  # modules of classes whose `__setstate__` gives defaults to flags alone
+from headrace.runtime.tensors import is_stock
 
 
 def by_number(state_dict: Mapping[str, Any], groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
@@ -27,7 +26,7 @@ def lacking_options(optimizer: Optimizer, saved_groups: Iterable[Mapping[str, An
     If there are any, another kind of optimizer was saved. Flags (True, False, None) do not count: PyTorch gives them
     their defaults when it loads what an older version saved. So may a user's class, by its `__setstate__`, with any.
     """
-    if not type(optimizer).__setstate__.__module__.startswith(_PLAIN):
+    if not is_stock(type(optimizer).__setstate__):
         return []
     numbers = {name for name, value in optimizer.defaults.items() if not isinstance(value, bool | None)}
     pairs = zip(optimizer.param_groups, saved_groups, strict=False)

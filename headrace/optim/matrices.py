@@ -44,17 +44,8 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
         maximize: bool = False,
         **options: Unpack[Given],
     ) -> None:
-        super().__init__(
-            params,
-            options=_float32_state(Options.of(self, options), "Adafactor"),
-            lr=lr,
-            beta2_decay=beta2_decay,
-            eps=eps,
-            d=d,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            foreach=False,
-        )
+        own = _float32_state(Options.of(self, options), "Adafactor")
+        super().__init__(params, lr, beta2_decay, eps, d, weight_decay, maximize=maximize, foreach=False, options=own)
 
     def _rule(self, group: dict[str, Any], step: float) -> MatrixRule:
         return MatrixRule(partial(_adafactor_step, snapshot(group)))
@@ -130,18 +121,9 @@ class Muon(HostOptimizer, torch.optim.Muon):
             by_adamw = [part for part in parts if not part.get("use_muon", True)]
         if by_adamw and not by_muon:
             raise ValueError("Muon got no matrix to update; use headrace.optim.AdamW for these parameters")
-        super().__init__(
-            by_muon,
-            options=_float32_state(Options.of(self, options), "Muon"),
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-        )
+        own = _float32_state(Options.of(self, options), "Muon")
+        stock = lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
+        super().__init__(by_muon, *stock, options=own)
         for part in by_adamw:
             super().add_param_group(part)
 

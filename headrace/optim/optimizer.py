@@ -55,7 +55,7 @@ class HostOptimizer(Optimizer):
     asks_before_write = True  # see runtime.capture
     _updates_whole = False  # whether a DTensor that is cut is updated as a whole, on one rank for all
 
-    def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
+    def __init__(self, params: Any, *stock: Any, options: Options, **named: Any) -> None:
         if not self._updates_whole:
             kernel.warn_if_missing()
         self._not_finite = NotFiniteSteps()
@@ -63,7 +63,7 @@ class HostOptimizer(Optimizer):
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
         self._begin_anew(options)
-        super().__init__(params, **stock)
+        super().__init__(params, *stock, **named)
         self._hold_state(self._places())
         refusals.check_device_fraction(self._places(), options.device_fraction)
         self._join_node()
@@ -139,17 +139,15 @@ class HostOptimizer(Optimizer):
             for parameter, (_, group) in self._places().items()
         )
 
-    def sleep(self, directory: str | os.PathLike[str]) -> None:
+    def sleep(self, directory: str | os.PathLike[str]) -> int:
         """Called by `Offloaded.sleep(host=True)`: moves the state from host memory to files in `directory`.
 
-        It comes back with `wake()`, with the next step, or when somebody asks for it. Raises DiskError, and has moved
-        nothing then.
+        Returns the bytes that stay. The state comes back with `wake()`, with the next step, or when somebody asks for
+        it. Raises DiskError, and has moved nothing then.
         """
         self.synchronize()
         self._states.sleep(directory, [self._master_of(one) for one in self._places() if self.entries.get(one)])
-        manager = refusals.check_one_model(self._places())
-        if manager is not None:
-            manager.hold_state(self, lambda: sum(map(self._states.bytes_awake_now, self._places())))
+        return sum(map(self._states.bytes_awake_now, self._places()))
 
     def wake(self) -> None:
         """Brings back state that went to disk when the parameters' model went to sleep, as the next step does.

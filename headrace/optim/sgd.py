@@ -28,17 +28,8 @@ class SGD(HostOptimizer, torch.optim.SGD):
         maximize: bool = False,
         **options: Unpack[Given],
     ) -> None:
-        super().__init__(
-            params,
-            options=Options.of(self, options),
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-            foreach=False,
-        )
+        own, stock = Options.of(self, options), (lr, momentum, dampening, weight_decay, nesterov)
+        super().__init__(params, *stock, maximize=maximize, foreach=False, options=own)
 
     def _rule(self, group: dict[str, Any], step: float) -> SgdRule:
         return SgdRule.of(group, step)

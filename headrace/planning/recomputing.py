@@ -41,11 +41,11 @@ class Fate:
 
 
 def choose_kept(
-    kinds: Sequence[Recomputed], problem: ActivationProblem, *, most_leaving: float, share: float = 1.0
+    kinds: Sequence[Recomputed], problem: ActivationProblem, *, most_leaving: float, fraction: float = 1.0
 ) -> list[Fate]:
     """The fate of each kind in a forward like that of `problem`, in which all of them were computed again.
 
-    `most_leaving`: the most bytes that may leave. `share`: of what could leave behind compute, the part that may.
+    `most_leaving`: the most bytes that may leave. `fraction`: of what could leave behind compute, the part that may.
     """
     saved, nbytes = problem.saved, problem.nbytes
     out = math.fsum(each.offload_seconds for each in saved) / max(1, nbytes)  # seconds per byte
@@ -55,14 +55,14 @@ def choose_kept(
     in_flight = 2 * max((each.nbytes for each in saved), default=0)
     # Without a budget, nothing stays for good. Negative: so many of the bytes that are saved anyway have to leave.
     staying = max(0, (problem.budget_bytes or 0) - in_flight) - nbytes
-    left = staying + min(most_leaving, share * _USED * math.fsum(problem.forward_seconds) / out if out else 0.0)
+    left = staying + min(most_leaving, fraction * _USED * math.fsum(problem.forward_seconds) / out if out else 0.0)
     backward = _USED * (math.fsum(problem.backward_seconds) - math.fsum(problem.other_seconds))
-    back_left = staying + share * backward / back if back else 0.0
+    back_left = staying + fraction * backward / back if back else 0.0
     fates: dict[int, Fate] = {}
     for index, kind in sorted(enumerate(kinds), key=lambda pair: -pair[1].seconds / max(1, pair[1].nbytes)):
         size = kind.nbytes / kind.count
         # Each value that is kept shortens the backward behind which the copies back hide.
-        back_size = size + (share * _USED * kind.seconds / kind.count / back if back else 0.0)
+        back_size = size + (fraction * _USED * kind.seconds / kind.count / back if back else 0.0)
         kept = 0
         if kind.seconds and not kind.changes:
             kept = max(0, min(kind.count, int(left / size), int(back_left / back_size)))

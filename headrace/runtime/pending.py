@@ -132,8 +132,10 @@ class Watcher(Protocol):
 class StateHolder(Protocol):
     """An optimizer of an offloaded model, as the model sees it: its state in host memory sleeps with the model."""
 
-    def sleep(self, directory: str | os.PathLike[str]) -> None:
-        """Moves the state from host memory to files in `directory`. Raises DiskError, and has moved nothing then."""
+    def sleep(self, directory: str | os.PathLike[str]) -> int:
+        """Moves the state from host memory to files in `directory`, and returns the bytes that stay. Raises DiskError,
+        and has moved nothing then.
+        """
 
     def wake(self) -> None:
         """Moves the state back. Raises BudgetError if host memory has no room, and DiskError."""

@@ -16,6 +16,11 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def is_stock(method: Callable[..., Any]) -> bool:
+    """Whether a method of an optimizer is PyTorch's or headrace's: no user's class, nor `torch.distributed.optim`."""
+    return method.__module__.startswith(("torch.optim.", "headrace."))
+
+
 def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
     """Every tensor inside `value`. `around`: the ids of the containers it is in, which are not searched again."""
     if isinstance(value, torch.Tensor):

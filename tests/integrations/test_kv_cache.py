@@ -472,7 +472,7 @@ def test_interrupts(tier: Any, compute_device: torch.device, tmp_path: Path) -> 
         while came:
             cache = offload_cache(DynamicCache(config=model.config), handle, tier=tier)
             model(whole, past_key_values=cache)
-            came = interrupted_at(moment, partial(model, token, past_key_values=cache), f"movement{os.sep}caches.py")
+            came = interrupted_at(moment, partial(model, token, past_key_values=cache), f"movement{os.sep}cache")
             moment += 1 + moment // 3
             for one in cache.layers:
                 one.crop(PROMPT - one.get_seq_length())
@@ -482,5 +482,5 @@ def test_interrupts(tier: Any, compute_device: torch.device, tmp_path: Path) -> 
             handle.sleep()
             assert handle._residency.held_bytes == handle._ledger.held_bytes(Tier.DEVICE, "weights") == 0
             assert handle._ledger.held_bytes(Tier.HOST, "caches") == handle._ledger.held_bytes(Tier.DISK, "caches") == 0
-            assert handle.caches._staging.held_bytes == 0
+            assert handle.caches.copies._staging.held_bytes == 0
         assert moment > 100

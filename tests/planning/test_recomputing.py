@@ -24,8 +24,8 @@ def kind(mb: int, seconds: float, count: int = 10, **settings: bool) -> Recomput
     )
 
 
-def kept(problem: ActivationProblem, *kinds: Recomputed, leaving: float = math.inf, share: float = 1.0) -> list[int]:
-    return [fate.kept for fate in choose_kept(kinds, problem, most_leaving=leaving, share=share)]
+def kept(problem: ActivationProblem, *kinds: Recomputed, leaving: float = math.inf, fraction: float = 1.0) -> list[int]:
+    return [fate.kept for fate in choose_kept(kinds, problem, most_leaving=leaving, fraction=fraction)]
 
 
 def test_the_most_seconds_for_a_byte_are_kept_first() -> None:
@@ -41,10 +41,10 @@ def test_the_most_seconds_for_a_byte_are_kept_first() -> None:
     [
         (PROBLEM, {}, 42),
         (PROBLEM, {"leaving": 50 * MB}, 20),
-        (PROBLEM, {"share": 0.5}, 18),
-        (PROBLEM, {"share": 0.0}, 0),
+        (PROBLEM, {"fraction": 0.5}, 18),
+        (PROBLEM, {"fraction": 0.0}, 0),
         (replace(PROBLEM, budget_bytes=22 * MB), {}, 52),  # two inputs may be on their way
-        (replace(PROBLEM, budget_bytes=22 * MB), {"share": 0.0}, 5),
+        (replace(PROBLEM, budget_bytes=22 * MB), {"fraction": 0.0}, 5),
         (replace(PROBLEM, other_seconds=(90.0,) * 10), {}, 28),  # 95 s for copies back; less 1 s for what is kept
         (replace(PROBLEM, saved=(replace(PROBLEM.saved[0], onload_seconds=0.0),) * 10), {}, 42),
         (replace(PROBLEM, saved=(replace(PROBLEM.saved[0], onload_seconds=0.0, offload_seconds=0.0),) * 10), {}, 0),

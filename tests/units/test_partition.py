@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from headrace.config import blocks_of, modules_of
 from headrace.weights.model.inventory import take_inventory
 from headrace.weights.model.partition import Partition, partition
 from tests.support.models import linears
@@ -19,7 +20,7 @@ def cut(
 ) -> Partition:
     """The partition, after a check that every parameter is in one part."""
     inventory = take_inventory(model, param_dtype=dtype)
-    parts = partition(model, inventory, blocks, resident, budget_bytes)
+    parts = partition(model, inventory, blocks_of(blocks), modules_of(resident, "resident"), budget_bytes)
     keys = [key for part in (*parts.streamed, *parts.resident) for key in part.keys]
     assert sorted(keys) == sorted(inventory.members), "a parameter is in no part, or in two"
     return parts
@@ -317,7 +318,7 @@ def test_a_block_without_parameters_is_refused() -> None:
 @pytest.mark.parametrize("setting", ["blocks", "resident"])
 @pytest.mark.parametrize("given", [3, None, torch.zeros(1)])
 def test_what_is_neither_module_nor_pattern_is_refused(setting: str, given: Any) -> None:
-    with pytest.raises(TypeError, match="is neither a module nor a name pattern such as"):
+    with pytest.raises(TypeError, match="names no modules: it is a"):
         cut(Decoder(), **{setting: [given]})
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
-from headrace.memory.shared_budget import current_budget
+from headrace.memory.shared_budget import Share, current_budget
 from headrace.weights.rest import budgets
 from tests.support.held import Allocations, allocated_bytes, is_counted, weight_bytes
 from tests.support.loops import adamw
@@ -232,10 +232,11 @@ def test_sleep_takes_back_what_optimizers_have(emu_device, overlap):
     assert kept_bytes > 4 * LAYER_BYTES
 
 
-def test_two_threads_are_refused(compute_device):
+@pytest.mark.parametrize("when", ["amid a pass", "as a pass begins", "as it wakes up"])
+def test_two_threads_are_refused(compute_device, monkeypatch, when):
     models = [stack(4, seed) for seed in range(2)]
-    offloaded(headrace.budget(device_memory=4 * LAYER_BYTES), compute_device, *models)
-    errors = []
+    handles = offloaded(headrace.budget(device_memory=4 * LAYER_BYTES), compute_device, *models)
+    check_turn, errors = Share.check_turn, []
 
     def call_the_other(*_: object) -> None:
         def call() -> None:
@@ -248,11 +249,26 @@ def test_two_threads_are_refused(compute_device):
         thread.start()
         thread.join()
 
-    hook = models[0].layers[1].register_forward_hook(call_the_other)
-    run(models[0])
-    hook.remove()
+    def check_before_the_other(share: Share) -> None:
+        """The other thread comes when this one has found nobody, and has not begun."""
+        check_turn(share)
+        if threading.current_thread() is threading.main_thread():
+            call_the_other()
+
+    with monkeypatch.context() as patch:
+        if when == "amid a pass":
+            hook = models[0].layers[1].register_forward_hook(call_the_other)
+        else:
+            patch.setattr(Share, "check_turn", check_before_the_other)
+        if when == "as it wakes up":
+            handles[0].wake()
+        else:
+            run(models[0])
+    if when == "amid a pass":
+        hook.remove()
     (error,) = errors
     assert "Stack, with which this model shares a budget, computes on thread" in error
+    assert handles[1].stats().onload_bytes == 0
     for seed, model in enumerate(models):
         assert torch.equal(run(model), run(stack(4, seed)))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from headrace.config import BlocksSpec, parse_bytes
+from headrace.config import Blocks
 from headrace.planning import FEWEST_ROWS, Key, goes_by_rows
 from headrace.weights.model.experts import Experts, experts_of, lists_experts
 from headrace.weights.model.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
@@ -60,7 +60,7 @@ class Partition:
 def partition(
     model: nn.Module,
     inventory: Inventory,
-    blocks: BlocksSpec,
+    blocks: Blocks,
     resident: Sequence[nn.Module | str],
     budget_bytes: int,
     *,
@@ -86,19 +86,14 @@ class _Cutter:
         self._parts: list[Part] = []
         self._kept: list[int] = []  # orphans and small leaves
 
-    def cut(self, blocks: BlocksSpec, resident: Sequence[nn.Module | str], *, tables_by_rows: bool) -> Partition:
+    def cut(self, blocks: Blocks, resident: Sequence[nn.Module | str], *, tables_by_rows: bool) -> Partition:
         kept_parts = [Part("resident", self._take(self._resident_keys(resident)), [])]
         kept_parts.append(Part("adapters", self._take(self._adapter_keys()), []))
         merge_bytes = 0
-        if not isinstance(blocks, int | str):
-            if not isinstance(blocks, Iterable):
-                raise TypeError(
-                    f'blocks={blocks!r} is neither "auto", nor a size such as "256MiB", nor a list of modules and'
-                    " name patterns"
-                )
-            for module in self._given_modules(blocks):
-                self._add_part(module)
-            unit_bytes = max((self._nbytes(part.keys) for part in self._parts), default=0)
+        if isinstance(blocks, int):
+            self._cut_experts()
+            unit_bytes = blocks
+            merge_bytes = min(unit_bytes, self._budget_bytes // 2)  # so that one can arrive while another computes
         elif blocks == "auto":
             self._cut_experts()
             unit_bytes = self._repeated_layer_bytes() or self._budget_bytes // 2
@@ -108,9 +103,9 @@ class _Cutter:
             if decodes and 2 * fine_bytes <= unit_bytes:
                 unit_bytes = merge_bytes = fine_bytes
         else:
-            self._cut_experts()
-            unit_bytes = parse_bytes(blocks, name="blocks")
-            merge_bytes = min(unit_bytes, self._budget_bytes // 2)  # so that one can arrive while another computes
+            for module in self._given_modules(blocks):
+                self._add_part(module)
+            unit_bytes = max((self._nbytes(part.keys) for part in self._parts), default=0)
         self._walk(self._model, min(unit_bytes, self._budget_bytes // 2) or 1)
         kept_parts.append(Part("small", self._kept, []))
         if tables_by_rows:
@@ -235,9 +230,7 @@ class _Cutter:
                 chosen.append(module)
         return chosen
 
-    def _matching(self, pattern: object) -> list[nn.Module]:
-        if not isinstance(pattern, str):
-            raise TypeError(f"{pattern!r} is neither a module nor a name pattern such as 'model.layers.*'")
+    def _matching(self, pattern: str) -> list[nn.Module]:
         found = [module for module, name in self._inventory.names.items() if fnmatchcase(name, pattern)]
         inner = {below for module in found for below in module.modules() if below is not module}
         return [module for module in found if module not in inner]  # "*" matches dots, too: the outermost count

@@ -6,8 +6,7 @@ appends is copied back alone.
 
 import os
 import weakref
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
@@ -15,16 +14,14 @@ from headrace.config import format_bytes
 from headrace.errors import BudgetError, StateError
 from headrace.memory.arena import Arena, aligned, whole_pages
 from headrace.memory.buffers import plain_tensors
-from headrace.memory.disk import TensorsOnDisk, copy_on_disk
+from headrace.memory.disk import TensorsOnDisk
 from headrace.memory.ledger import Tier
-from headrace.memory.pool import HostPool, Slab
-from headrace.planning import LAYERS_ON_DEVICE, LAYERS_STAGED, room_on_device, tokens_with_room
-from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
-from headrace.runtime.threads import OneThread, wait_asleep
+from headrace.planning import LAYERS_ON_DEVICE, room_on_device, tokens_with_room
+from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from headrace.weights.meter import Meter
+from headrace.weights.movement.cache_copies import PURPOSE, CacheCopies
 from headrace.weights.movement.residency import Residency
 
-PURPOSE = "caches"
 Tensors = Mapping[str, torch.Tensor]
 Written = tuple[int, ...]  # how often each of a layer's tensors has been written to on the host
 
@@ -74,6 +71,10 @@ class _Stay:
         self.written: Written | None = None  # what was on the host when it was read; None before
         self.is_used = False
 
+    def note_read(self, rests: Iterable[torch.Tensor]) -> None:
+        """Called when they are about to be read for the copy; for one from disk, on the thread that reads."""
+        self.written = _written(rests)
+
 
 class Caches:
     """The caches of one offloaded model."""
@@ -85,12 +86,7 @@ class Caches:
         self._lanes = residency.pace.lanes
         self._meter = meter
         self._stays: list[_Stay] = []
-        self._leaving: deque[Transfer] = deque()  # copies to the host that compute has not waited for
-        # Host memory of copies that may be under way, and what of it is staging memory.
-        self._kept: deque[tuple[Event, Sequence[Copy], Slab | None]] = deque()
-        # Caches on disk pass through page-locked memory. This thread copies between the two.
-        self._staging = HostPool(self._lanes.device, residency.ledger, "staging of caches")
-        self._thread: OneThread | None = None
+        self.copies = CacheCopies(residency.pace, residency.ledger, meter)
         self._last: weakref.ref[CachedLayer] | None = None  # the layer that was used last
         self._largest: weakref.ref[CachedLayer] | None = None
         self._is_in_use = False  # whether there ever was a tensor of a layer
@@ -103,39 +99,23 @@ class Caches:
         """The host waits for all copies; from now on no layer can be used."""
         self.is_closed = True
         self.give_way()
-        self.settle()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown()
+        self.copies.close()
 
     def settle(self) -> None:
         """The host waits for all copies, and lets go of what was kept for them."""
         self._end_stays(but_coming=True)
-        self._let_go_of_all()
-
-    def _let_go_of_all(self) -> None:
-        while self._leaving:
-            self._let_go_of_oldest()
-        while self._kept:
-            self._kept[0][0].synchronize()
-            self._let_go_of_kept()
+        self.copies.settle()
 
     def _mend(self) -> None:
         """Called after a pass was broken off: all layers leave the device, once nothing is being copied any more."""
         if not self._is_in_use:
             return
-        if self._thread is not None:
-            self._thread.submit(int).result()
-        for lane in Lane:
-            self._lanes.copy(lane, (), self._lanes.mark()).done.synchronize()
+        self.copies.mend()
         while self._stays:
             stay = self._stays.pop()
             if (layer := stay.layer()) is not None:
                 layer.stay = None
             self._residency.free(stay.buffer)
-        self._leaving.clear()
-        self._kept.clear()
-        self._staging.keep(())
 
     def _planned_bytes(self) -> int:
         """The bytes that plans leave for layers."""
@@ -221,110 +201,12 @@ class Caches:
                 copies.append((laid, rest.laid))
             if not copies:
                 return stay
-            if layer.on_disk:
-                stay.arrival = layer.came = self._fetch(copies, stay, nbytes)
-            else:
-                layer.wait_for_left(self._lanes)
-                stay.written = _written([rest for _, rest in copies])
-                stay.arrival, layer.came = self._residency.pace.submit(Lane.ONLOAD, copies, self._lanes.mark())
-                self._keep(layer.came, [(rest, rest) for _, rest in copies])
+            if layer.left is not None and not layer.on_disk:
+                self._lanes.wait(layer.left)
+            stay.arrival, layer.came = self.copies.bring(copies, nbytes, stay.note_read, from_disk=layer.on_disk)
         layer.stay = stay  # only now: it has what it should
         self._meter.cache_onloaded(nbytes)
         return stay
-
-    def _fetch(self, copies: list[Copy], stay: _Stay, nbytes: int) -> LateTransfer:
-        """Submits copies from disk, behind all that go there. Compute and the device go on meanwhile."""
-        slab, staged = self._staged([rest for _, rest in copies])
-        pace, after = self._residency.pace, self._lanes.mark()
-        rests = [(rest, rest) for _, rest in copies]
-
-        def send() -> Transfer:
-            stay.written = _written([rest for rest, _ in rests])
-            for to, (_, rest) in zip(staged, copies, strict=True):
-                copy_on_disk(to, rest)
-            sent = pace.copy(Lane.ONLOAD, [(to, of) for (to, _), of in zip(copies, staged, strict=True)], after)
-            copies.clear()  # the result keeps no device memory
-            return Transfer(sent.lane, (), sent.nbytes, sent.begun, sent.done)
-
-        late = LateTransfer(Lane.ONLOAD, nbytes, self._worker().submit(send))
-        self._keep(late, rests, slab)
-        self._meter.fetch_bytes += nbytes
-        return late
-
-    def _spill(self, copies: list[Copy]) -> Event:
-        """Submits copies to disk."""
-        slab, staged = self._staged([rest for rest, _ in copies])
-        transfer = self._lanes.copy(
-            Lane.OFFLOAD, [(to, of) for to, (_, of) in zip(staged, copies, strict=True)], self._lanes.mark()
-        )
-        self._moved_out(transfer)
-        pending = [(rest, of) for (rest, _), of in zip(copies, staged, strict=True)]
-        landed = transfer.done  # the job keeps no device memory
-
-        def write() -> None:
-            wait_asleep(landed)
-            for rest, of in pending:
-                copy_on_disk(rest, of)
-
-        done = self._worker().submit(write)
-        self._keep(done, pending, slab)
-        self._meter.spilled(transfer.nbytes)
-        return done
-
-    def _worker(self) -> OneThread:
-        if self._thread is None:
-            self._thread = OneThread("headrace-caches", self._lanes.device)
-        return self._thread
-
-    def _staged(self, tensors: Sequence[torch.Tensor]) -> tuple[Slab, list[torch.Tensor]]:
-        """Page-locked memory for tensors of these shapes; waits for copies of more than a few layers at once."""
-        nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
-        while self._kept and self._staging.held_bytes + nbytes > LAYERS_STAGED * nbytes:
-            self._kept[0][0].synchronize()
-            self._let_go_of_kept()
-        slab = self._staging.take(nbytes)
-        staged, offset = [], 0
-        for tensor in tensors:
-            memory = slab.memory[offset : offset + tensor.nbytes]
-            staged.append(memory.view(tensor.dtype).view(tensor.shape))
-            offset += aligned(tensor.nbytes)
-        return slab, staged
-
-    def send_out(self, copies: list[Copy], *, to_disk: bool) -> Event | None:
-        """Submits copies to the host, behind all that compute was given until now."""
-        if not copies:
-            return None
-        if to_disk:
-            return self._spill(copies)
-        transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
-        self._moved_out(transfer)
-        done: Event = transfer.done
-        return done
-
-    def _moved_out(self, transfer: Transfer) -> None:
-        self._meter.cache_offloaded(transfer.nbytes)
-        self._meter.arrived(transfer, PURPOSE)
-        self._leaving.append(transfer)
-        while self._leaving and (len(self._leaving) > LAYERS_ON_DEVICE or self._leaving[0].done.query()):
-            self._let_go_of_oldest()
-
-    def _let_go_of_oldest(self) -> None:
-        """Lets go of the device memory of the oldest copy to the host, for which compute waits first."""
-        transfer = self._leaving[0]
-        self._lanes.wait(transfer.done)
-        self._keep(transfer.done, [(rest, rest) for rest, _ in transfer.copies])
-        self._leaving.popleft()
-
-    def _keep(self, done: Event, copies: Sequence[Copy], slab: Slab | None = None) -> None:
-        """Keeps host memory until `done`, even where its owner lets go of it."""
-        self._kept.append((done, copies, slab))
-        while self._kept and self._kept[0][0].query():
-            self._let_go_of_kept()
-
-    def _let_go_of_kept(self) -> None:
-        _, _, slab = self._kept.popleft()
-        if slab is not None:
-            self._staging.give_back(slab)
 
     def rest(self, like: torch.Tensor, *, grows: bool, on_disk: bool) -> _Rest:
         """A place on the host or on disk for a tensor, with room to grow if it `grows`."""
@@ -341,7 +223,7 @@ class Caches:
             ledger.book(mapping.memory, Tier.DISK, PURPOSE, nbytes)
             return _Rest(like, mapping.tensor(0, nbytes, like.dtype), grows=grows)
         if not ledger.fits(whole_pages(nbytes)):
-            self._let_go_of_all()  # a cache that nobody has any more may lie there
+            self.copies.settle()  # a cache that nobody has any more may lie there
         memory = Arena(nbytes, self._lanes.device, ledger, PURPOSE).tensor(0, nbytes, like.dtype)
         return _Rest(like, memory, grows=grows)
 
@@ -390,11 +272,11 @@ class CachedLayer:
             yield name, offset, rest
             offset += aligned(rest.laid.nbytes)
 
-    def wait_for_left(self, lanes: Lanes | None = None) -> None:
-        """The host waits until all is there that left the device; with `lanes`, compute does."""
+    def wait_for_left(self) -> None:
+        """The host waits until all is there that left the device."""
         if self.left is not None:
-            (lanes.wait if lanes is not None else _synchronize)(self.left)
-            self.left = self.left if lanes is not None else None
+            self.left.synchronize()
+            self.left = None
 
     def wait_for_copies(self) -> None:
         """Called before the user gets a tensor, to read it or write to it: the host waits for all copies."""
@@ -455,7 +337,7 @@ class CachedLayer:
                         copies.append((rest.laid[rest.laid.shape[0] - tokens :], rest.lay(new).contiguous()))
         if self._appends:
             self._end_stay()
-        self.left = self._caches.send_out(copies, to_disk=self.on_disk) or self.left
+        self.left = self._caches.copies.send_out(copies, to_disk=self.on_disk) or self.left
         return {name: self._rests[name].shown for name in tensors}
 
     def _grew(self, old: torch.Tensor | None, tensor: torch.Tensor, tokens: int) -> bool:
@@ -487,7 +369,3 @@ class CachedLayer:
 def _written(tensors: Iterable[torch.Tensor]) -> Written:
     """How often each of these tensors has been written to."""
     return tuple(tensor._version for tensor in tensors)
-
-
-def _synchronize(event: Event) -> None:
-    event.synchronize()

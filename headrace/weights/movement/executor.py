@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from headrace.planning import Phase, Plan
-from headrace.runtime.lanes import Lanes
 from headrace.runtime.link import known_loads
 from headrace.weights.meter import Meter, VisitRecord
 from headrace.weights.model.home import AliasHome
@@ -34,15 +33,13 @@ _MOST_RECORDED_VISITS = 100_000  # in one cycle: beyond that (a forward in a loo
 class Executor:
     """Walks plans, and loads on demand what they did not foresee."""
 
-    def __init__(
-        self, blocks: Sequence[Block], residency: Residency, lanes: Lanes, meter: Meter, max_ahead: int | None
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], residency: Residency, meter: Meter, max_ahead: int | None) -> None:
         self._blocks = list(blocks)
         self._residency = residency
         self._gathers = residency.gathers
         self._is_agreed = False  # whether all ranks go along the first one's course in this cycle, and gather blocks
         self._was_agreed = False  # whether they did in the last cycle
-        self._lanes = lanes
+        self._lanes = residency.pace.lanes
         self._meter = meter
         self._book = TraceBook()
         self._course: Course | None = None
@@ -72,9 +69,9 @@ class Executor:
         residency.next_use = self._next_use
         residency.is_paused = lambda: self._pauses > 0
         self.shares = Shares(self._blocks, lambda: residency.streaming_budget_bytes)
-        self.rows = Rows(self._blocks, self.shares, residency, lanes, meter)
+        self.rows = Rows(self._blocks, self.shares, residency, meter)
         self._module_experts = ModuleExperts(self._blocks, self.shares, residency, meter, self.evict)
-        self.slices = Slices(self._blocks, self.shares, residency, lanes, meter)
+        self.slices = Slices(self._blocks, self.shares, residency, meter)
         self.everything_is_here = False  # in this cycle: all blocks are current, and stay
 
     # cycles -----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ class OptimizerStates:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._counts = ledger.share is not None and ledger.host_budget_bytes is not None
         self._held: WeakKeyDictionary[StateHolder, _Held] = WeakKeyDictionary()
 
     def hold(self, holder: StateHolder, nbytes: Callable[[], int], make_room: Callable[[int], None]) -> None:
@@ -31,22 +32,24 @@ class OptimizerStates:
 
         Without a shared budget, `host_memory` is for weights, gradients and activations alone, and nothing is booked.
         """
-        before = self._held.setdefault(holder, _Held(0))
-        if self._ledger.share is None or self._ledger.host_budget_bytes is None:
-            return
-        now = _Held(nbytes())
-        more_bytes = now.nbytes - before.nbytes
-        if more_bytes > 0:
-            make_room(more_bytes)
-            self._ledger.check_host(more_bytes, PURPOSE)
-        self._held[holder] = now
-        del before  # ends its booking, before the new one is made
-        self._ledger.book(now, Tier.HOST, PURPOSE, now.nbytes)
+        before_bytes = self._held.setdefault(holder, _Held(0)).nbytes
+        if self._counts:
+            more_bytes = nbytes() - before_bytes
+            if more_bytes > 0:
+                make_room(more_bytes)
+                self._ledger.check_host(more_bytes, PURPOSE)
+            self._book(holder, before_bytes + more_bytes)
+
+    def _book(self, holder: StateHolder, nbytes: int) -> None:
+        self._held[holder] = now = _Held(nbytes)  # first, as this ends the booking before
+        self._ledger.book(now, Tier.HOST, PURPOSE, nbytes)
 
     def sleep(self, directory: str | os.PathLike[str]) -> None:
         """Moves all states from host memory to files in `directory`. Raises DiskError."""
         for holder in list(self._held):
-            holder.sleep(directory)
+            staying_bytes = holder.sleep(directory)
+            if self._counts:
+                self._book(holder, staying_bytes)
 
     def wake(self) -> None:
         """Moves those states back for which host memory has room. The others follow with their optimizer's next step,

@@ -58,7 +58,7 @@ class Residency:
         self.pace = pace
         self.gathers = gathers  # None: no rank helps another
         self.fetch_from(fetching)
-        self.open_way: Callable[[], None] = lambda: None  # makes `fetching`; set by `Room`
+        self.begin_fetching: Callable[[], None] = lambda: None  # makes `fetching`; set by `Room`
         self.packed_loads = PackedLoads(device, pace.lanes, ledger, meter, wanted=packed)
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         # Copies that compute was told to wait for, and the host has not waited for. Of those from host memory, the last
@@ -93,7 +93,7 @@ class Residency:
     def way_from_disk(self) -> Fetching:
         """What fetches blocks from disk. It is opened here if Ctrl-C, after the first moves, prevented that."""
         if self.fetching is None:
-            self.open_way()
+            self.begin_fetching()
         if self.fetching is None:
             raise StateError("a block rests on disk, and there is no way from there")
         return self.fetching

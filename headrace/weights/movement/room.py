@@ -39,9 +39,9 @@ class Room:
         self._has_room, self._ranks = has_room, ranks
         self._asleep: dict[Block, None] = {}  # blocks that `sleep` has moved to disk, in that order
         self._cache_bytes = 0  # that `sleep` took from the host's cache of experts
-        residency.open_way = self._open_way
+        residency.begin_fetching = self._begin_fetching
 
-    def make(self, nbytes: int) -> bool:
+    def make_room(self, nbytes: int) -> bool:
         """Moves blocks to disk until the host budget has room for `nbytes` more. Returns whether it has.
 
         Not to be called during a pass. Where it returns False, the disk can still be used: what has no room can rest
@@ -50,7 +50,7 @@ class Room:
         if self._has_room(nbytes):
             return True
         if self._residency.fetching is None:
-            self._open_way()
+            self._begin_fetching()
         return self._free(nbytes)
 
     def sleep(self) -> None:
@@ -87,7 +87,8 @@ class Room:
             self._executor.replan()
             del self._asleep[block]
 
-    def _open_way(self) -> None:
+    def _begin_fetching(self) -> None:
+        """Makes room for the staging memory that blocks on disk are fetched through, and takes it."""
         budget_bytes = self._ledger.host_budget_bytes or 0
         ring_bytes = self._missing_ring_bytes
         if not self._has_room(ring_bytes - sum(block.nbytes for block in self._movable())):

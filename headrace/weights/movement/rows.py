@@ -15,7 +15,7 @@ from headrace.errors import BudgetError
 from headrace.memory.arena import Arena
 from headrace.memory.buffers import plain_tensors
 from headrace.runtime.autograd import without_modes
-from headrace.runtime.lanes import Event, Lane, Lanes, Transfer
+from headrace.runtime.lanes import Event, Lane, Transfer
 from headrace.weights.meter import Meter
 from headrace.weights.model.partition import gathering_bytes
 from headrace.weights.movement.block import Block
@@ -26,16 +26,14 @@ from headrace.weights.movement.shares import Shares
 class Rows:
     """Looks up rows in the tables of one model."""
 
-    def __init__(
-        self, blocks: Iterable[Block], shares: Shares, residency: Residency, lanes: Lanes, meter: Meter
-    ) -> None:
+    def __init__(self, blocks: Iterable[Block], shares: Shares, residency: Residency, meter: Meter) -> None:
         self._shares = shares
         self._residency = residency
-        self._lanes = lanes
+        self._lanes = residency.pace.lanes
         self._meter = meter
         self._half_bytes = max((gathering_bytes(block.nbytes, block.row_bytes) for block in blocks), default=0)
         count = 2 if self._half_bytes else 0
-        arenas = [Arena(self._half_bytes, lanes.device, residency.ledger, "weights") for _ in range(count)]
+        arenas = [Arena(self._half_bytes, self._lanes.device, residency.ledger, "weights") for _ in range(count)]
         self._halves = [arena.tensor(0, self._half_bytes) for arena in arenas]
         self._sent: list[Event | None] = [None, None]  # of each half, the end of its last copy
 

@@ -13,7 +13,7 @@ from headrace.config import format_bytes
 from headrace.errors import BudgetError, DiskError
 from headrace.memory.buffers import plain_tensors, references_beside
 from headrace.planning import Key, passes_through
-from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
+from headrace.runtime.lanes import Copy, Event, Lane, LateTransfer, Transfer
 from headrace.weights.meter import Meter
 from headrace.weights.model.experts import SlicePart, slice_parts
 from headrace.weights.movement.banks import Arrival, Bank
@@ -28,12 +28,10 @@ from headrace.weights.rest.reads import Range
 class Slices:
     """The experts of one model's blocks that travel one by one, and their banks."""
 
-    def __init__(
-        self, blocks: Iterable[Block], shares: Shares, residency: Residency, lanes: Lanes, meter: Meter
-    ) -> None:
+    def __init__(self, blocks: Iterable[Block], shares: Shares, residency: Residency, meter: Meter) -> None:
         self._shares = shares
         self._residency = residency
-        self._lanes = lanes
+        self._lanes = residency.pace.lanes
         self._meter = meter
         self._blocks = [block for block in blocks if block.experts is not None]
         self.travel = bool(self._blocks)

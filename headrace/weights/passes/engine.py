@@ -137,7 +137,7 @@ class Engine:
         """Moves own blocks to disk until host memory has room for `nbytes`, or no more can go."""
         if self.room is not None and not self.passes.computes:
             self.passes.wait_for_updates()
-            self.room.make(nbytes)
+            self.room.make_room(nbytes)
 
     def _take_back_device_memory(self) -> None:
         """Ends all loans. The memory is empty from then on, and an optimizer's next step asks for other."""
@@ -160,7 +160,8 @@ class Engine:
     @property
     def computes_on(self) -> int | None:
         # A hook of its backward may call another model, on autograd's thread, while the backward waits.
-        return self.passes.thread if self.passes.computes and not self.passes.in_backward else None
+        computes = self.passes.computes and not self.passes.in_backward
+        return self._claims.get("pass", self.passes.thread if computes else None)
 
     @property
     def movable_host_bytes(self) -> int:
@@ -188,18 +189,19 @@ class Engine:
 
     def wake(self) -> None:
         """Brings back what `sleep` took, as far as there is room; copies may be under way then."""
-        self._residency.check_turn()
-        self._states.wake()
-        with without_overrides():
-            self._residency.pass_begins()
-            try:
+        self._claim()
+        try:
+            self._states.wake()
+            with without_overrides():
+                self._residency.pass_begins()
                 if self.room is not None:
                     self.room.wake()
                 for block in self.passes.residents:
                     self._executor.bring(block)
                 self._executor.load_ahead()
-            finally:
-                self._residency.pass_ends()
+        finally:
+            self._residency.pass_ends()
+            self._claims.clear()
 
     def add_resident(self, block: Block) -> None:
         """Takes in a block that came with a change of the model: it stays on the device from the next pass on."""
@@ -336,9 +338,7 @@ class Engine:
 
         A backward that autograd still holds belongs to the thread of its forward, even though no pass has the claim.
         """
-        if not self._claims:
-            self._residency.check_turn()
-        this = calling_thread()
+        this, is_first = calling_thread(), not self._claims
         owner = self._claims.setdefault("pass", this)  # one operation, which other threads cannot divide
         if owner == this and self.backward.is_held:
             owner = self.passes.thread
@@ -349,6 +349,12 @@ class Engine:
                 f"the model is computing on thread {owner} and was called on thread {this}; blocks come and go for one"
                 " pass at a time: hold a threading.Lock from forward to the end of backward, or offload a copy for each"
             )
+        if is_first:
+            try:
+                self._residency.check_turn()  # only now: of two that begin at once, each finds the other's claim
+            except BaseException:
+                self._claims.clear()
+                raise
 
     def _is_visit(self, site: Site) -> bool:
         """Whether a call inside another one brings blocks of its own.

@@ -54,7 +54,7 @@ class Tiers:
         self._stores: dict[Node | None, DiskStore] = {}  # by the node whose ranks share it
         self.read_in_place = HandedOut()
         # Moves blocks to disk until host memory has room for so many bytes of what comes after the model; returns
-        # whether it has. `offload()` sets it to `Room.make`, which can move blocks; until then there is room.
+        # whether it has. `offload()` sets it to `Room.make_room`, which can move blocks; until then there is room.
         self.make_room: Callable[[int], bool] = lambda nbytes: True
         if not placement.needs_no_staging and self.store is not None and materialized is None:
             self.store.check_free(placement.disk_bytes)
