@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 _MAIN = """
-import gc, json, os, sys
+import gc, importlib, json, os, sys
 import torch._dynamo  # the first optimizer imports it
 import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.tensor.parallel
 import headrace.optim
@@ -28,6 +28,12 @@ while True:
     order = json.loads(sys.stdin.readline() or "null")
     if order is None:
         os._exit(0)
+    if "imports" in order:
+        for name in order["imports"]:
+            importlib.import_module(name)
+        gc.freeze()
+        print(flush=True)
+        continue
     if "wait" in order:
         print(os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1]), flush=True)
         continue
@@ -103,6 +109,10 @@ class Nursery:
         pid = int(self.order(**settings, output=str(output), errors=str(errors)))
         self._children.append(Child(self, pid, output, errors))
         return self._children[-1]
+
+    def prepare(self, *modules: str) -> None:
+        """Those that start from now on have these imported."""
+        self.order(imports=modules)
 
     def order(self, **order: object) -> str:
         """What the process answers to that."""

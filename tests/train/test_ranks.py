@@ -38,6 +38,7 @@ def start(nursery: Nursery) -> Callable[..., list[Child]]:
     """Starts ranks, each of which trains with all of these settings, one after the other."""
 
     def start(world_size: int, *settings: dict[str, Any]) -> list[Child]:
+        nursery.prepare("headrace.train.trainer", "peft", "transformers.models.gpt2.modeling_gpt2")
         ports = [free_port() for _ in settings]
         code = "from pathlib import PosixPath\nimport sys\nfrom tests.train.on_ranks import runs\n"
         code += f"runs(int(sys.argv[1]), {world_size}, {str(datasets.config.HF_DATASETS_CACHE)!r}, {ports}, {settings})"
