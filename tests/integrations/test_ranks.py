@@ -12,9 +12,7 @@ from tests.support.nursery import Nursery, run_ranks
 @pytest.fixture(autouse=True)
 def frameworks(nursery: Nursery) -> None:
     """Each of the many processes would import them for seconds."""
-    nursery.prepare(
-        "tests.integrations.test_lightning", "tests.integrations.test_trainer", "tests.integrations.test_trl"
-    )
+    nursery.prepare(*(f"tests.integrations.test_{one}" for one in ("lightning", "trainer", "trl")))
 
 
 def run(nursery: Nursery, directory: Path, program: str, *arguments: Any) -> None:
