@@ -22,7 +22,7 @@ def test_types_know_every_setting_of_an_optimizer(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "name", "choices"),
     [
-        (Given, "master_form", {"split", "full"}),
+        (Given, "master_form", {"split", "full", "none"}),
         (Given, "tier", {"host", "disk"}),
         (Given, "overlap", {"none", "forward", "backward"}),
         (Given, "state_dtype", {"8bit"}),
