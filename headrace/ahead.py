@@ -85,6 +85,7 @@ def plan(
     weight_bits: float | None = None,
     overlap: Literal["none", "forward", "backward"] = "none",
     state_dtype: torch.dtype | Literal["float32", "bfloat16", "8bit"] = "float32",
+    master_form: Literal["split", "full", "none"] = "split",
     zero_stage: int = 0,
     method: str | None = None,
     optimizer_fraction: float | None = None,
@@ -110,8 +111,8 @@ def plan(
       `device_fraction` of `headrace.optim`. In inference on one device, `cache=host` and `cache=disk` plan for
       `offload_cache()`: keys and values rest there. By default they do where the device lacks room for them.
     - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: bits per weight
-      of the layers, such as 4.5 for NF4. `overlap` and `state_dtype`: those of `headrace.optim.AdamW`: "none",
-      "forward" or "backward"; torch.float32, torch.bfloat16 or "8bit".
+      of the layers, such as 4.5 for NF4. `overlap`, `state_dtype` and `master_form`: those of `headrace.optim.AdamW`:
+      "none", "forward" or "backward"; torch.float32, torch.bfloat16 or "8bit"; "split", "full" or "none".
 
     - `expert_hit_rate`: the share, 0 to 1, of the experts used in decoding that are on the device already. A run's
       stats have it (1 - `expert_loads` / `expert_uses`). `RunPlan.decoding` has the speed for this share and for
@@ -134,17 +135,19 @@ def plan(
         sequence_length=sequence_length,
         micro_batches=micro_batches,
         gradient_bytes=4 if full_width else 2,
-        master_bytes=0 if full_width else 2,  # as headrace.optim keeps it
+        master_bytes=0 if full_width else _bytes_of_master(master_form),
         state_bytes=_state_bytes(state_dtype),
     )
     updates, adapts = kind is not Training.NONE, kind is Training.ADAPTER
     decodes = not updates and spread.data == 1 and any(block.expert_parameters for block in shape.blocks)
     replicas = devices is not None or spread.data > 1
     of_update = "of an update, and training='inference' has none; leave it out"
+    of_narrow = "of an update of bfloat16 weights, and there is none; leave it out"
     _refuse_idle(
         ("adapter_rank", adapter_rank, adapts, "of training='adapter' alone; leave it out"),
         ("overlap", None if overlap == Overlap.NONE.value else overlap, updates, of_update),
         ("state_dtype", None if work.state_bytes == 8 else state_dtype, updates, of_update),
+        ("master_form", None if master_form == "split" else master_form, updates and not full_width, of_narrow),
         ("optimizer_fraction", optimizer_fraction, updates, of_update),
         ("expert_hit_rate", expert_hit_rate, decodes, "of inference with experts on one device; leave it out"),
         ("zero_stage", zero_stage or None, replicas, "for several replicas; give devices, too, or leave it out"),
@@ -203,6 +206,14 @@ def _state_bytes(state_dtype: torch.dtype | str) -> float:
     if name not in known:
         raise ValueError(f"state_dtype={state_dtype!r}; give one of {', '.join(known)}, 8bit")
     return known[name]
+
+
+def _bytes_of_master(form: str) -> int:
+    """Bytes of a bfloat16 parameter's master."""
+    known = {"split": 2, "full": 4, "none": 0}
+    if not isinstance(form, str) or form not in known:
+        raise ValueError(f"master_form={form!r}; give one of {', '.join(known)}")
+    return known[form]
 
 
 def machine_of(hardware: Hardware | str | None) -> Hardware:

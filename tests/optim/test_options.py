@@ -32,6 +32,7 @@ def test_types_know_every_setting_of_an_optimizer(name: str) -> None:
         (headrace.plan, "training", {"full", "adapter", "inference"}),
         (headrace.plan, "overlap", {"none", "forward", "backward"}),
         (headrace.plan, "state_dtype", {"float32", "bfloat16", "8bit"}),
+        (headrace.plan, "master_form", {"split", "full", "none"}),
     ],
 )
 def test_types_know_the_choices_of_a_setting(call: Any, name: str, choices: set[str]) -> None:
