@@ -82,7 +82,7 @@ def first_element(parameter: Any) -> int:
     if cut is None:
         return 0
     rank = parameter.device_mesh.get_local_rank(cut.mesh_dimension)
-    return cut.part(torch.empty(parameter.shape, device="meta"), rank).storage_offset()
+    return int(cut.part(torch.empty(parameter.shape, device="meta"), rank).storage_offset())
 
 
 def lies_as(tensor: Any, parameter: Any) -> bool:
