@@ -122,7 +122,7 @@ def plan(
     of the update in inference, or of several devices without `devices`), and HardwareNotFound for an unknown machine. A
     model that does not fit is not an error: see `RunPlan.fits`.
     """
-    sizes = {"batch_size": batch_size, "sequence_length": sequence_length, "micro_batches": micro_batches}
+    sizes: Any = {"batch_size": batch_size, "sequence_length": sequence_length, "micro_batches": micro_batches}
     _check_numbers(sizes | {"nodes": nodes}, devices, adapter_rank, weight_bits, expert_hit_rate, optimizer_fraction)
     machine = _resized(machine_of(hardware), device_memory, host_memory, disk)
     kind = _one_of(Training, training, "training")
@@ -131,23 +131,20 @@ def plan(
     full_width = shape.weight_bytes >= 3.9 * shape.parameters
     work = Work(
         training=kind,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        micro_batches=micro_batches,
+        **sizes,
         gradient_bytes=4 if full_width else 2,
-        master_bytes=0 if full_width else _bytes_of_master(master_form),
+        master_bytes=_bytes_of_master(master_form, full_width=full_width),
         state_bytes=_state_bytes(state_dtype),
     )
     updates, adapts = kind is not Training.NONE, kind is Training.ADAPTER
     decodes = not updates and spread.data == 1 and any(block.expert_parameters for block in shape.blocks)
     replicas = devices is not None or spread.data > 1
     of_update = "of an update, and training='inference' has none; leave it out"
-    of_narrow = "of an update of bfloat16 weights, and there is none; leave it out"
     _refuse_idle(
         ("adapter_rank", adapter_rank, adapts, "of training='adapter' alone; leave it out"),
         ("overlap", None if overlap == Overlap.NONE.value else overlap, updates, of_update),
         ("state_dtype", None if work.state_bytes == 8 else state_dtype, updates, of_update),
-        ("master_form", None if master_form == "split" else master_form, updates and not full_width, of_narrow),
+        ("master_form", None if master_form == "split" else master_form, updates, of_update),
         ("optimizer_fraction", optimizer_fraction, updates, of_update),
         ("expert_hit_rate", expert_hit_rate, decodes, "of inference with experts on one device; leave it out"),
         ("zero_stage", zero_stage or None, replicas, "for several replicas; give devices, too, or leave it out"),
@@ -208,12 +205,14 @@ def _state_bytes(state_dtype: torch.dtype | str) -> float:
     return known[name]
 
 
-def _bytes_of_master(form: str) -> int:
-    """Bytes of a bfloat16 parameter's master."""
+def _bytes_of_master(form: str, *, full_width: bool) -> int:
+    """Bytes of a parameter's master. `full_width`: weights are in float32."""
     known = {"split": 2, "full": 4, "none": 0}
     if not isinstance(form, str) or form not in known:
         raise ValueError(f"master_form={form!r}; give one of {', '.join(known)}")
-    return known[form]
+    if full_width and form != "split":
+        raise ValueError(f"master_form={form!r} is of bfloat16 weights, and these are float32; leave it out")
+    return 0 if full_width else known[form]
 
 
 def machine_of(hardware: Hardware | str | None) -> Hardware:
