@@ -85,6 +85,7 @@ def plan(
     weight_bits: float | None = None,
     overlap: Literal["none", "forward", "backward"] = "none",
     state_dtype: torch.dtype | Literal["float32", "bfloat16", "8bit"] = "float32",
+    master_form: Literal["split", "full", "none"] = "split",
     zero_stage: int = 0,
     method: str | None = None,
     optimizer_fraction: float | None = None,
@@ -110,8 +111,8 @@ def plan(
       `device_fraction` of `headrace.optim`. In inference on one device, `cache=host` and `cache=disk` plan for
       `offload_cache()`: keys and values rest there. By default they do where the device lacks room for them.
     - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: bits per weight
-      of the layers, such as 4.5 for NF4. `overlap` and `state_dtype`: those of `headrace.optim.AdamW`: "none",
-      "forward" or "backward"; torch.float32, torch.bfloat16 or "8bit".
+      of the layers, such as 4.5 for NF4. `overlap`, `state_dtype` and `master_form`: those of `headrace.optim.AdamW`:
+      "none", "forward" or "backward"; torch.float32, torch.bfloat16 or "8bit"; "split", "full" or "none".
 
     - `expert_hit_rate`: the share, 0 to 1, of the experts used in decoding that are on the device already. A run's
       stats have it (1 - `expert_loads` / `expert_uses`). `RunPlan.decoding` has the speed for this share and for
@@ -121,7 +122,7 @@ def plan(
     of the update in inference, or of several devices without `devices`), and HardwareNotFound for an unknown machine. A
     model that does not fit is not an error: see `RunPlan.fits`.
     """
-    sizes = {"batch_size": batch_size, "sequence_length": sequence_length, "micro_batches": micro_batches}
+    sizes: Any = {"batch_size": batch_size, "sequence_length": sequence_length, "micro_batches": micro_batches}
     _check_numbers(sizes | {"nodes": nodes}, devices, adapter_rank, weight_bits, expert_hit_rate, optimizer_fraction)
     machine = _resized(machine_of(hardware), device_memory, host_memory, disk)
     kind = _one_of(Training, training, "training")
@@ -130,11 +131,9 @@ def plan(
     full_width = shape.weight_bytes >= 3.9 * shape.parameters
     work = Work(
         training=kind,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        micro_batches=micro_batches,
+        **sizes,
         gradient_bytes=4 if full_width else 2,
-        master_bytes=0 if full_width else 2,  # as headrace.optim keeps it
+        master_bytes=_bytes_of_master(master_form, full_width=full_width),
         state_bytes=_state_bytes(state_dtype),
     )
     updates, adapts = kind is not Training.NONE, kind is Training.ADAPTER
@@ -145,6 +144,7 @@ def plan(
         ("adapter_rank", adapter_rank, adapts, "of training='adapter' alone; leave it out"),
         ("overlap", None if overlap == Overlap.NONE.value else overlap, updates, of_update),
         ("state_dtype", None if work.state_bytes == 8 else state_dtype, updates, of_update),
+        ("master_form", None if master_form == "split" else master_form, updates, of_update),
         ("optimizer_fraction", optimizer_fraction, updates, of_update),
         ("expert_hit_rate", expert_hit_rate, decodes, "of inference with experts on one device; leave it out"),
         ("zero_stage", zero_stage or None, replicas, "for several replicas; give devices, too, or leave it out"),
@@ -203,6 +203,16 @@ def _state_bytes(state_dtype: torch.dtype | str) -> float:
     if name not in known:
         raise ValueError(f"state_dtype={state_dtype!r}; give one of {', '.join(known)}, 8bit")
     return known[name]
+
+
+def _bytes_of_master(form: str, *, full_width: bool) -> int:
+    """Bytes of a parameter's master. `full_width`: weights are in float32."""
+    known = {"split": 2, "full": 4, "none": 0}
+    if not isinstance(form, str) or form not in known:
+        raise ValueError(f"master_form={form!r}; give one of {', '.join(known)}")
+    if full_width and form != "split":
+        raise ValueError(f"master_form={form!r} is of bfloat16 weights, and these are float32; leave it out")
+    return 0 if full_width else known[form]
 
 
 def machine_of(hardware: Hardware | str | None) -> Hardware:

@@ -87,7 +87,7 @@ SHOWN: dict[str, dict[str, str]] = {
     "stats": {"wait_for_updates": "optim/test_overlap.py::test_stats_that_need_not_wait_for_updates"},
     "options": {
         "master_dtype": "optim/test_conventions.py::test_bad_settings",
-        "master_form": "optim/test_conventions.py::test_weights_loaded_later_refresh_the_master",
+        "master_form": "optim/test_rounding.py::test_state_has_the_bytes_of_the_moments_alone",
         "state_dtype": "optim/test_eight_bit.py::test_bytes_of_each_parameter",
         "tier": "optim/test_disk.py::test_state_is_not_in_host_memory",
         "disk": "optim/test_disk.py::test_state_is_not_in_host_memory",
@@ -108,6 +108,7 @@ SHOWN: dict[str, dict[str, str]] = {
     },
     "headrace plan": {
         **dict.fromkeys(("hardware", "training", "overlap", "state_dtype", "batch_size", "sequence_length"), OF_PLAN),
+        "master_form": OF_PLAN,
         **dict.fromkeys(("micro_batches", "devices", "nodes", "zero_stage", "optimizer_fraction"), OF_PLAN),
         **dict.fromkeys(("expert_hit_rate", "adapter_rank", "weight_bits", "method", "no_disk"), OF_PLAN),
         **dict.fromkeys(("device_memory", "host_memory", "disk", "json"), OF_PLAN),
@@ -199,6 +200,7 @@ OF_PLANS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "weight_bits": (4.5, {"training": "adapter"}, "tiers"),
     "overlap": ("forward", {}, "step_seconds"),
     "state_dtype": ("8bit", {}, "tiers"),
+    "master_form": ("none", {}, "tiers"),
     "zero_stage": (2, {"devices": 2, "hardware": "8xh100"}, "tiers"),
     "method": ("stream-weights", {}, "method"),
     "optimizer_fraction": (0.5, {"device_memory": "200GB"}, "method"),

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("training", "KIND", str, "full", "full, lora, qlora or inference (default: full)"),
         ("overlap", "KIND", str, "none", "of the update: none, forward, backward (default: none)"),
         ("state-dtype", "KIND", str, "float32", "of the moments: float32, bfloat16, 8bit (default: float32)"),
+        ("master-form", "KIND", str, "split", "of bfloat16 weights' masters: split, full, none (default: split)"),
         ("batch-size", "N", int, 1, "sequences in a micro-batch (default: 1)"),
         ("sequence-length", "N", int, 2048, "tokens in a sequence (default: 2048)"),
         ("micro-batches", "N", int, 1, "micro-batches in a step (default: 1)"),

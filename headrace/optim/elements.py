@@ -63,7 +63,7 @@ class ElementUpdates:
             if batch:
                 theirs = [states[id(one)] for one in batch]
                 self._perform(theirs, disk, lambda rows: run(rows, scale), from_files=from_files)
-        self._count_steps([member.state for member in members if self._always_counts or member.rule.counts_steps])
+        self._count_steps([member.state for member in members if self._counts(member)])
 
     def _perform(
         self,
@@ -118,6 +118,9 @@ class ElementUpdates:
                     member.state.update(state.entries)
             if grains is not None:
                 mark_written_in_place([state.member for state in states])
+
+    def _counts(self, member: Member) -> bool:
+        return self._always_counts or member.rule.counts_steps or member.master.form is Master.NONE
 
     def _count_steps(self, states: Sequence[dict[str, Any]]) -> None:
         """Counts a step in each of these states."""
@@ -189,6 +192,7 @@ def _whole(state: _State, *, in_memory: bool) -> Update:
         form=member.master.form,
         first_step=any(state.columns[name] in ("first", "second") for name in state.wanted.fresh),
         stream=member.index,
+        offset=member.master.offset,
         begins=member.begins,
         **{column: state.entries[name] for name, column in state.columns.items() if in_memory},
     )

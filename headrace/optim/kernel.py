@@ -47,6 +47,7 @@ class Master(IntEnum):
     IS_WEIGHT = 0  # the weight is float32 itself
     SPLIT = 1  # a bfloat16 weight, and the 16 bits that it lacks
     FULL = 2  # a low-precision weight, and a float32 one beside it
+    NONE = 3  # a bfloat16 weight alone, rounded stochastically
 
 
 class Constants(ctypes.Structure):
@@ -83,7 +84,7 @@ class _Job(ctypes.Structure):
     )
 
 
-_LAYOUT = ctypes.sizeof(Task) * 65536 + ctypes.sizeof(Constants) * 256 + ctypes.sizeof(_Job)
+_LAYOUT = len(Master) * (1 << 24) + ctypes.sizeof(Task) * 65536 + ctypes.sizeof(Constants) * 256 + ctypes.sizeof(_Job)
 _LEVELS = {"AVX2": 1, "AVX512": 2}
 
 

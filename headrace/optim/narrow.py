@@ -3,13 +3,21 @@
 Split form: the bfloat16 weight is `(bits + 0x8000) >> 16` of the float32 value, the remainder its low 16 bits. With the
 remainder read as a signed number the two add up to the value again. Ties have to round up in the bits: with ties to
 even, 65,537 floats share one bfloat16 value, and 16 bits do not tell them apart.
+
+Without a master, what a step makes of a bfloat16 weight is rounded up or down by chance (Gupta et al., "Deep Learning
+with Limited Numerical Precision", 2015): `(bits + r) >> 16`, with 16 random bits r. See docs/design/optimizers.md.
 """
+
+from typing import TypeVar
 
 import torch
 
 from headrace.optim.kernel import Master
 
 _MASK = 0xFFFFFFFF
+_AT_ONCE = 1 << 18  # elements for which there are random numbers, of 8 bytes, at a time
+
+_Bits = TypeVar("_Bits", int, torch.Tensor)
 
 
 def join(weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> torch.Tensor:
@@ -18,6 +26,8 @@ def join(weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> tor
     In full form, an element of the master counts if it rounds to the weight that is there; a tie may round to either
     side, because the master may come from split form. Otherwise somebody wrote the weight, and the weight counts.
     """
+    if form is Master.NONE:
+        return weight.to(torch.float32)
     if master is None:
         return weight
     if form is Master.SPLIT:
@@ -28,9 +38,18 @@ def join(weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> tor
     return torch.where(counts, master, weight.to(torch.float32))
 
 
-def split_master(exact: torch.Tensor, weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> None:
-    """The inverse of `join`: writes `weight` and `master`."""
-    if master is None:
+def split_master(
+    exact: torch.Tensor, weight: torch.Tensor, master: torch.Tensor | None, form: Master, begin: int = 0
+) -> None:
+    """The inverse of `join`: writes `weight` and `master`.
+
+    Without a master, both are flat, and `begin` is where the random numbers of the weights begin (see `key`).
+    """
+    if form is Master.NONE:
+        for start in range(0, exact.numel(), _AT_ONCE):
+            part = exact[start : start + _AT_ONCE]
+            weight[start : start + _AT_ONCE].copy_(stochastic_bfloat16(part, randoms(begin + start, part)))
+    elif master is None:
         if exact.data_ptr() != weight.data_ptr():
             weight.copy_(exact)
     elif form is Master.SPLIT:
@@ -46,8 +65,27 @@ def _ties_up(bits: torch.Tensor) -> torch.Tensor:
     return ((bits + 0x8000) >> 16).to(torch.int16)
 
 
-def random_bits(places: torch.Tensor) -> torch.Tensor:
-    """32 bits for each place (int64, below 2**32), the same as the kernel's. They depend only on the place."""
+def key(step: float, stream: int, *, of_weight: bool) -> int:
+    """Where the random numbers of a parameter at a step begin: those of its weights, or those of its moments.
+
+    `stream`: the number of the parameter.
+    """
+    found = random_bits(seed(step) + stream)
+    return random_bits(~found) if of_weight else found
+
+
+def seed(step: float) -> int:
+    """What sets the random numbers of one step apart from those of others."""
+    return int(step) * 0x9E3779B9 & _MASK
+
+
+def randoms(begin: int, like: torch.Tensor) -> torch.Tensor:
+    """32 random bits for each element of `like`, whose numbers begin at `begin`: a key, and the first one's place."""
+    return random_bits(torch.arange(begin, begin + like.numel(), device=like.device))
+
+
+def random_bits(places: _Bits) -> _Bits:
+    """32 bits for each place (int64), the same as the kernel's. They depend only on the place."""
     bits = places & _MASK
     bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & _MASK
     # 0x846CA68B times a 32-bit number leaves 64 bits, so it is done in two halves.
@@ -57,7 +95,10 @@ def random_bits(places: torch.Tensor) -> torch.Tensor:
 
 
 def stochastic_bfloat16(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """float32 `values` rounded up or down to bfloat16, up with a probability that grows from 0 to 1 between the two."""
+    """float32 `values` rounded up or down to bfloat16, up with a probability that grows from 0 to 1 between the two.
+
+    Beyond the largest finite bfloat16, infinity is the value above. What is not finite stays infinite, or NaN.
+    """
     bits = values.view(torch.int32)
     rounded = (bits + (random & 0xFFFF).to(torch.int32)) >> 16
     special = (bits & 0x7F800000) == 0x7F800000

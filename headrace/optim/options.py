@@ -8,7 +8,7 @@ import torch
 
 from headrace.config import directory_of, is_number
 
-_MasterForm = Literal["split", "full"]
+_MasterForm = Literal["split", "full", "none"]
 _Tier = Literal["host", "disk"]
 _Overlap = Literal["none", "backward", "forward"]
 _Update = Literal["host", "device"]

@@ -26,7 +26,7 @@ def adopt_exact(optimizer: HostOptimizer, parameter: torch.Tensor, exact: torch.
     If the optimizer keeps no master of the parameter, the value is only rounded.
     """
     form = optimizer.master_form_of(parameter)
-    if form is Master.IS_WEIGHT:
+    if form in (Master.IS_WEIGHT, Master.NONE):
         parameter.copy_(exact)
         return
     exact = exact.float()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from headrace.optim import narrow
 from headrace.optim.kernel import Constants, Rule
 from headrace.runtime.torch_rules import fused_adam, fused_adamw, fused_sgd
 
@@ -70,7 +71,7 @@ class ElementRule(ABC):
         return Constants(
             rule=self.kind,
             maximize=self.maximize,
-            seed=int(self.step) * 0x9E3779B9 & 0xFFFFFFFF,
+            seed=narrow.seed(self.step),
             gradient_scale=gradient_scale,
             **self._constants(),
         )

@@ -211,6 +211,7 @@ class ParamStates:
         What somebody removed from `state` is dropped on disk, too.
         """
         parameter = master.parameter
+        master.forget_masters(state)
         lent = self._lent.get(parameter, {})
         for key in self._keys(parameter) if lent else ():
             disk.take_back(key)

@@ -37,6 +37,7 @@ class Update:
     first_step: bool = False
     stream: int = 0  # selects the parameter's own random numbers, for stochastic rounding
     place: int = 0  # of the first element in the parameter, so that runs do not change the random numbers
+    offset: int = 0  # of the parameter in the whole one of which it is a shard, for the same reason
     checksum: int | torch.Tensor = 0  # of the written weights, in split form
     not_finite: bool | torch.Tensor = False  # whether some gradient was not finite
     begins: Callable[[], None] = lambda: None  # called just before anything is written
@@ -124,7 +125,7 @@ def _task(update: Update, constants: int) -> Task:
         state_number=Number.FLOAT32 if update.first is None else _STATE_NUMBERS[update.first.dtype],
         first_step=update.first_step,
         stream=update.stream,
-        place=update.place & 0xFFFFFFFF,
+        place=update.offset + update.place & 0xFFFFFFFF,
     )
 
 
@@ -179,7 +180,8 @@ def _chunk_in_torch(whole: Update, start: int, stop: int, gradient_scale: float)
     wide = [_widened(moment, exact, signed=moment is update.first) for moment in moments]
     maximum = [] if update.maximum is None else [update.maximum]
     update.rule.apply(exact, gradient, *wide, *maximum, first_step=update.first_step)
-    narrow.split_master(exact, update.weight, update.master, update.form)
+    begin = _begin(update, of_weight=True)
+    narrow.split_master(exact, update.weight, update.master, update.form, begin)
     for moment, values in zip(moments, wide, strict=True):
         _narrowed(update, moment, values)
 
@@ -194,12 +196,14 @@ def _narrowed(update: Update, moment: torch.Tensor, values: torch.Tensor) -> Non
     """Stores `values` in the moment, unless they are that memory already."""
     if moment.dtype == values.dtype:
         return
-    seed = update.rule.constants(1.0).seed + update.stream & 0xFFFFFFFF
-    place = int(narrow.random_bits(torch.tensor([seed], device="cpu"))[0]) + update.place
-    places = torch.arange(place, place + values.numel(), device=values.device) & 0xFFFFFFFF
     is_first = moment is update.first
-    random = narrow.random_bits(places) >> (0 if is_first else 16) & 0xFFFF
+    random = narrow.randoms(_begin(update, of_weight=False), values) >> (0 if is_first else 16) & 0xFFFF
     if moment.dtype == torch.uint8:
         eight_bit.encode(values, moment, random.to(torch.int32), signed=is_first)
     else:
         moment.copy_(narrow.stochastic_bfloat16(values, random))
+
+
+def _begin(update: Update, *, of_weight: bool) -> int:
+    """Where an update's random numbers begin."""
+    return narrow.key(update.rule.step, update.stream, of_weight=of_weight) + update.offset + update.place

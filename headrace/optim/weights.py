@@ -1,9 +1,9 @@
 """How is the exact value of one weight kept between steps, and how do we notice that somebody else wrote it?
 
 A float32 weight is its own exact value. A low-precision one has a master: in split form (bfloat16: 16 more bits) or in
-full (a float32 tensor beside it). In full form each element shows by itself whether it was written: the master counts
-if it rounds to the weight that is there. In split form, the weight's `_version`, its address, and a checksum of what
-was written last show it.
+full (a float32 tensor beside it); or a bfloat16 one has none, and is itself rounded stochastically. In full form each
+element shows by itself whether it was written: the master counts if it rounds to the weight that is there. In split
+form, the weight's `_version`, its address, and a checksum of what was written last show it.
 A write that leaves no trace (`p.data.copy_(w)`) is not noticed in split form. It counts as w plus the old remainder,
 which is at most half a unit of bfloat16's last place.
 """
@@ -16,6 +16,7 @@ from headrace.optim import eight_bit, kernel, narrow
 from headrace.optim.kernel import Master
 from headrace.optim.refusals import check_bytes
 from headrace.runtime.pending import Unit
+from headrace.runtime.sharded import first_element
 
 REMAINDER = "master_remainder"  # keys in the state of a parameter
 FULL = "master"
@@ -48,8 +49,11 @@ class MasterWeight:
         self.uses_8bit = eight_bits and eight_bit.fits(parameter)  # whether its moments are kept in 8 bits
         self.host = parameter
         self._state_on_host = state_on_host
-        if parameter.dtype == torch.bfloat16 and master_form == "split":
-            self.form = Master.SPLIT
+        self.offset = (
+            0 if given.shape == parameter.shape else first_element(given)
+        )  # in the whole of which it is a shard
+        if parameter.dtype == torch.bfloat16 and master_form != "full":
+            self.form = Master.SPLIT if master_form == "split" else Master.NONE
         elif parameter.dtype in (torch.bfloat16, torch.float16):
             self.form = Master.FULL
         else:
@@ -93,7 +97,7 @@ class MasterWeight:
 
     @property
     def master_dtypes(self) -> dict[str, torch.dtype]:
-        """Name and dtype of the master; empty if the weight is its own master."""
+        """Name and dtype of the master; empty if the weight is its own master, or has none."""
         return {} if self._key is None else {self._key: _MASTER_DTYPES[self._key]}
 
     @property
@@ -103,6 +107,7 @@ class MasterWeight:
 
     def master(self, state: dict[str, Any]) -> torch.Tensor | None:
         """The master in `state`: made if it is missing, and reset to the weights if somebody wrote them."""
+        self.forget_masters(state)
         if self._key is None:
             return None
         kept = self.adopt(state.get(self._key), _MASTER_DTYPES[self._key])
@@ -113,6 +118,11 @@ class MasterWeight:
             kept.zero_()
         state[self._key] = kept
         return kept
+
+    def forget_masters(self, state: dict[str, Any]) -> None:
+        """Drops loaded masters from `state` if the weight is to have none: it counts as it is."""
+        for name in _MASTER_DTYPES if self.form is Master.NONE else ():
+            state.pop(name, None)
 
     def other_form(self, state: dict[str, Any]) -> str | None:
         """The name of a loaded master of the other form, from which the next step makes the one to keep."""

@@ -3,6 +3,7 @@
 PyTorch's module for DTensors is imported only when needed: whoever has one has imported it already.
 """
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,17 @@ def cut_of(parameter: Any) -> Cut | None:
         f" {parameter.device_mesh}; Muon and Adafactor need it whole, and gather what is cut along one dimension of a"
         " mesh, in equal parts: use headrace.optim.AdamW for it"
     )
+
+
+def first_element(parameter: Any) -> int:
+    """The place, in the whole parameter, of its shard's first element; 0 unless it is cut along a single dimension."""
+    cut = None
+    with contextlib.suppress(ValueError):
+        cut = cut_of(parameter)
+    if cut is None:
+        return 0
+    rank = parameter.device_mesh.get_local_rank(cut.mesh_dimension)
+    return int(cut.part(torch.empty(parameter.shape, device="meta"), rank).storage_offset())
 
 
 def lies_as(tensor: Any, parameter: Any) -> bool:

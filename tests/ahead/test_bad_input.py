@@ -80,6 +80,7 @@ def test_configs_that_are_no_text(capsys: pytest.CaptureFixture[str]) -> None:
         ("--host-memory", "nan", "host_memory='nan' is not a size"),
         ("--disk", "1e400GiB", "disk='1e400GiB' is not a size"),
         ("--state-dtype", "int3", "state_dtype='int3'; give one of"),
+        ("--master-form", "half", "master_form='half'; give one of split, full, none"),
         ("--hardware", "", "hardware='' is not known; give 3090"),
     ],
 )

@@ -134,3 +134,5 @@ def test_float32_weights_have_no_master() -> None:
     assert planned.work.master_bytes == 0
     assert planned.work.gradient_bytes == 4
     assert planned.model.weight_bytes == 4 * planned.model.parameters
+    with pytest.raises(ValueError, match="master_form='full' is of bfloat16 weights, and these are float32"):
+        headrace.plan(LLAMA_8B | {"dtype": "float32"}, hardware="h100", master_form="full")

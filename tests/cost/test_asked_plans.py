@@ -224,6 +224,8 @@ def test_what_headrace_cannot_run_is_marked() -> None:
         ({"adapter_rank": 64}, "adapter_rank=64 is of training='adapter' alone; leave it out"),
         ({"overlap": "forward", "training": "inference"}, "overlap='forward' is of an update"),
         ({"state_dtype": "8bit", "training": "inference"}, "state_dtype='8bit' is of an update"),
+        ({"master_form": "none", "training": "inference"}, "master_form='none' is of an update, and training"),
+        ({"master_form": "half"}, "master_form='half'; give one of split, full, none"),
         ({"expert_hit_rate": 0.2}, "expert_hit_rate=0.2 is of inference with experts on one device"),
         ({"expert_hit_rate": 0.2, "training": "inference"}, "expert_hit_rate=0.2 is of inference with experts"),
         ({"zero_stage": 2}, "zero_stage=2 is for several replicas; give devices, too"),

@@ -1,6 +1,7 @@
 """Is the recommended strategy the best there is? All of them are simulated, for ten models."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -82,11 +83,15 @@ def test_moments_in_8_bits_take_a_quarter() -> None:
         headrace.plan(LLAMA_8B, state_dtype="4bit")
 
 
-def test_what_is_held_in_host_memory_is_what_the_optimizer_holds() -> None:
+@pytest.mark.parametrize(("form", "nbytes", "updated"), [("split", 14, 26), ("full", 16, 28), ("none", 12, 22)])
+def test_what_is_held_in_host_memory_is_what_the_optimizer_holds(form: Any, nbytes: int, updated: int) -> None:
     """14 bytes for each bfloat16 parameter: weight and gradient 2 each, master 2, moments 8."""
-    plan = headrace.plan(LLAMA_8B, hardware="4090", batch_size=4)
+    plan = headrace.plan(LLAMA_8B, hardware="4090", batch_size=4, host_memory="256GB", master_form=form)
     assert plan.method.state is plan.method.weights is Place.HOST
-    assert plan.tiers.total(Place.HOST) == 14 * 8_030_261_248
+    assert plan.tiers.total(Place.HOST) == nbytes * 8_030_261_248
+    assert plan.work.update_bytes == updated
+    assert plan.work.update_crossing(streamed=True) == (nbytes, nbytes - 2)
+    assert (f'master_form="{form}"' in plan.to_text()) == (form != "split")
 
 
 def test_activations_on_disk_pass_through_the_drive_both_ways() -> None:

@@ -789,6 +789,16 @@ def _whole(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.full_tensor().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 
+def rounded_as_in_one_process() -> None:
+    """Weights without masters: dealt out, brought together as matrices, and cut by fully_shard (no moments: these have
+    other bits where vectors are cut elsewhere).
+    """
+    settings, dtype = {"master_form": "none"}, torch.bfloat16
+    as_in_one_process("AdamW", dtype, settings, None, 4)
+    matrices_step_as_whole_ones("Muon", (2,), False, dtype, settings, None)
+    matrices_step_as_whole_ones("SGD", (1, 2), False, dtype, settings, None)
+
+
 def tensor_parallel_matrices(name: str) -> None:
     """Weights cut in rows and in columns, and vectors that every rank has."""
     torch.manual_seed(0)

@@ -38,6 +38,10 @@ def test_replicas_step_as_one_process(
     run_ranks(nursery, tmp_path, 2, f"dealt.as_in_one_process, {name!r}, torch.{dtype}, {settings}, {place}, 4")
 
 
+def test_weights_without_masters(nursery: Nursery, tmp_path: Path) -> None:
+    run_ranks(nursery, tmp_path, 2, "dealt.rounded_as_in_one_process")
+
+
 @pytest.mark.core(name="AdamW")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])

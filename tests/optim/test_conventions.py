@@ -251,7 +251,7 @@ BAD = [
     ({"disk": "/nvme"}, "disk='/nvme'"),
     ({"overlap": "sideways"}, "overlap='sideways' is not available; allowed: 'none'"),
     ({"master_dtype": torch.float64}, "master_dtype=torch.float64"),
-    ({"master_form": "both"}, "allowed: 'split' or 'full'"),
+    ({"master_form": "both"}, "allowed: 'split' or 'full' or 'none'"),
     ({"state_dtype": torch.int8}, "state_dtype=torch.int8"),
     ({"device_fraction": -0.1}, "device_fraction=-0.1"),
     ({"device_fraction": 1.5}, r'neither in \[0, 1\] nor "auto"'),

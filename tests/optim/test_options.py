@@ -22,7 +22,7 @@ def test_types_know_every_setting_of_an_optimizer(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "name", "choices"),
     [
-        (Given, "master_form", {"split", "full"}),
+        (Given, "master_form", {"split", "full", "none"}),
         (Given, "tier", {"host", "disk"}),
         (Given, "overlap", {"none", "forward", "backward"}),
         (Given, "state_dtype", {"8bit"}),
@@ -32,6 +32,7 @@ def test_types_know_every_setting_of_an_optimizer(name: str) -> None:
         (headrace.plan, "training", {"full", "adapter", "inference"}),
         (headrace.plan, "overlap", {"none", "forward", "backward"}),
         (headrace.plan, "state_dtype", {"float32", "bfloat16", "8bit"}),
+        (headrace.plan, "master_form", {"split", "full", "none"}),
     ],
 )
 def test_types_know_the_choices_of_a_setting(call: Any, name: str, choices: set[str]) -> None:

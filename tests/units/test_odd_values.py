@@ -174,7 +174,7 @@ TAKEN: dict[Callable[..., None], dict[str, str]] = {
     plan: {
         **dict.fromkeys(("hardware", "device_memory", "devices", "adapter_rank", "weight_bits", "method"), "None"),
         **dict.fromkeys(("batch_size", "sequence_length", "micro_batches", "nodes"), ""),
-        **dict.fromkeys(("training", "overlap", "state_dtype"), ""),
+        **dict.fromkeys(("training", "overlap", "state_dtype", "master_form"), ""),
         "host_memory": "0 None",  # a plan that does not fit is none that is refused
         "disk": "0 None False True",
         "zero_stage": "0 0.0 False",

@@ -51,9 +51,9 @@ namespace avx512 {
 
 extern "C" {
 
-// The layout that this library was built for; kernel.py refuses another.
+// The layout and the forms of masters that this library was built for; kernel.py refuses others.
 __attribute__((visibility("default"))) int32_t headrace_optim_layout(void) {
-  return (int32_t)(sizeof(Task) * 65536 + sizeof(Constants) * 256 + sizeof(Job));
+  return (int32_t)(MASTER_FORMS * (1 << 24) + sizeof(Task) * 65536 + sizeof(Constants) * 256 + sizeof(Job));
 }
 
 // The best level that this CPU has.

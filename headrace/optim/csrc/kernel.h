@@ -10,6 +10,8 @@ enum Master {
   MASTER_IS_WEIGHT = 0,  // the weight is float32 itself
   MASTER_SPLIT = 1,      // bfloat16 weight and the 16 bits that it lacks
   MASTER_FULL = 2,       // low-precision weight beside a float32 one
+  MASTER_NONE = 3,       // bfloat16 weight alone, rounded stochastically
+  MASTER_FORMS = 4,
 };
 
 // Constants of one update rule at one step, rounded to float32 as PyTorch's fused CPU optimizers round them.

@@ -86,6 +86,17 @@ struct Float16Weights {
   }
 };
 
+struct RoundedWeights {  // no master: the weight is the exact value, and its change is rounded up or down by chance
+  uint16_t *RESTRICT weight;
+  uint32_t place;
+  INLINE_MEMBER float load(int i) const { return from_bfloat16(weight[i]); }
+  INLINE_MEMBER uint32_t store(int i, float value) const {
+    weight[i] = to_bfloat16_stochastic(value, random_bits(place + (uint32_t)i));
+    return 0;
+  }
+  INLINE_MEMBER RoundedWeights from(int i) const { return {weight + i, place + (uint32_t)i}; }
+};
+
 struct Gradient32 {
   const float *RESTRICT gradient;
   float scale;
@@ -297,6 +308,12 @@ INLINE bool goes_direct(const Constants &c, const Task &task) {
          task.weight_number != FLOAT16;
 }
 
+// Where the random numbers of element `start` are: those for its moments, and others for its weight.
+INLINE uint32_t place_of(const Constants &c, const Task &task, int64_t start, bool of_weight) {
+  const uint32_t key = random_bits(c.seed + task.stream);
+  return (of_weight ? random_bits(~key) : key) + task.place + (uint32_t)start;
+}
+
 static Found in_stages(const Constants &c, const Task &task, Range range, Scratch &scratch) {
   const int64_t start = range.start;
   const int count = range.count;
@@ -309,10 +326,13 @@ static Found in_stages(const Constants &c, const Task &task, Range range, Scratc
   const SplitWeights split{narrow, (uint16_t *)task.master + start, 2u * (uint32_t)start + 1u};
   const FullWeights full{narrow, (float *)task.master + start};
   const Float16Weights half{narrow, (float *)task.master + start};
+  const RoundedWeights alone{narrow, place_of(c, task, start, true)};
   if (task.master_form != MASTER_IS_WEIGHT) {
     weight = scratch.weight;
     if (task.master_form == MASTER_SPLIT)
       load_weights(split, weight, count);
+    else if (task.master_form == MASTER_NONE)
+      load_weights(alone, weight, count);
     else if (task.weight_number == BFLOAT16)
       load_weights(full, weight, count);
     else
@@ -329,13 +349,15 @@ static Found in_stages(const Constants &c, const Task &task, Range range, Scratc
     if (second) load_state<false>(second, number, scratch.second, count);
     apply(c, task, weight, gradient, first ? scratch.first : nullptr, second ? scratch.second : nullptr, maximum,
           count - range.tail, range.tail);
-    uint32_t place = random_bits(c.seed + task.stream) + task.place + (uint32_t)start;
+    uint32_t place = place_of(c, task, start, false);
     if (first) store_state<true>(scratch.first, first, number, place, count);
     if (second) store_state<false>(scratch.second, second, number, place, count);
   }
   if (task.master_form == MASTER_IS_WEIGHT) return Found{0, largest};
   if (task.master_form == MASTER_SPLIT) return Found{store_weights(weight, split, count), largest};
-  if (task.weight_number == BFLOAT16)
+  if (task.master_form == MASTER_NONE)
+    store_weights(weight, alone, count);
+  else if (task.weight_number == BFLOAT16)
     store_weights(weight, full, count);
   else
     store_weights(weight, half, count);
@@ -352,6 +374,8 @@ static Found update(const Constants &c, const Task &task, int64_t start, int64_t
     if (task.master_form == MASTER_SPLIT)
       return direct_of(c, task, range,
                        SplitWeights{weight, (uint16_t *)task.master + start, 2u * (uint32_t)start + 1u});
+    if (task.master_form == MASTER_NONE)
+      return direct_of(c, task, range, RoundedWeights{weight, place_of(c, task, start, true)});
     return direct_of(c, task, range, FullWeights{weight, (float *)task.master + start});
   }
   Found found{0, 0};

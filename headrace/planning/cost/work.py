@@ -49,9 +49,9 @@ class Work:
     """One optimizer step of one replica: `micro_batches` of `batch_size` sequences of `sequence_length` tokens.
 
     Bytes are per trained parameter. `state_bytes` is 8 for Adam (two moments in float32). `master_bytes` is 4 for a
-    float32 copy of 16-bit weights, 2 for the 16 bits that these lack, and 0 for float32 weights. `gradient_bytes` is
-    the size in which gradients travel and rest. `clipped`: gradients are clipped to a global norm, for which they are
-    read once more.
+    float32 copy of 16-bit weights, 2 for the 16 bits that these lack, and 0 for float32 weights, and for 16-bit ones
+    that are rounded stochastically. `gradient_bytes` is the size in which gradients travel and rest, that of the
+    weights. `clipped`: gradients are clipped to a global norm, for which they are read once more.
     """
 
     training: Training = Training.FULL
@@ -76,12 +76,21 @@ class Work:
         return self.batch_size * self.sequence_length
 
     @property
+    def rounds(self) -> bool:
+        """Whether 16-bit weights have no master."""
+        return not self.master_bytes and self.gradient_bytes == 2
+
+    @property
+    def _weight_bytes(self) -> int:
+        return 2 if self.master_bytes or self.rounds else 4
+
+    @property
     def update_bytes(self) -> float:
         """DRAM traffic of the update per parameter: gradient read, weight written, master and state read and written.
 
-        28 for Adam in mixed precision with a master in 32 bits, 26 with one of 16 bits beside the weight.
+        28 for Adam in mixed precision with a master in 32 bits, 26 with one of 16 bits beside the weight, 22 without.
         """
-        weight = {4: 2, 2: 4, 0: 8}[self.master_bytes]  # without a whole master the weight itself is read too
+        weight = 2 if self.master_bytes == 4 else 2 * self._weight_bytes  # without a whole master it is read too
         return self.gradient_bytes + weight + 2 * (self.master_bytes + self.state_bytes)
 
     def update_crossing(self, *, streamed: bool) -> tuple[float, float]:
@@ -89,7 +98,7 @@ class Work:
 
         State, and the weight and its gradient where weights are `streamed`; otherwise these are there.
         """
-        state, weight = self.master_bytes + self.state_bytes, 2 if self.master_bytes else 4
+        state, weight = self.master_bytes + self.state_bytes, self._weight_bytes
         return (state + weight + self.gradient_bytes, state + weight) if streamed else (state, state)
 
 
