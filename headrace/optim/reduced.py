@@ -96,7 +96,6 @@ class Reduced(Replicas):
             )
         return super()._seen(member)
 
-    @torch.no_grad()
     def unscale(self, unscale: Unscale, parameters: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
         """As `Ownership.unscale`, each rank those that it owns; what one finds counts on all. A collective."""
         self._check()
@@ -109,8 +108,8 @@ class Reduced(Replicas):
             finally:
                 for parameter, gradient in elsewhere.items():
                     parameter.grad = gradient
-        infinite = torch.stack([torch.zeros(()), *(one.cpu() for one in found.values())]).sum()
-        return {torch.device("cpu"): self.ranks.added(infinite)}
+        infinite = torch.tensor(sum(map(float, found.values())), dtype=torch.float32, device="cpu")
+        return {infinite.device: self.ranks.added(infinite)}
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _lay_out(self) -> None:

@@ -110,7 +110,7 @@ class ModuleBuffers:
         self._ledger = ledger
         self._places: dict[_Key, tuple[dict[str, Any], HostBuffer]] = {}
         self._lent: set[_Key] = set()  # places that hold another tensor during a pass
-        self._common: list[tuple[dict[str, Any], str]] = []  # places of all buffers that ranks have alike
+        self._common: list[tuple[weakref.ref[nn.Module], str]] = []  # places of all buffers that ranks have alike
         self.nbytes = 0  # bytes that all of them take on the device in a pass
         self._booked_bytes = 0
 
@@ -118,7 +118,7 @@ class ModuleBuffers:
         """Manages the buffers of these modules, by name, and no others. Not called during a pass; the next pass brings
         them to the device. `of_each_rank`: as `names_of_each_rank` has them."""
         self._common = [
-            (module._buffers, name)
+            (weakref.ref(module), name)
             for module, prefix in modules.items()
             for name, buffer in module._buffers.items()
             if not isinstance(buffer, WatchedBuffer) and f"{prefix}.{name}".removeprefix(".") not in of_each_rank
@@ -159,7 +159,8 @@ class ModuleBuffers:
 
     def common(self) -> list[torch.Tensor]:
         """In a pass: the buffers of which all ranks of a mesh have the first rank's, where the model computes."""
-        held = [found for container, name in self._common if (found := container.get(name)) is not None]
+        modules = ((module, name) for reference, name in self._common if (module := reference()) is not None)
+        held = (found for module, name in modules if (found := module._buffers.get(name)) is not None)
         return [one for one in {id(one): one for one in held}.values() if may_be_common(one)]
 
     def unbind(self) -> None:

@@ -167,6 +167,7 @@ class CommonHomes:
         """
         self._synchronised = synchronises
         if self._gives_buffers and buffers:
+            self.node.meet("the first rank's buffers")  # which notices a rank that has failed since the pass began
             self.node.give_first(buffers)
 
     def _look(self) -> None:
