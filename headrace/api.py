@@ -54,7 +54,7 @@ from headrace.runtime.progress import progress
 from headrace.runtime.ways import way_of
 from headrace.weights.meter import Checkpointed, Meter
 from headrace.weights.model.inventory import Inventory, take_inventory
-from headrace.weights.model.module_buffers import ModuleBuffers
+from headrace.weights.model.module_buffers import ModuleBuffers, may_be_common, names_of_each_rank
 from headrace.weights.model.partition import Partition, partition
 from headrace.weights.model.places import Member
 from headrace.weights.movement.averaging import AveragedGradients
@@ -138,7 +138,8 @@ def offload(
     - `mesh`: a DeviceMesh (of one dimension, or of all ranks) whose ranks train one model, each with its own batches.
       All ranks call this with the same model. The ranks of a node share one copy of it, of its gradients and of what
       headrace's optimizers keep; `host_memory` is then the budget of the whole node, including each rank's staging
-      buffers, and `disk` has one file per node. Gradients are averaged over all ranks. Linux only.
+      buffers, and `disk` has one file per node. Gradients are averaged over all ranks. In forwards with gradients, all
+      ranks get the first rank's buffers, as in DistributedDataParallel. Linux only.
     - `onload`: with `mesh`, how blocks arrive and gradients leave in training. "own": each device loads whole blocks
       over its own link. "gather": each device loads 1/N of a block over its link and gets the rest from the other
       devices of the node, through the mesh's process group. This is for devices that reach each other faster than the
@@ -300,7 +301,9 @@ class Offloaded(live.Handle, live.ModelHandle):
         """The smallest budgets of any rank. Checks that settings agree, and gives all ranks the first's buffers."""
         if self._node is None:
             return budgets
-        buffers = {name: one for name, one in model.named_buffers() if one.device.type == "cpu" and one.numel()}
+        of_each_rank = names_of_each_rank(model)
+        named = model.named_buffers()
+        buffers = {name: one for name, one in named if name not in of_each_rank and may_be_common(one)}
         shapes = {f"buffer {name!r}": f"{tuple(one.shape)} of {one.dtype}" for name, one in buffers.items()}
         settings = {name: getattr(self._config, name) for name in ("onload", "param_dtype", "grad_dtype")}
         self._node.check_alike(settings | shapes)

@@ -38,7 +38,7 @@ class OnNode(Ownership):
         # The weights that all ranks see may have moved to disk.
         member.master.host = self.common.place_of(member.parameter.__dict__[OWNER])
         row = member.gradient[(0,) * (member.gradient.dim() - 1)] if member.gradient.numel() else member.gradient
-        return zlib.crc32(row[..., :_SEEN].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return zlib.crc32(row.reshape(-1)[:_SEEN].contiguous().view(torch.uint8).numpy().tobytes())
 
     def _agreed(self, alike: Sequence[int]) -> None:
         self.common.note_step(alike)

@@ -23,6 +23,7 @@ from headrace.optim.norms import GradientNorms, clipping_of_shards
 from headrace.optim.not_finite import NotFiniteSteps
 from headrace.optim.on_node import OnNode, node_of
 from headrace.optim.options import Options, comparable
+from headrace.optim.ownership import Unscale
 from headrace.optim.reduced import owners_over
 from headrace.optim.rules import ElementRule, MatrixRule
 from headrace.optim.states import ParamStates
@@ -292,6 +293,10 @@ class HostOptimizer(Optimizer):
         if not self._local_shards.is_stand_in(parameter):
             refusals.check_parameter(self.param_groups, given, parameter)
         return self._states.master_of(parameter, given)
+
+    def _unscale_together(self, unscale: Unscale) -> dict[torch.device, torch.Tensor]:
+        """Called by GradScaler, see `runtime.grad_scaler`: `unscale` unscales gradients as one process would."""
+        return self._owners.unscale(unscale, parameters_of(self))
 
     def _clipping_factor(self, members: Sequence[Member]) -> float | None:
         """The factor for all gradients; None: skip this step."""

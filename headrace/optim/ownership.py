@@ -22,6 +22,7 @@ from headrace.runtime.ranks import Ranks
 from headrace.runtime.sharded import is_sharded
 
 _Perform = Callable[[list[Member]], None]
+Unscale = Callable[[], dict[torch.device, torch.Tensor]]
 
 
 class OwnerMap:
@@ -123,6 +124,10 @@ class Ownership:
 
     def _agreed(self, alike: Sequence[int]) -> None:
         """Called when the ranks have found these numbers to be equal."""
+
+    def unscale(self, unscale: Unscale, parameters: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+        """Has GradScaler unscale the parameters' gradients. Returns, by device, a number above 0 if any is infinite."""
+        return unscale()
 
     def rounds(self, members: Sequence[Member]) -> Iterable[Sequence[Member]]:
         """Cuts `members` into batches, each of which is brought, updated and spread before the next."""

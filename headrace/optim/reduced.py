@@ -22,8 +22,9 @@ from torch import nn
 from headrace.errors import StateError
 from headrace.optim.devices import Member
 from headrace.optim.options import Options
-from headrace.optim.ownership import Ownership, Replicas
+from headrace.optim.ownership import Ownership, Replicas, Unscale
 from headrace.runtime.autograd import EndOfBackward
+from headrace.runtime.grad_scaler import grad_scaler_leaves_traces
 from headrace.runtime.pending import unit_of
 from headrace.runtime.ranks import Ranks
 
@@ -59,6 +60,7 @@ class Reduced(Replicas):
         self._present: _Backward | None = None  # the backward under way
         self._has_failed = self._is_alone = False
         self.number = next(_numbers)
+        grad_scaler_leaves_traces.use(self)
 
     def take(self, parameters: Sequence[torch.Tensor]) -> None:
         """As `Replicas.take`; also hooks the parameters, and gives all ranks the first rank's values."""
@@ -93,6 +95,21 @@ class Reduced(Replicas):
                 " zero_stage=2 gradients come from backward() alone"
             )
         return super()._seen(member)
+
+    def unscale(self, unscale: Unscale, parameters: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+        """As `Ownership.unscale`, each rank those that it owns; what one finds counts on all. A collective."""
+        self._check()
+        elsewhere = {one: one.grad for one in parameters if self.is_elsewhere(one) and self._is_given(one, one.grad)}
+        with self.ranks.as_one("unscale its gradients"):
+            try:
+                for parameter in elsewhere:
+                    parameter.grad = None
+                found = unscale()
+            finally:
+                for parameter, gradient in elsewhere.items():
+                    parameter.grad = gradient
+        infinite = torch.tensor(sum(map(float, found.values())), dtype=torch.float32, device="cpu")
+        return {infinite.device: self.ranks.added(infinite)}
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _lay_out(self) -> None:

@@ -3,9 +3,11 @@
 `torch.amp.GradScaler` keeps its scale on the loss's device and unscales gradients where they are. For gradients on the
 CPU, such as those of homes, it copies the scale from an accelerator with `non_blocking=True` and uses it at once, when
 the memory may still hold something else. Here, the copy is waited for. It also unscales gradients in place without a
-new `_version`; here, they get one.
+new `_version`; here, they get one. And where each rank has gradients that the others lack (`zero_stage=2`), the
+optimizer has each rank unscale its own, and all ranks skip a step that one of them cannot take.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +35,8 @@ def grad_scaler_leaves_traces(unscale: Method) -> Method:
     """Relies on `unscale` being the method that writes gradients in place, with the optimizer as first argument."""
 
     def unscale_with_traces(self: Any, optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
-        found = unscale(self, optimizer, *arguments)
+        alone, together = partial(unscale, self, optimizer, *arguments), getattr(optimizer, "_unscale_together", None)
+        found = alone() if together is None else together(alone)
         held = [parameter.grad for parameter in parameters_of(optimizer)]
         torch.autograd.graph.increment_version([gradient for gradient in held if gradient is not None])
         return found

@@ -10,6 +10,7 @@ import struct
 import sys
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class Node:
         look = partial(Node.look, weakref.proxy(self))  # no cycle
         self._here = Ranks(self.group, "cpu", look)
         self._across = self._here if self.across is None else Ranks(self.across, "cpu", look)
+        self._mesh = Ranks(group, mesh.device_type, look)
         self.spread = Spread()  # of memory that the ranks of the node share
         self._asked = self._handed = 0
         memory = mapped(self._opened(facts[here[0]][4]), (8 * _COUNTERS + _NOTE_BYTES) * self.size)
@@ -216,17 +218,23 @@ class Node:
                 told = ", ".join(f"{value} on ranks {those}" for value, those in ranks.items())
                 raise StateError(f"ranks of the mesh differ in {name}: {told}; give all of them the same")
 
-    @torch.no_grad()
+    @torch.inference_mode()  # in which tensors that were made in it can be written to, too
     def give_first(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Gives all ranks the values that the mesh's first rank has in these host tensors. A collective of the mesh."""
-        for tensor in tensors:
-            whole = tensor.detach().reshape(-1).contiguous()
-            for group in (self.across, self.group):
-                if group is not None:
-                    with self.together("its buffers, as the first rank has them", across=group is self.across):
-                        distributed.broadcast(whole.view(torch.uint8), group_src=0, group=group)
-            if not torch.equal(whole.view(tensor.shape), tensor):
-                tensor.copy_(whole.view(tensor.shape))
+        """Gives all ranks the values that the mesh's first rank has in these tensors. A collective of the mesh.
+
+        As in DistributedDataParallel, `_version`s stay: the graph of an earlier forward may have saved these tensors.
+        """
+        what, by_device = "its buffers, as the first rank has them", defaultdict(list)
+        for tensor in tensors:  # of an expanded one, which has one element in many places, that element
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+            by_device[tensor.device].append(tensor.data[once])
+        for device, those in by_device.items():
+            reached = self._mesh.reaches(device)
+            sent = those if reached else [one.to("cpu", copy=True) for one in those]
+            for ranks in (self._mesh,) if reached else dict.fromkeys((self._across, self._here)):
+                ranks.spread(((0, one) for one in sent), what)
+            for one, come in zip(those, () if reached else sent, strict=False):
+                one.copy_(come)
 
     def spread_memory(self, device: torch.device, *, by_ranks: bool) -> None:
         """Memory that is shared from now on is spread over the NUMA nodes of all ranks. With `by_ranks`, the part that

@@ -97,10 +97,10 @@ class Ranks:
             torch.distributed.all_reduce(total, group=self._group)
         return total.cpu()
 
-    def spread(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def spread(self, tensors: Iterable[tuple[int, torch.Tensor]], what: str = "its part of a step") -> None:
         """Gives each tensor, on all ranks, the values that its rank has. Small tensors of one rank travel together."""
         under_way: list[_Bucket] = []
-        with self.together():
+        with self.together(what):
             for owner, batch in _batches(tensors):
                 under_way.append(_Bucket(batch, owner, owner == self.own, self._group))
                 if len(under_way) == _IN_FLIGHT:

@@ -537,6 +537,60 @@ def parameters_that_are_used_again() -> None:
     assert alike(ours)
 
 
+def grad_scalers() -> None:
+    """Steps are those of zero_stage=1, of PyTorch alone, and of ranks that share a model; what overflows at one owner
+    alone, all ranks skip."""
+    ours, dealt, theirs = Model(all_used=True), parallel(Model(all_used=True)), parallel(Model(all_used=True))
+    mine = optim.AdamW(ours.parameters(), lr=0.01, max_grad_norm=LIMIT, mesh=mesh(), zero_stage=2)
+    first = optim.AdamW(dealt.parameters(), lr=0.01, max_grad_norm=LIMIT, mesh=mesh())
+    stock = torch.optim.AdamW([one for one in theirs.parameters() if one.requires_grad], lr=0.01, fused=True)
+    shared = Model(all_used=True)
+    handle = headrace.offload(shared, device="cpu", device_memory=20_000, mesh=mesh())
+    by_all = optim.AdamW(shared.parameters(), lr=0.01, max_grad_norm=LIMIT)
+    runs: list[tuple[nn.Module, Any]] = [(ours, mine), (dealt, first), (theirs, stock), (shared, by_all)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2) for _ in runs]
+    scales = []
+    for step in range(6):
+        for (model, optimizer), scaler in zip(runs, scalers, strict=True):
+            total: list[torch.Tensor] = []
+            for number in range(2):
+                seed = 100 * distributed.get_rank() + 10 * step + number
+                x = torch.randn(4, 40, generator=torch.Generator().manual_seed(seed))
+                output = model(x)
+                loss = output.square().mean()
+                if (step, number, distributed.get_rank()) == (2, 1, 1):
+                    loss = loss + 1e37 * (output.sum() if model is shared else getattr(model, "module", model).scale)
+                scaler.scale(loss).backward()
+                if optimizer is not mine:  # which adds averages up; a DistributedDataParallel averages their sum
+                    given = [one.grad for one in model.parameters() if one.grad is not None]
+                    total = [one + two for one, two in zip(total, given, strict=True)] if total else given
+                    model.zero_grad()
+            for one, gradient in zip([one for one in model.parameters() if one.requires_grad], total, strict=False):
+                one.grad = gradient
+            if step % 2 or optimizer is stock:
+                scaler.unscale_(optimizer)
+            if optimizer is stock:
+                nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+            scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+        for (model, _), scaler in zip(runs, scalers, strict=True):
+            assert scaler.state_dict() == scalers[0].state_dict()
+            assert same(ours, getattr(model, "module", model))
+        scales.append(scalers[0].get_scale())
+    assert scales == [1000.0, 2000.0, 1000.0, 1000.0, 2000.0, 2000.0]
+    assert mine.last_grad_norm == first.last_grad_norm
+    assert alike(ours)
+    handle.remove()
+    mixed = [nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
+    narrow = optim.SGD(mixed, lr=0.1, mesh=mesh(), zero_stage=2)
+    scalers[0].scale(mixed[0].sum() + mixed[1].float().sum()).backward()
+    refused = [(RankError, "rank 1 could not unscale its gradients"), (ValueError, "unscale FP16 gradients")]
+    kind, text = refused[distributed.get_rank()]
+    with pytest.raises(kind, match=text):
+        scalers[0].unscale_(narrow)
+
+
 def zero_stage_two_is_misused() -> None:
     with pytest.raises(ValueError, match="zero_stage=2 averages gradients over ranks: give their mesh"):
         optim.AdamW(Model().parameters(), zero_stage=2)

@@ -745,6 +745,78 @@ def buffers_are_the_first_ranks() -> None:
             assert torch.equal(model.eval()(x), first.eval()(x))
 
 
+class Normed(nn.Module):
+    """With statistics, a buffer that each forward replaces and the next one uses, and one that each rank has alone."""
+
+    _ddp_params_and_buffers_to_ignore = ("own",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(distributed.get_rank())  # all ranks get what the first draws
+        layers = ((nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(3))
+        self.layers = nn.Sequential(*(one for layer in layers for one in layer))
+        self.register_buffer("drift", torch.randn(WIDTH), persistent=False)
+        self.register_buffer("same", torch.randn(1).expand(WIDTH), persistent=False)
+        self.register_buffer("own", torch.zeros(1 + distributed.get_rank()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x + self.drift)
+        if self.training:
+            self.drift = 0.5 * self.drift + x.mean(0)  # type: ignore[has-type]
+            self.own += 1
+        return (y * self.same).square().mean()
+
+
+def buffers_follow_the_first_rank() -> None:
+    """Losses, gradients and buffers are DistributedDataParallel's, whichever forwards average, train or evaluate."""
+    rank = distributed.get_rank()
+    for device in ("emu", "cpu"):
+        model, plain = Normed(), Normed()
+        del plain.same  # which DistributedDataParallel cannot send
+        plain.same = torch.tensor(0.0)
+        theirs = DistributedDataParallel(plain)
+        with offloaded(model, device) as handle:
+            plain.same = model.same[:1].to("cpu", copy=True)
+            assert torch.equal(model.same.cpu(), plain.same.expand(WIDTH))
+            for number, waits in enumerate((False, False, True, True, False, False)):
+                x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1000 * rank + number))
+                with handle.no_sync() if waits else contextlib.nullcontext():
+                    loss = model(x)
+                    loss.backward()
+                with theirs.no_sync() if waits else contextlib.nullcontext():
+                    expected = theirs(x)
+                    expected.backward()
+                assert torch.equal(loss.detach().cpu(), expected.detach()), (device, number)
+                same_buffers(model, plain)
+                if not waits:
+                    same_gradients(model, plain)
+                    model.zero_grad()
+                    plain.zero_grad()
+                if rank == 0:  # it evaluates alone
+                    with torch.no_grad():
+                        assert torch.equal(model.eval()(x), plain.eval()(x))
+                    model.train()
+                    plain.train()
+                if rank == 1 and number == 3:
+                    model.layers[1].running_mean.mul_(3)  # type: ignore[operator,union-attr]
+                    plain.layers[1].running_mean.mul_(3)  # type: ignore[operator,union-attr]
+            assert model.own.shape == (1 + rank,)  # type: ignore[union-attr]
+            losses = [one.eval()(x) for one in (model, model, theirs, theirs)]  # whose graphs save the statistics
+            for one, two in (losses[:2], losses[2:]):
+                (one + two).backward()
+            same_gradients(model, plain)
+    model = Model()
+    with offloaded(model), mock.patch.object(Node, "give_first", side_effect=AssertionError):
+        model(batch(rank, 0)).backward()  # has no buffers
+
+
+def same_buffers(model: nn.Module, other: nn.Module) -> None:
+    theirs = dict(other.named_buffers())
+    for name, buffer in model.named_buffers():
+        if name != "same":
+            assert torch.equal(buffer, theirs[name]), name
+
+
 def settings_that_differ() -> None:
     """All ranks are told at once."""
     rank = distributed.get_rank()

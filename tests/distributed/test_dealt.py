@@ -81,6 +81,7 @@ def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
         "another_dtype_comes_later",
         "parameters_that_are_used_again",
         "zero_stage_two_is_misused",
+        "grad_scalers",
     ],
 )
 def test_two_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:

@@ -112,6 +112,7 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
         "writes",
         "models_that_differ",
         "buffers_are_the_first_ranks",
+        "buffers_follow_the_first_rank",
         "settings_that_differ",
         "nodes_that_differ",
         "ranks_that_differ",

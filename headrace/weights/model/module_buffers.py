@@ -7,7 +7,7 @@ statistics cost no copy in a step, and reading, writing, keeping or saving a buf
 
 import itertools
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -110,13 +110,19 @@ class ModuleBuffers:
         self._ledger = ledger
         self._places: dict[_Key, tuple[dict[str, Any], HostBuffer]] = {}
         self._lent: set[_Key] = set()  # places that hold another tensor during a pass
+        self._common: list[tuple[weakref.ref[nn.Module], str]] = []  # places of all buffers that ranks have alike
         self.nbytes = 0  # bytes that all of them take on the device in a pass
         self._booked_bytes = 0
 
-    def take_in(self, modules: Iterable[nn.Module]) -> None:
-        """Manages the buffers of these modules and no others. Not called during a pass; the next pass brings them to
-        the device."""
-        modules = list(modules)
+    def take_in(self, modules: Mapping[nn.Module, str], of_each_rank: Collection[str] = ()) -> None:
+        """Manages the buffers of these modules, by name, and no others. Not called during a pass; the next pass brings
+        them to the device. `of_each_rank`: as `names_of_each_rank` has them."""
+        self._common = [
+            (weakref.ref(module), name)
+            for module, prefix in modules.items()
+            for name, buffer in module._buffers.items()
+            if not isinstance(buffer, WatchedBuffer) and f"{prefix}.{name}".removeprefix(".") not in of_each_rank
+        ]
         containers = {id(module._buffers) for module in modules}
         self._drop([key for key in self._places if key[0] not in containers or self._is_gone(key)])
         overlapping = overlapping_buffers(modules)
@@ -150,6 +156,12 @@ class ModuleBuffers:
             elif held is not None and held is not buffer.on_device:
                 self._lent.add((key, name))
         self._book()
+
+    def common(self) -> list[torch.Tensor]:
+        """In a pass: the buffers of which all ranks of a mesh have the first rank's, where the model computes."""
+        modules = ((module, name) for reference, name in self._common if (module := reference()) is not None)
+        held = (found for module, name in modules if (found := module._buffers.get(name)) is not None)
+        return [one for one in {id(one): one for one in held}.values() if may_be_common(one)]
 
     def unbind(self) -> None:
         """Gives modules the user's buffers again. A tensor that a module put in the place of one becomes managed."""
@@ -236,6 +248,17 @@ def may_rest_on_host(buffer: torch.Tensor) -> bool:
     if type(buffer) is not torch.Tensor or buffer.layout != torch.strided or buffer.requires_grad:
         return False
     return bool(torch.ops.aten.is_non_overlapping_and_dense(buffer))
+
+
+def may_be_common(buffer: torch.Tensor) -> bool:
+    """Whether ranks may get a buffer of the first rank: it is plain, and has values."""
+    plain = type(buffer) is torch.Tensor and buffer.layout == torch.strided
+    return plain and buffer.device.type != "meta" and buffer.numel() > 0
+
+
+def names_of_each_rank(model: nn.Module) -> Collection[str]:
+    """The names of the buffers of which each rank has its own: those that DistributedDataParallel would ignore."""
+    return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def overlapping_buffers(modules: Iterable[nn.Module]) -> set[int]:

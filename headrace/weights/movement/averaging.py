@@ -73,7 +73,6 @@ class AveragedGradients(GradientFlow):
         common.discards.append(self._discard)
         self._jobs: list[tuple[Round, Job[list[ManagedParam]]]] = []
         self._averaged: set[ManagedParam] = set()  # parameters that this backward has averaged
-        self.synchronises = True  # whether backward averages
 
     def prepare(self, blocks: Iterable[Block]) -> None:
         """Makes memory for gradients. To be called by all ranks, for the same blocks."""

@@ -74,7 +74,10 @@ class CommonHomes:
         self._agreements = 0
         self._agreed: dict[Block, int] = {}  # the last generation that this rank has compared with what all ranks see
         self._places: dict[Block, int] = {}
-        self._said: Counters | None = None  # for each block: whether it was written, its updates, its digest
+        # For each block: whether it was written, its updates, its digest. And two numbers of all blocks together.
+        self._said: Counters | None = None
+        self._synchronised = True  # whether the last forward with gradients was to be averaged
+        self._gives_buffers = True  # whether the first rank's was, on this node
         self._updates: dict[Block, _Updates] = {}
         # What the ranks of this node have agreed on since the start, for other nodes to compare.
         self._alike = {_WRITTEN: 0, _TRAINED: 0, _STEPS: 0}
@@ -116,13 +119,15 @@ class CommonHomes:
         blocks = self._blocks()
         if self._said is None or len(self._places) != len(blocks):
             self._places = {block: place for place, block in enumerate(blocks)}
-            self._said, self._updates = Counters(self.node, 3 * len(blocks) + 1), {}
+            self._said, self._updates = Counters(self.node, 3 * len(blocks) + 2), {}
         said = self._said
         self._agreements += 1
         for index, block in enumerate(blocks):
             said.post(index, 2 * self._agreements + self._is_written(block))
         said.post(3 * len(blocks), _trained(blocks))
+        said.post(3 * len(blocks) + 1, self._synchronised)
         self.node.meet(what)
+        self._gives_buffers = bool(said.of(0, 3 * len(blocks) + 1))
         ranks = range(self.node.size)
         different = [self.node.ranks[rank] for rank in ranks if said.of(rank, 3 * len(blocks)) != _trained(blocks)]
         if different:
@@ -155,6 +160,15 @@ class CommonHomes:
                 rest.drop()
             _mark_changed(blocks[index])
         self.accept()
+
+    def give_buffers(self, buffers: Sequence[torch.Tensor], *, synchronises: bool) -> None:
+        """Called in a forward with gradients: gives all ranks the first rank's buffers, when DistributedDataParallel
+        does, unless the forward before was in `no_sync`. A collective. `synchronises`: whether this one is not.
+        """
+        self._synchronised = synchronises
+        if self._gives_buffers and buffers:
+            self.node.meet("the first rank's buffers")  # which notices a rank that has failed since the pass began
+            self.node.give_first(buffers)
 
     def _look(self) -> None:
         """Prepares a pass without gradients, which computes with what this rank has, whatever the others do."""

@@ -36,6 +36,8 @@ class Leaving(NamedTuple):
 class GradientFlow(ABC):
     """Moves the gradients of one model's blocks from the leaves that receive them to the homes that keep them."""
 
+    synchronises = True  # whether backward averages over ranks, if there are several
+
     def __init__(
         self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: Tiers, grad_dtype: torch.dtype | None
     ) -> None:

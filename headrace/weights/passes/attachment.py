@@ -20,6 +20,7 @@ from headrace.weights.model.data_parallel import refuse_wrapping
 from headrace.weights.model.home import Home
 from headrace.weights.model.inventory import Inventory, take_inventory
 from headrace.weights.model.layout import check_can_travel
+from headrace.weights.model.module_buffers import names_of_each_rank
 from headrace.weights.model.partition import looks_rows_up
 from headrace.weights.model.places import Member, Place
 from headrace.weights.movement.block import Block
@@ -89,7 +90,7 @@ class Attachment:
         self._seen = -1
         self._leave_registrations = _registrations.hooks.use(self)
         self._leave_pipelines: Callable[[], None] | None = None
-        self._link(self._inventory(model))
+        self._link(model, self._inventory(model))
         engine.note_buffers_budgeted()
         engine.before_call = self.follow
 
@@ -126,7 +127,7 @@ class Attachment:
             what = f"parameters ({added[0].name!r} and {len(added) - 1} more)"
             self._engine.check_resident(what, inventory.nbytes(keys))
             self._engine.add_resident(self._make_resident(added))
-        self._link(inventory)
+        self._link(model, inventory)
 
     def _adopted(self, added: list[Member], inventory: Inventory) -> list[Member]:
         """The added parameters that need a block of their own. Each of the others has replaced one of its kind in its
@@ -179,7 +180,7 @@ class Attachment:
             lend_parameters(module)  # before the inventory notes places
         return take_inventory(model, check=False)
 
-    def _link(self, inventory: Inventory) -> None:
+    def _link(self, model: nn.Module, inventory: Inventory) -> None:
         places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}
         self._block_of = {id(param.home): block for block in self._engine.passes.all_blocks() for param in block.params}
         for block in self._engine.passes.all_blocks():
@@ -189,7 +190,7 @@ class Attachment:
                 make_managed(module, self._site(module, name, inventory), self._engine)
         for module in inventory.names:
             _note_compiled(module, "_orig_mod", module._modules.get("_orig_mod"))
-        self._engine.passes.buffers.take_in(inventory.names)
+        self._engine.passes.buffers.take_in(inventory.names, names_of_each_rank(model))
         self._seen = _registrations.count
 
     def _site(self, module: nn.Module, name: str, inventory: Inventory) -> Site:

@@ -425,6 +425,9 @@ class Engine:
         with without_overrides():  # what looks at homes here is our own
             self._executor.begin_pass(name)
             self.passes.bind_to_the_end(forward_on=self.passes.thread)
+            if self.passes.common is not None and torch.is_grad_enabled():
+                buffers, synchronises = self.passes.buffers.common(), self.passes.gradients.synchronises
+                self.passes.common.give_buffers(buffers, synchronises=synchronises)
 
     def forward_together(self, together: Together, count: int, forward: Callable[[], None]) -> None:
         """Runs a pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
