@@ -22,6 +22,7 @@ from headrace.weights.model.inventory import Inventory, take_inventory
 from headrace.weights.model.layout import check_can_travel
 from headrace.weights.model.partition import looks_rows_up
 from headrace.weights.model.places import Member, Place
+from headrace.weights.model.precision import ParamDtype, Precision
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.call import Companion, Site
 from headrace.weights.passes.engine import Engine
@@ -79,10 +80,12 @@ class Attachment:
         engine: Engine,
         mains: dict[nn.Module, tuple[Block, ...]],
         make_resident: Callable[[list[Member]], Block],
+        param_dtype: ParamDtype,
     ) -> None:
         self._model = weakref.ref(model)
         self._engine = engine
         self._make_resident = make_resident
+        self._param_dtype = param_dtype
         self._block_of: dict[int, Block] = {}  # by the ids of homes
         self._mains = weakref.WeakKeyDictionary(mains)
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # also those that have left the model
@@ -90,6 +93,8 @@ class Attachment:
         self._leave_registrations = _registrations.hooks.use(self)
         self._leave_pipelines: Callable[[], None] | None = None
         self._link(self._inventory(model))
+        if isinstance(param_dtype, Precision):
+            param_dtype.take_part()
         engine.note_buffers_budgeted()
         engine.before_call = self.follow
 
@@ -165,6 +170,8 @@ class Attachment:
         self._engine.backward.refused = True
         for block in self._engine.passes.all_blocks():
             block.release()
+        if isinstance(self._param_dtype, Precision):
+            self._param_dtype.withdraw()
         bring_attributes_back(self._modules, self._engine.passes.device)
         for module in list(self._modules):
             if site_of(module) is not None:
@@ -177,7 +184,7 @@ class Attachment:
         for module in model.modules():
             self._modules.add(module)
             lend_parameters(module)  # before the inventory notes places
-        return take_inventory(model, check=False)
+        return take_inventory(model, param_dtype=self._param_dtype, check=False)
 
     def _link(self, inventory: Inventory) -> None:
         places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}
