@@ -20,7 +20,7 @@ from tests.support.models import seeded
 from tests.support.offloaded import offload
 
 NARROW, WIDE = torch.bfloat16, torch.float32
-WIDTH = 16
+WIDTH = 64
 HALF = Policy(NARROW)
 INTO_WIDE = Policy(NARROW, output_dtype=WIDE)
 FOR_NORMS = Policy(WIDE, output_dtype=NARROW)
@@ -182,7 +182,7 @@ def test_two_levels(way: str, compute_device: torch.device, tmp_path: Path) -> N
         settings["checkpoint"] = tmp_path / "model.safetensors"
         model = model.to("meta")
     if way in ("disk", "checkpoint"):
-        settings |= {"disk": tmp_path / "disk", "host_memory": "120KiB"}
+        settings |= {"disk": tmp_path / "disk", "host_memory": "512KiB"}
     with offload(model, compute_device, 0.5, param_dtype=TWO_LEVELS, **settings) as handle:
         assert_same(outcome_of(model, handle, compute_device, make_optimizer, together=way == "together"), expected)
         assert handle.stats().fetch_bytes > 0 or not settings
