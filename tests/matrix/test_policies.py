@@ -14,10 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 from torch.utils.checkpoint import checkpoint
 
 import headrace
+from tests.matrix import models
 from tests.support.compare import Outcome, assert_same, on_cpu, same
+from tests.support.held import weight_bytes
 from tests.support.loops import adamw, random_batches
 from tests.support.models import seeded
-from tests.support.offloaded import offload
+from tests.support.offloaded import count_settled_round, offload
 
 NARROW, WIDE = torch.bfloat16, torch.float32
 WIDTH = 64
@@ -150,25 +152,26 @@ def outcome_of(
 
 TWO_LEVELS = {"": INTO_WIDE, "layers.*": HALF, "*.norm": FOR_NORMS}
 TWO_LEVELS_BY_HAND = {"": INTO_WIDE} | dict.fromkeys(LAYERS, HALF) | {f"{one}.norm": FOR_NORMS for one in LAYERS}
-KINDS: dict[str, tuple[Any, dict[str, Policy]]] = {
-    "whole": (INTO_WIDE, {"": INTO_WIDE}),
-    "two_levels": (TWO_LEVELS, TWO_LEVELS_BY_HAND),
-    "some": ({"layers.*": INTO_WIDE, "layers.2": None}, {one: INTO_WIDE for one in LAYERS if one != "layers.2"}),
-    "dtypes": (
-        {"": NARROW, "head": Policy(output_dtype=torch.float64), "layers.*": HALF},
-        {"": Policy(NARROW, cast_forward_inputs=False)} | dict.fromkeys(LAYERS, HALF),
-    ),
-}
 
 
-@pytest.mark.parametrize("kind", ["whole", "two_levels", "some"])
-def test_training(kind: str, compute_device: torch.device) -> None:
-    given, policies = KINDS[kind]
-    expected = expected_of(seeded(Model), policies, compute_device)
+@pytest.mark.parametrize(
+    ("given", "by_hand", "share"),
+    [
+        (INTO_WIDE, {"": INTO_WIDE}, 0.5),
+        ({"layers": INTO_WIDE, "layers.2": None}, {one: INTO_WIDE for one in LAYERS if one != "layers.2"}, 0.5),
+        (TWO_LEVELS, TWO_LEVELS_BY_HAND, 4),
+    ],
+    ids=["whole", "list", "everything_is_here"],
+)
+def test_training(given: Any, by_hand: dict[str, Policy], share: float, compute_device: torch.device) -> None:
+    expected = expected_of(seeded(Model), by_hand, compute_device)
     model = seeded(Model)
-    with offload(model, compute_device, 0.5, param_dtype=given) as handle:
-        assert_same(outcome_of(model, handle, compute_device), expected)
-    assert same(model(torch.ones(1, WIDTH)), seeded(Model)(torch.ones(1, WIDTH))) is False
+    handle = offload(model, compute_device, share, param_dtype=given)
+    assert_same(outcome_of(model, handle, compute_device), expected)
+    copied = copy.deepcopy(model)
+    handle.remove()
+    batch = torch.ones(1, WIDTH)
+    assert same(model(batch), copied(batch))  # both are in float32 throughout
 
 
 @pytest.mark.parametrize("way", ["recomputed", "together", "disk", "checkpoint", "optimizer"])
@@ -176,7 +179,7 @@ def test_two_levels(way: str, compute_device: torch.device, tmp_path: Path) -> N
     make_optimizer = partial(headrace.optim.AdamW, lr=0.01) if way == "optimizer" else adamw
     expected = expected_of(seeded(Model), TWO_LEVELS_BY_HAND, compute_device, make_optimizer)
     model = seeded(Model, recomputes=way == "recomputed")
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"activations": way == "recomputed"}
     if way == "checkpoint":
         save_file(model.state_dict(), tmp_path / "model.safetensors")
         settings["checkpoint"] = tmp_path / "model.safetensors"
@@ -185,4 +188,94 @@ def test_two_levels(way: str, compute_device: torch.device, tmp_path: Path) -> N
         settings |= {"disk": tmp_path / "disk", "host_memory": "512KiB"}
     with offload(model, compute_device, 0.5, param_dtype=TWO_LEVELS, **settings) as handle:
         assert_same(outcome_of(model, handle, compute_device, make_optimizer, together=way == "together"), expected)
-        assert handle.stats().fetch_bytes > 0 or not settings
+        assert handle.stats().fetch_bytes > 0 or "disk" not in settings
+
+
+def test_bytes(compute_device: torch.device) -> None:
+    """The weights of layers travel in half of their bytes, and so do their gradients; the others in all of them."""
+    for given, saved in ((None, 0), ({"layers.*": INTO_WIDE}, weight_bytes(seeded(Model).layers) // 2)):
+        model = seeded(Model)
+        with offload(model, compute_device, 4, param_dtype=given) as handle:
+            loss_of(model, torch.ones(1, WIDTH)).backward()
+            stats = handle.stats()
+        assert stats.onload_bytes == stats.offload_bytes == weight_bytes(model) - saved
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of dynamo's own
+def test_compiled_layers(compute_device: torch.device) -> None:
+    """Casts of a layer come around what is compiled, and those of a module within it interrupt the graph."""
+    expected = expected_of(seeded(Model), TWO_LEVELS_BY_HAND, compute_device)
+    model = seeded(Model)
+    handle = offload(model, compute_device, 0.5, param_dtype=TWO_LEVELS)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    assert_same(outcome_of(model, handle, compute_device), expected)
+
+
+def test_adapters_that_come_later(compute_device: torch.device) -> None:
+    """They belong to the nearest module with a policy."""
+    model = seeded(Model)
+    offload(model, compute_device, 0.5, param_dtype={"layers.*": INTO_WIDE, "layers.1.norm": None})
+    seen: list[torch.dtype] = []
+    for layer in model.layers:
+        layer.up = models.LoraLinear(WIDTH, 2 * WIDTH)
+        models.LoraLinear.adapt(layer.up)
+        layer.up.register_forward_hook(lambda module, _args, output: seen.extend((module.lora_a.dtype, output.dtype)))
+    loss_of(model, torch.ones(1, WIDTH)).backward()
+    assert set(seen) == {NARROW}
+    assert all(p.grad is not None and p.grad.dtype == p.dtype == WIDE for p in model.parameters())
+
+
+def test_tied_weights(compute_device: torch.device) -> None:
+    """Two policies of one weight are refused, unless both say the same."""
+    model = models.Decoder(layers=2, tied=True)
+    said = r"parameter that is both 'embedding.weight' and 'head.weight' two dtypes, torch.bfloat16 and torch.float32; give"
+    with pytest.raises(ValueError, match=said):
+        offload(model, compute_device, param_dtype={"embedding": NARROW})
+    offload(model, compute_device, 1.0, param_dtype={"embedding": INTO_WIDE, "head": INTO_WIDE}).remove()
+    rows = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+    rows[1].weight = nn.Parameter(rows[0].weight.detach())
+    with pytest.raises(headrace.LayoutError, match="would no longer do so as casts"):
+        offload(rows, compute_device, 1.0, param_dtype={"1": NARROW})
+
+
+def test_the_dtype_of_gradients(compute_device: torch.device) -> None:
+    """`reduce_dtype` of the whole model is `grad_dtype`, and a module can have no other."""
+    whole = Policy(NARROW, reduce_dtype=torch.float64, output_dtype=WIDE)
+    model = seeded(Model)
+    with offload(model, compute_device, 0.5, param_dtype=whole):
+        loss_of(model, torch.ones(1, WIDTH)).backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float64}
+    of_layers = Policy(NARROW, reduce_dtype=WIDE)
+    offload(model, compute_device, 0.5, param_dtype={"layers.*": of_layers}).remove()  # what it is anyway
+    for settings, said in (
+        (
+            {"param_dtype": whole, "grad_dtype": WIDE},
+            "grad_dtype=torch.float32 and the model's reduce_dtype=torch.float64",
+        ),
+        (
+            {"param_dtype": {"": whole, "layers.*": of_layers}},
+            r"'layers.0' reduce_dtype=torch.float32, and the gradient of",
+        ),
+        ({"param_dtype": {"head": whole}}, r"'head.weight' is to be in torch.float32: .*give grad_dtype=torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            offload(model, compute_device, **settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({}, ValueError, r"param_dtype=\{\} names no modules; give a dtype"),
+        ({"layer.*": NARROW}, ValueError, r"param_dtype\['layer.\*'\] matches no module; give names or patterns"),
+        ({0: NARROW}, TypeError, r"param_dtype\[0\]: give the name of a module"),
+        ({"layers.*": "bf16"}, TypeError, r"param_dtype\['layers.\*'\]='bf16' is not a floating-point torch.dtype"),
+        (Policy(torch.int8), TypeError, r"param_dtype\[''\].param_dtype=torch.int8 is not a floating-point"),
+        (Policy(NARROW, output_dtype=torch.bool), TypeError, r"output_dtype=torch.bool is not a floating-point"),
+        (Policy(NARROW, cast_forward_inputs=None), TypeError, r"cast_forward_inputs=None is neither True nor False"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_policies(given: Any, error: type[Exception], said: str, compute_device: torch.device) -> None:
+    with pytest.raises(error, match=said):
+        offload(seeded(Model), compute_device, param_dtype=given)

@@ -147,7 +147,12 @@ def _policies(model: nn.Module, given: Mapping[str, Policy]) -> dict[nn.Module, 
                     f"param_dtype[{name!r}] matches no module; give names or patterns of model.named_modules()"
                 )
             found |= dict.fromkeys(matches, policy)
-    return found | {exact[name]: policy for name, policy in given.items() if name in exact}
+    found |= {exact[name]: policy for name, policy in given.items() if name in exact}
+    for module in names:
+        if module in found and type(module).forward is nn.Module.forward:  # a list or dict, which is never called
+            for child in module.children():
+                found.setdefault(child, found[module])
+    return found
 
 
 def matching(pattern: str, names: Mapping[nn.Module, str]) -> list[nn.Module]:
