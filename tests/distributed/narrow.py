@@ -155,8 +155,8 @@ def policies_are_those_of_fsdp(directory: str) -> None:
     for kind, way in (({"recomputes": True}, "own"), ({"adapters": True}, "gather"), ({}, "disk")):
         where: dict[str, Any] = on_disk(directory) if way == "disk" else {}
         _as_fsdp(kind, {**where, "onload": "gather" if way == "gather" else "own"})
+    mine: Any = {"layers.*": (torch.bfloat16, torch.float16)[distributed.get_rank()]}
     with pytest.raises(headrace.StateError, match="ranks of the mesh differ in param_dtype"):
-        mine: Any = {"layers.*": (torch.bfloat16, torch.float16)[distributed.get_rank()]}
         headrace.offload(Model(), device="cpu", mesh=cpu_mesh(), param_dtype=mine)
 
 

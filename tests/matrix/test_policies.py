@@ -19,7 +19,7 @@ from tests.support.compare import Outcome, assert_same, on_cpu, same
 from tests.support.held import weight_bytes
 from tests.support.loops import adamw, random_batches
 from tests.support.models import seeded
-from tests.support.offloaded import count_settled_round, offload
+from tests.support.offloaded import offload
 
 NARROW, WIDE = torch.bfloat16, torch.float32
 WIDTH = 64
@@ -230,7 +230,7 @@ def test_adapters_that_come_later(compute_device: torch.device) -> None:
 def test_tied_weights(compute_device: torch.device) -> None:
     """Two policies of one weight are refused, unless both say the same."""
     model = models.Decoder(layers=2, tied=True)
-    said = r"parameter that is both 'embedding.weight' and 'head.weight' two dtypes, torch.bfloat16 and torch.float32; give"
+    said = r"both 'embedding.weight' and 'head.weight' two dtypes, torch.bfloat16 and torch.float32; give"
     with pytest.raises(ValueError, match=said):
         offload(model, compute_device, param_dtype={"embedding": NARROW})
     offload(model, compute_device, 1.0, param_dtype={"embedding": INTO_WIDE, "head": INTO_WIDE}).remove()
