@@ -140,8 +140,8 @@ def offload(
       dtypes, policies and None (the own dtype) by module names and name patterns ("" is the model; a name counts more
       than a pattern, a later pattern more than an earlier one). A parameter belongs to the nearest module around it
       that has an entry. Inputs and outputs are cast only where a policy is given, as by `fully_shard` of that module.
-    - `grad_dtype`: dtype of `parameter.grad`, in which micro-batches are summed. Default: the parameter's own dtype. The
-      `reduce_dtype` of the model's policy sets it, too; no module can have another.
+    - `grad_dtype`: dtype of `parameter.grad`, in which micro-batches are summed. Default: the parameter's own dtype, or
+      the `reduce_dtype` of the model's policy. No module can have another.
     - `activations`: True, or a dict of settings of `offload_activations` such as `{"device_memory": "2GiB"}`. What
       autograd saves then waits on the host, too. The plans for weights and for activations take each other's copies
       into account. A `host_memory` in the dict is the part of the `host_memory` here that is reserved for activations;

@@ -155,18 +155,18 @@ TWO_LEVELS_BY_HAND = {"": INTO_WIDE} | dict.fromkeys(LAYERS, HALF) | {f"{one}.no
 
 
 @pytest.mark.parametrize(
-    ("given", "by_hand", "share"),
+    ("given", "by_hand", "memory"),
     [
-        (INTO_WIDE, {"": INTO_WIDE}, 0.5),
-        ({"layers": INTO_WIDE, "layers.2": None}, {one: INTO_WIDE for one in LAYERS if one != "layers.2"}, 0.5),
-        (TWO_LEVELS, TWO_LEVELS_BY_HAND, 4),
+        (INTO_WIDE, {"": INTO_WIDE}, "50%"),
+        ({"layers": INTO_WIDE, "layers.2": None}, {one: INTO_WIDE for one in LAYERS if one != "layers.2"}, "400%"),
+        (TWO_LEVELS, TWO_LEVELS_BY_HAND, None),
     ],
-    ids=["whole", "list", "everything_is_here"],
+    ids=["whole", "list", "at_home"],
 )
-def test_training(given: Any, by_hand: dict[str, Policy], share: float, compute_device: torch.device) -> None:
+def test_training(given: Any, by_hand: dict[str, Policy], memory: str | None, compute_device: torch.device) -> None:
     expected = expected_of(seeded(Model), by_hand, compute_device)
     model = seeded(Model)
-    handle = offload(model, compute_device, share, param_dtype=given)
+    handle = offload(model, compute_device, device_memory=memory, param_dtype=given)
     assert_same(outcome_of(model, handle, compute_device), expected)
     copied = copy.deepcopy(model)
     handle.remove()

@@ -11,17 +11,14 @@ from headrace.memory.arena import KERNEL_ALIGNMENT_BYTES, aligned, is_large
 from headrace.runtime.autograd import address_of
 from headrace.weights.model.home import AliasHome, AliasParam, Home
 from headrace.weights.model.managed_param import Layout
-from headrace.weights.model.precision import ParamDtype, Precision
+from headrace.weights.model.precision import ParamDtype, Precision, cast_dtype
 
 
 def travel_dtype(parameter: nn.Parameter, param_dtype: ParamDtype) -> torch.dtype:
     """The dtype in which a parameter travels and computes: `param_dtype` for floating-point ones, else its own."""
-    if isinstance(param_dtype, Precision):
-        param_dtype = param_dtype.of(parameter)
-    wide = parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1  # float8 weights are left as they are
     if isinstance(parameter, AliasParam | AliasHome):
         return parameter.dtype
-    return param_dtype if param_dtype is not None and wide else parameter.dtype
+    return cast_dtype(parameter, param_dtype.of(parameter) if isinstance(param_dtype, Precision) else param_dtype)
 
 
 def check_can_travel(name: str, parameter: nn.Parameter) -> None:

@@ -41,7 +41,7 @@ class Precision:
         first: dict[int, _Held] = {}
         for held in self._held(model):
             other = first.setdefault(id(held.parameter), held)
-            one, two = (each.policy.param_dtype or each.parameter.dtype for each in (other, held))
+            one, two = (cast_dtype(held.parameter, each.policy.param_dtype) for each in (other, held))
             if one != two:
                 raise ValueError(
                     f"param_dtype gives the parameter that is both {other.name!r} and {held.name!r} two dtypes, {one}"
@@ -91,6 +91,12 @@ class Precision:
             casts = participant_of(module, _Casts)
             if casts is not None:
                 withdraw(module, casts)
+
+
+def cast_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a parameter has as `dtype`; None: its own."""
+    wide = parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1  # float8 weights are left as they are
+    return dtype if dtype is not None and wide else parameter.dtype
 
 
 ParamDtype = torch.dtype | Precision | None  # of a whole model, or looked up for each parameter; None: their own
