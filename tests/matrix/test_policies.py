@@ -90,7 +90,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
         return value.to(dtype) if dtype is not None and value.is_floating_point() else value
     if isinstance(value, dict):
         return {name: cast(item, dtype) for name, item in value.items()}
-    return tuple(cast(item, dtype) for item in value)
+    return tuple(cast(item, dtype) for item in value) if isinstance(value, tuple) else value
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -189,6 +189,22 @@ def test_two_levels(way: str, compute_device: torch.device, tmp_path: Path) -> N
     with offload(model, compute_device, 0.5, param_dtype=TWO_LEVELS, **settings) as handle:
         assert_same(outcome_of(model, handle, compute_device, make_optimizer, together=way == "together"), expected)
         assert handle.stats().fetch_bytes > 0 or "disk" not in settings
+
+
+class Repeating(Model):
+    def repeat(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self(x)
+        return x
+
+
+def test_a_method_around_calls(compute_device: torch.device) -> None:
+    """What is loaded when a call ends within a method, as in generate(), is loaded from homes in their own dtype."""
+    model, batch = seeded(Repeating), random_batches(1, 3, WIDTH, device=compute_device)[0]
+    expected = by_hand(model, {"": INTO_WIDE}, compute_device)
+    offload(model, compute_device, 0.4, param_dtype=INTO_WIDE)
+    with torch.no_grad():
+        assert_same(model.repeat(batch), expected.repeat(batch))  # type: ignore[operator]
 
 
 def test_bytes(compute_device: torch.device) -> None:
