@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from headrace.config import (
     format_bytes,
     is_number,
     modules_of,
+    param_dtypes,
     parse_budget,
     parse_bytes,
     path_of,
@@ -57,6 +58,7 @@ from headrace.weights.model.inventory import Inventory, take_inventory
 from headrace.weights.model.module_buffers import ModuleBuffers, may_be_common, names_of_each_rank
 from headrace.weights.model.partition import Partition, partition
 from headrace.weights.model.places import Member
+from headrace.weights.model.precision import precision_of
 from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.cache_copies import PURPOSE as CACHES
@@ -79,6 +81,11 @@ from headrace.weights.rest.materialize import Materialized, materialize
 from headrace.weights.rest.placement import Placement
 from headrace.weights.rest.tiers import Tiers
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # which takes long to import
+
+    _PolicySpec = torch.dtype | MixedPrecisionPolicy | None
+
 T = TypeVar("T")
 _LEAST_BYTES = 4096  # in a window of limited copies: each of so few bytes takes longer than they do
 
@@ -94,7 +101,7 @@ def offload(
     blocks: BlocksSpec = "auto",
     resident: Sequence[nn.Module | str] = (),
     prefetch: int | Literal["auto"] = "auto",
-    param_dtype: torch.dtype | None = None,
+    param_dtype: "_PolicySpec | Mapping[str, _PolicySpec]" = None,
     grad_dtype: torch.dtype | None = None,
     activations: bool | Mapping[str, Any] = False,
     mesh: Any = None,
@@ -129,7 +136,12 @@ def offload(
       anyway.
     - `prefetch`: how many visits ahead a block may be loaded. "auto": the plan decides.
     - `param_dtype`: dtype in which floating-point weights travel and compute; the parameters on the host keep theirs.
-    - `grad_dtype`: dtype of `parameter.grad`, in which micro-batches are summed. Default: the parameter's own dtype.
+      Or an FSDP2 `MixedPrecisionPolicy`, which also casts the model's floating-point inputs and outputs. Or a dict of
+      dtypes, policies and None (the own dtype) by module names and name patterns ("" is the model; a name counts more
+      than a pattern, a later pattern more than an earlier one). A parameter belongs to the nearest module around it
+      that has an entry. Inputs and outputs are cast only where a policy is given, as by `fully_shard` of that module.
+    - `grad_dtype`: dtype of `parameter.grad`, in which micro-batches are summed. Default: the parameter's own dtype, or
+      the `reduce_dtype` of the model's policy. No module can have another.
     - `activations`: True, or a dict of settings of `offload_activations` such as `{"device_memory": "2GiB"}`. What
       autograd saves then waits on the host, too. The plans for weights and for activations take each other's copies
       into account. A `host_memory` in the dict is the part of the `host_memory` here that is reserved for activations;
@@ -172,7 +184,7 @@ def offload(
         blocks=blocks_of(blocks),
         resident=modules_of(resident, "resident"),
         prefetch_blocks=prefetch_blocks(prefetch),
-        param_dtype=param_dtype,
+        param_dtype=param_dtypes(param_dtype),
         grad_dtype=grad_dtype,
         activations=activation_config(activations),
         mesh=mesh,
@@ -280,8 +292,9 @@ class Offloaded(live.Handle, live.ModelHandle):
 
     def _cut(self, model: nn.Module, materialized: Materialized | None) -> tuple[Inventory, Partition, Placement]:
         """The model's tensors, which of them travel together, and where they rest. Changes no tensor."""
-        config = self._config
-        inventory = take_inventory(model, param_dtype=config.param_dtype)
+        self._param_dtype, grad_dtype = precision_of(model, self._config.param_dtype, self._config.grad_dtype)
+        self._config = config = replace(self._config, grad_dtype=grad_dtype)
+        inventory = take_inventory(model, param_dtype=self._param_dtype)
         inventory.refuse_views()
         self._budgets = budgets = self._agreed(Budgets.of(model, inventory, config), model)
         self._ledger.host_budget_bytes = self._own_part(budgets.host_bytes)
@@ -368,7 +381,8 @@ class Offloaded(live.Handle, live.ModelHandle):
         for part, block in zip(parts.streamed, streamed, strict=True):
             for module in part.sites:
                 mains[module] = (*mains.get(module, ()), block)
-        self._attachment = Attachment(model, self._engine, mains, lambda members: self._block("added", members))
+        added = partial(self._block, "added")
+        self._attachment = Attachment(model, self._engine, mains, added, self._param_dtype)
         self._attachment.keep_alive(self)
         self.activations: ActivationOffloading | None = None  # the handle on the model's activations
         if config.activations is not None:
@@ -752,7 +766,7 @@ class Offloaded(live.Handle, live.ModelHandle):
         return self._made[: len(parts.streamed)], self._made[len(parts.streamed) :]
 
     def _block(self, name: str, members: Sequence[Member]) -> Block:
-        block = Block(name, members, self._config.device, self._tiers, self._config.param_dtype)
+        block = Block(name, members, self._config.device, self._tiers, self._param_dtype)
         self._made.append(block)
         if self._common is not None:
             self._common.move_in(block)

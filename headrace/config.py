@@ -114,6 +114,16 @@ def _three_digits(value: float, unit: str, up: bool) -> float:
     return ceil(value * 10**places) / 10**places if up else round(value, places)
 
 
+@dataclass(frozen=True)
+class Policy:
+    """In which dtypes a module computes: the fields of FSDP2's MixedPrecisionPolicy."""
+
+    param_dtype: torch.dtype | None = None  # None: their own
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """The settings of `headrace.offload`, validated; see there for what each one means."""
@@ -126,7 +136,7 @@ class OffloadConfig:
     blocks: Blocks = "auto"
     resident: tuple[nn.Module | str, ...] = ()
     prefetch_blocks: int | None = None
-    param_dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | Mapping[str, Policy] | None = None  # policies: by names of modules, and patterns
     grad_dtype: torch.dtype | None = None
     activations: ActivationConfig | None = None
     mesh: Any = None  # a DeviceMesh
@@ -144,20 +154,15 @@ class OffloadConfig:
         return self.device.type == "cpu" and all(other is None for other in others)
 
     def __post_init__(self) -> None:
-        import torch
-
         if not isinstance(self.packed, bool) and self.packed != "disk":
             raise TypeError(f'packed={self.packed!r} is neither True nor False, nor "disk"')
         if self.onload not in ("own", "gather", "auto"):
             raise ValueError(f'onload={self.onload!r}; give one of "own", "gather", "auto"')
         if self.onload != "own" and self.mesh is None:
             raise ValueError(f"onload={self.onload!r} is what several ranks do; give mesh=, or leave onload out")
-        for name in ("param_dtype", "grad_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(
-                    f"{name}={dtype!r} is not a floating-point torch.dtype; give one such as torch.bfloat16"
-                )
+        if not isinstance(self.param_dtype, Mapping):
+            _check_dtype(self.param_dtype, "param_dtype")
+        _check_dtype(self.grad_dtype, "grad_dtype")
         check_flag(self.check_gradients, "check_gradients")
 
 
@@ -213,6 +218,14 @@ class ActivationConfig:
             raise ValueError(f'tier={self.tier!r} is neither "host" nor "disk"')
         if self.most_in_flight is not None:
             check_count(self.most_in_flight, "most_in_flight", "None or a number of copies, 1 or more")
+
+
+def _check_dtype(given: Any, setting: str) -> None:
+    """Raises TypeError for anything but None and a floating-point dtype."""
+    import torch
+
+    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        raise TypeError(f"{setting}={given!r} is not a floating-point torch.dtype; give one such as torch.bfloat16")
 
 
 def check_flag(given: Any, setting: str) -> None:
@@ -287,6 +300,37 @@ def blocks_of(blocks: Any) -> Blocks:
             f'blocks={blocks!r} names no blocks; give "auto", a size such as "64MiB", or some of the modules'
         )
     return given
+
+
+def param_dtypes(given: Any) -> Any:
+    """`param_dtype` as a user gives it: policies by module names, if it is one policy or several; else itself.
+
+    Raises TypeError, ValueError.
+    """
+    if _is_policy(given):
+        given = {"": given}
+    if not isinstance(given, Mapping):
+        return given
+    if not given:
+        raise ValueError("param_dtype={} names no modules; give a dtype for the whole model, or None for its own")
+    for name in given:
+        if not isinstance(name, str):
+            raise TypeError(f"param_dtype[{name!r}]: give the name of a module, or a name pattern ('' is the model)")
+    return {name: _policy(f"param_dtype[{name!r}]", each) for name, each in given.items()}
+
+
+def _policy(setting: str, given: Any) -> Policy:
+    if not _is_policy(given):
+        _check_dtype(given, setting)
+        return Policy(given)
+    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        _check_dtype(getattr(given, field), f"{setting}.{field}")
+    check_flag(given.cast_forward_inputs, f"{setting}.cast_forward_inputs")
+    return Policy(given.param_dtype, given.reduce_dtype, given.output_dtype, given.cast_forward_inputs)
+
+
+def _is_policy(given: Any) -> bool:
+    return type(given).__name__ == "MixedPrecisionPolicy"  # by name: FSDP takes long to import
 
 
 def prefetch_blocks(prefetch: Any) -> int | None:

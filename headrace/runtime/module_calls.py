@@ -67,7 +67,7 @@ class _Calls:
 
     def __init__(self, module: nn.Module) -> None:
         self.compiled = module.__dict__.get(_CALLS)  # made by module.compile()
-        self.participants: tuple[Participant, ...] = ()  # outermost first; two at most
+        self.participants: tuple[Participant, ...] = ()  # outermost first; three at most
         self.kept: dict[str, Any] = {}  # the instance's own attributes that ours replace
         self._module = weakref.ref(module)  # no cycle: the model goes with its last reference
         # Where `forward` is replaced, too: the threads in a call that has not reached `forward` yet.
@@ -101,7 +101,8 @@ class _Calls:
     def stopped(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Makes a call that the compiler does not trace."""
         for participant in self.participants:
-            participant.stopped(module)
+            if participant.stops_compiler(module):
+                participant.stopped(module)
         return self(*args, **kwargs)
 
     def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import headrace
 from headrace import optim
 from tests.distributed.meshed import (
     Model,
     batch,
+    cpu_mesh,
     expert_of,
     offloaded,
     same_gradients,
@@ -146,3 +148,41 @@ def goes_on(directory: str) -> None:
             theirs.step()
             theirs.zero_grad()
         assert_same_weights(model, single)
+
+
+def policies_are_those_of_fsdp(directory: str) -> None:
+    """Losses and averaged gradients of two steps, with policies on three levels, of FSDP2 with the same ones."""
+    for kind, way in (({"recomputes": True}, "own"), ({"adapters": True}, "gather"), ({}, "disk")):
+        where: dict[str, Any] = on_disk(directory) if way == "disk" else {}
+        _as_fsdp(kind, {**where, "onload": "gather" if way == "gather" else "own"})
+    mine: Any = {"layers.*": (torch.bfloat16, torch.float16)[distributed.get_rank()]}
+    with pytest.raises(headrace.StateError, match="ranks of the mesh differ in param_dtype"):
+        headrace.offload(Model(), device="cpu", mesh=cpu_mesh(), param_dtype=mine)
+
+
+def _as_fsdp(kind: dict[str, Any], settings: dict[str, Any]) -> None:
+    narrow, wide = torch.bfloat16, torch.float32
+    whole, in_layers, in_linear = (
+        MixedPrecisionPolicy(param, reduce_dtype=wide, output_dtype=out)
+        for param, out in ((narrow, wide), (narrow, None), (wide, narrow))
+    )
+    model, rank = Model(**kind), distributed.get_rank()
+    policies: Any = {"": whole, "layers.*": in_layers, "*.linear": in_linear}
+    with offloaded(model, param_dtype=policies, **settings) as handle:
+        optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for number in range(2):
+            other = Model(**kind)
+            other.load_state_dict(model.state_dict())
+            for layer in other.layers:
+                fully_shard(layer.linear, mesh=cpu_mesh(), mp_policy=in_linear)  # type: ignore[arg-type]
+                fully_shard(layer, mesh=cpu_mesh(), mp_policy=in_layers)
+            fully_shard(other, mesh=cpu_mesh(), mp_policy=whole)
+            mine, theirs = model(batch(rank, number)), other(batch(rank, number))
+            assert mine.dtype == wide
+            assert torch.equal(mine, theirs), number
+            mine.backward()
+            theirs.backward()
+            same_gradients(model, other)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handle.stats().fetch_bytes > 0 or "disk" not in settings

@@ -45,6 +45,10 @@ def test_steps(
     run_ranks(nursery, tmp_path, world_size, f"narrow.steps_are_those_of_one_process, {arguments}")
 
 
+def test_policies_are_those_of_fsdp(nursery: Nursery, tmp_path: Path) -> None:
+    run_ranks(nursery, tmp_path, 2, f"narrow.policies_are_those_of_fsdp, {str(tmp_path)!r}")
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) -> None:

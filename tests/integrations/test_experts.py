@@ -643,7 +643,7 @@ def test_bfloat16(compute_device: torch.device, tmp_path: Path, implementation: 
     model = model_of("GptOss", implementation)
     plain = copy.deepcopy(model).to(compute_device, torch.bfloat16)
     ids = PROMPT.to(compute_device)
-    options: dict[str, Any] = {"param_dtype": torch.bfloat16} if casts else {}
+    options: dict[str, Any] = {"param_dtype": {"*": torch.bfloat16} if disk else torch.bfloat16} if casts else {}
     if not casts:
         model = model.to(torch.bfloat16)
     if disk:

@@ -139,11 +139,12 @@ def test_where_few_rows_have_room_a_lookup_takes_turns(compute_device):
     assert_same_weights(model, plain)
 
 
-def test_a_table_in_another_dtype(compute_device, pair):
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, {"*": torch.bfloat16}], ids=["dtype", "policies"])
+def test_a_table_in_another_dtype(compute_device, pair, param_dtype):
     model, _ = pair
     whole = copy.deepcopy(model)
     for one, budget in ((model, BUDGET // 2), (whole, "1MiB")):
-        options = {"device_memory": budget, "param_dtype": torch.bfloat16, "grad_dtype": torch.float32}
+        options = {"device_memory": budget, "param_dtype": param_dtype, "grad_dtype": torch.float32}
         with headrace.offload(one, device=compute_device, **options):
             train(one, torch.optim.SGD(one.parameters(), lr=0.1), compute_device, accumulate=2)
     assert_same_weights(model, whole)

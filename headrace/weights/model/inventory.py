@@ -19,6 +19,7 @@ from headrace.weights.model.home import AliasParam, WatchedBuffer, owner_of
 from headrace.weights.model.layout import by_storage, check_can_travel, lay_out, overlap, travel_dtype
 from headrace.weights.model.module_buffers import may_rest_on_host, overlapping_buffers
 from headrace.weights.model.places import Member, Place
+from headrace.weights.model.precision import ParamDtype, Precision
 
 # These have a path on which they compute with their children's weights without calling the children.
 USE_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -31,7 +32,7 @@ _LEFT = "_headrace_left_to_user"  # attribute of a parameter
 class Inventory:
     """The parameters of a model. Tied ones are one member with several places."""
 
-    param_dtype: torch.dtype | None = None  # the dtype in which they travel; None: their own
+    param_dtype: ParamDtype = None  # the dtype in which they travel; None: their own
     members: dict[int, Member] = field(default_factory=dict)  # by the id of the parameter
     owned: dict[nn.Module, list[int]] = field(
         default_factory=dict
@@ -127,7 +128,7 @@ class Inventory:
             in_order = sorted(group, key=lambda index: members[index].parameter.storage_offset())
             for pair in itertools.pairwise(members[index] for index in in_order):
                 one, other = (member.parameter for member in pair)
-                casts = travel_dtype(one, self.param_dtype) != one.dtype
+                casts = any(travel_dtype(each, self.param_dtype) != each.dtype for each in (one, other))
                 apart = casts or number.get(id(one)) != number.get(id(other))
                 if apart and (one.requires_grad or other.requires_grad) and overlap(one, other):
                     raise LayoutError(
@@ -190,11 +191,13 @@ def is_left_to_user(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, _LEFT)
 
 
-def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, check: bool = True) -> Inventory:
+def take_inventory(model: nn.Module, *, param_dtype: ParamDtype = None, check: bool = True) -> Inventory:
     """Walks the model and lists its parameters, except those left to the user. With `check`, raises LayoutError for
     one that cannot travel; without it, only those buffers travel that do already.
     """
     inventory = Inventory(param_dtype)
+    if isinstance(param_dtype, Precision):
+        param_dtype.follow(model)
     overlapping = overlapping_buffers(model.modules()) if check else set()
     for module_name, module in model.named_modules():
         inventory.names[module] = module_name

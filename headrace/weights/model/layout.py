@@ -11,14 +11,14 @@ from headrace.memory.arena import KERNEL_ALIGNMENT_BYTES, aligned, is_large
 from headrace.runtime.autograd import address_of
 from headrace.weights.model.home import AliasHome, AliasParam, Home
 from headrace.weights.model.managed_param import Layout
+from headrace.weights.model.precision import ParamDtype, Precision, cast_dtype
 
 
-def travel_dtype(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> torch.dtype:
+def travel_dtype(parameter: nn.Parameter, param_dtype: ParamDtype) -> torch.dtype:
     """The dtype in which a parameter travels and computes: `param_dtype` for floating-point ones, else its own."""
-    wide = parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1  # float8 weights are left as they are
     if isinstance(parameter, AliasParam | AliasHome):
         return parameter.dtype
-    return param_dtype if param_dtype is not None and wide else parameter.dtype
+    return cast_dtype(parameter, param_dtype.of(parameter) if isinstance(param_dtype, Precision) else param_dtype)
 
 
 def check_can_travel(name: str, parameter: nn.Parameter) -> None:
@@ -49,7 +49,7 @@ def check_can_travel(name: str, parameter: nn.Parameter) -> None:
         raise LayoutError(f"parameter {name!r} cannot be offloaded: {reason}")
 
 
-def lay_out(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | None) -> tuple[list[Layout], int]:
+def lay_out(parameters: Sequence[nn.Parameter], param_dtype: ParamDtype) -> tuple[list[Layout], int]:
     """The layout of each parameter, in order, and the bytes of all together.
 
     Every region begins at a multiple of 64 bytes; regions of 256 bytes and more come first, at multiples of 256. A
@@ -82,7 +82,7 @@ def lay_out(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | None)
     return [layouts[index] for index in range(len(parameters))], end
 
 
-def by_storage(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | None) -> list[list[int]]:
+def by_storage(parameters: Sequence[nn.Parameter], param_dtype: ParamDtype) -> list[list[int]]:
     """Indices of parameters, grouped by the storage they share, in order of their first member."""
     groups: dict[object, list[int]] = defaultdict(list)
     for index, parameter in enumerate(parameters):
@@ -114,7 +114,7 @@ def _alone(parameter: nn.Parameter, offset: int, dtype: torch.dtype) -> Layout:
     return Layout(offset=offset, nbytes=nbytes, region=region, dtype=dtype, shape=parameter.shape, stride=stride)
 
 
-def _region_bytes(parameters: Sequence[nn.Parameter], group: list[int], param_dtype: torch.dtype | None) -> int:
+def _region_bytes(parameters: Sequence[nn.Parameter], group: list[int], param_dtype: ParamDtype) -> int:
     """Bytes of a region, before it is rounded up."""
     if len(group) == 1:
         parameter = parameters[group[0]]

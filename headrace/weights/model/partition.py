@@ -7,7 +7,6 @@ are a few trainable parameters in a model that is otherwise frozen.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -17,6 +16,7 @@ from headrace.planning import FEWEST_ROWS, Key, goes_by_rows
 from headrace.weights.model.experts import Experts, experts_of, lists_experts
 from headrace.weights.model.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
 from headrace.weights.model.layout import travel_dtype
+from headrace.weights.model.precision import matching
 
 _ADAPTER_SHARE = 0.1  # of all bytes: trainable parameters that take no more count as adapters
 _SMALL_SHARE = 1 / 16  # of a unit: a module with fewer bytes is not worth a trip of its own
@@ -231,9 +231,7 @@ class _Cutter:
         return chosen
 
     def _matching(self, pattern: str) -> list[nn.Module]:
-        found = [module for module, name in self._inventory.names.items() if fnmatchcase(name, pattern)]
-        inner = {below for module in found for below in module.modules() if below is not module}
-        return [module for module in found if module not in inner]  # "*" matches dots, too: the outermost count
+        return matching(pattern, self._inventory.names)
 
     def _own(self, module: nn.Module, setting: str) -> nn.Module:
         for element in _elements([module]):

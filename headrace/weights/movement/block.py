@@ -22,6 +22,7 @@ from headrace.weights.model.experts import Experts
 from headrace.weights.model.layout import lay_out
 from headrace.weights.model.managed_param import REMOVED, Layout, ManagedParam
 from headrace.weights.model.places import Member, Places
+from headrace.weights.model.precision import ParamDtype
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
 from headrace.weights.rest.fetching import Fetch, Fetching
 from headrace.weights.rest.reads import Range
@@ -59,7 +60,7 @@ class Block:
         members: Sequence[Member],
         device: torch.device,
         tiers: Tiers,
-        param_dtype: torch.dtype | None = None,
+        param_dtype: ParamDtype = None,
     ) -> None:
         self.name = name
         self.device = device
@@ -108,7 +109,7 @@ class Block:
         self._flushed_ranges: Sequence[Range] | None = None  # the ranges that `_flushed` is known of; None: all
         self._flush(self.generation)
 
-    def _lay_down(self, members: Sequence[Member], device: torch.device, param_dtype: torch.dtype | None) -> None:
+    def _lay_down(self, members: Sequence[Member], device: torch.device, param_dtype: ParamDtype) -> None:
         """Called by the constructor: moves the homes' bytes to where they rest, and makes a ManagedParam for each."""
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)

@@ -23,6 +23,7 @@ from headrace.weights.model.layout import check_can_travel
 from headrace.weights.model.module_buffers import names_of_each_rank
 from headrace.weights.model.partition import looks_rows_up
 from headrace.weights.model.places import Member, Place
+from headrace.weights.model.precision import ParamDtype, Precision
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.call import Companion, Site
 from headrace.weights.passes.engine import Engine
@@ -80,10 +81,12 @@ class Attachment:
         engine: Engine,
         mains: dict[nn.Module, tuple[Block, ...]],
         make_resident: Callable[[list[Member]], Block],
+        param_dtype: ParamDtype,
     ) -> None:
         self._model = weakref.ref(model)
         self._engine = engine
         self._make_resident = make_resident
+        self._param_dtype = param_dtype
         self._block_of: dict[int, Block] = {}  # by the ids of homes
         self._mains = weakref.WeakKeyDictionary(mains)
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # also those that have left the model
@@ -91,6 +94,8 @@ class Attachment:
         self._leave_registrations = _registrations.hooks.use(self)
         self._leave_pipelines: Callable[[], None] | None = None
         self._link(model, self._inventory(model))
+        if isinstance(param_dtype, Precision):
+            param_dtype.take_part()
         engine.note_buffers_budgeted()
         engine.before_call = self.follow
 
@@ -166,6 +171,8 @@ class Attachment:
         self._engine.backward.refused = True
         for block in self._engine.passes.all_blocks():
             block.release()
+        if isinstance(self._param_dtype, Precision):
+            self._param_dtype.withdraw()
         bring_attributes_back(self._modules, self._engine.passes.device)
         for module in list(self._modules):
             if site_of(module) is not None:
@@ -178,7 +185,7 @@ class Attachment:
         for module in model.modules():
             self._modules.add(module)
             lend_parameters(module)  # before the inventory notes places
-        return take_inventory(model, check=False)
+        return take_inventory(model, param_dtype=self._param_dtype, check=False)
 
     def _link(self, model: nn.Module, inventory: Inventory) -> None:
         places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}

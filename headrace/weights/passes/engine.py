@@ -470,7 +470,7 @@ class Engine:
         self.passes.becomes(PassState.UNSETTLED)  # and remains so if something interrupts this
         with without_overrides():
             self.passes.release_at_the_end()
-        self._executor.end_pass()
+            self._executor.end_pass()  # which looks at homes: a method around the pass may go on, and lend leaves
         self._residency.wait_for_consumed_reads()
         self.passes.settle(PassState.BETWEEN if torch.is_grad_enabled() else PassState.AT_REST)
         self._claims.clear()

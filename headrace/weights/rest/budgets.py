@@ -163,7 +163,7 @@ class Budgets:
         largest_bytes = 0
         for part in (*parts.streamed, *parts.resident):
             given = [inventory.members[key].parameter for key in part.keys]
-            sizes = [p.numel() * _given_dtype(p, config).itemsize for p in given if p.requires_grad]
+            sizes = [p.numel() * _given_dtype(p, inventory, config).itemsize for p in given if p.requires_grad]
             largest_bytes = max(largest_bytes, aligned(len(sizes)) + sum(map(aligned, sizes)))
         return 2 * whole_pages(self.ranks * largest_bytes)
 
@@ -236,9 +236,9 @@ class _Needs:
         return f"{what} {format_bytes(self.blocks_bytes)} beside {format_bytes(self.kept_bytes)} of {self.kept}"
 
 
-def _given_dtype(parameter: nn.Parameter, config: OffloadConfig) -> torch.dtype:
+def _given_dtype(parameter: nn.Parameter, inventory: Inventory, config: OffloadConfig) -> torch.dtype:
     """The dtype in which ranks give the gradients of a parameter."""
-    travels = travel_dtype(parameter, config.param_dtype)
+    travels = travel_dtype(parameter, inventory.param_dtype)
     return torch.promote_types(travels, config.grad_dtype or parameter.dtype)
 
 
