@@ -8,16 +8,13 @@ Without a master, what a step makes of a bfloat16 weight is rounded up or down b
 with Limited Numerical Precision", 2015): `(bits + r) >> 16`, with 16 random bits r. See docs/design/optimizers.md.
 """
 
-from typing import TypeVar
-
 import torch
 
 from headrace.optim.kernel import Master
 
 _MASK = 0xFFFFFFFF
-_AT_ONCE = 1 << 18  # elements for which there are random numbers, of 8 bytes, at a time
-
-_Bits = TypeVar("_Bits", int, torch.Tensor)
+_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))  # of the hash: a shift and a factor in each
+_AT_ONCE = 1 << 24  # elements for which there are random numbers at a time
 
 
 def join(weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> torch.Tensor:
@@ -79,19 +76,27 @@ def seed(step: float) -> int:
     return int(step) * 0x9E3779B9 & _MASK
 
 
+def random_bits(place: int) -> int:
+    """32 bits that depend only on the place, the same as the kernel's."""
+    bits = place & _MASK
+    for shift, factor in _ROUNDS:
+        bits = (bits ^ bits >> shift) * factor & _MASK
+    return bits ^ bits >> 16
+
+
 def randoms(begin: int, like: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each element of `like`, whose numbers begin at `begin`: a key, and the first one's place."""
-    return random_bits(torch.arange(begin, begin + like.numel(), device=like.device))
+    """The `random_bits` of as many places as `like` has elements, from `begin` on: a key and the first one's place.
+
+    They are int32, in which products keep their lower 32 bits, and shifts bring in the sign.
+    """
+    bits = torch.arange(like.numel(), dtype=torch.int32, device=like.device).add_(_signed(begin))
+    for shift, factor in _ROUNDS:
+        bits.bitwise_xor_((bits >> shift).bitwise_and_(_MASK >> shift)).mul_(_signed(factor))
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
 
 
-def random_bits(places: _Bits) -> _Bits:
-    """32 bits for each place (int64), the same as the kernel's. They depend only on the place."""
-    bits = places & _MASK
-    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & _MASK
-    # 0x846CA68B times a 32-bit number leaves 64 bits, so it is done in two halves.
-    bits = bits ^ (bits >> 15)
-    bits = (bits * 0xA68B + ((bits * 0x846C & 0xFFFF) << 16)) & _MASK
-    return bits ^ (bits >> 16)
+def _signed(bits: int) -> int:
+    return (bits + (1 << 31) & _MASK) - (1 << 31)
 
 
 def stochastic_bfloat16(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
@@ -100,7 +105,7 @@ def stochastic_bfloat16(values: torch.Tensor, random: torch.Tensor) -> torch.Ten
     Beyond the largest finite bfloat16, infinity is the value above. What is not finite stays infinite, or NaN.
     """
     bits = values.view(torch.int32)
-    rounded = (bits + (random & 0xFFFF).to(torch.int32)) >> 16
+    rounded = (bits + (random & 0xFFFF)) >> 16
     special = (bits & 0x7F800000) == 0x7F800000
     quiet = values.isnan().to(torch.int32) << 6  # a NaN that shows only in the lower half would become infinite
     return torch.where(special, bits >> 16 | quiet, rounded).to(torch.int16).view(torch.bfloat16)

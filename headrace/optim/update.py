@@ -199,7 +199,7 @@ def _narrowed(update: Update, moment: torch.Tensor, values: torch.Tensor) -> Non
     is_first = moment is update.first
     random = narrow.randoms(_begin(update, of_weight=False), values) >> (0 if is_first else 16) & 0xFFFF
     if moment.dtype == torch.uint8:
-        eight_bit.encode(values, moment, random.to(torch.int32), signed=is_first)
+        eight_bit.encode(values, moment, random, signed=is_first)
     else:
         moment.copy_(narrow.stochastic_bfloat16(values, random))
 

@@ -371,16 +371,9 @@ class Counters:
         timeout. With `in_pass`, for numbers that are posted within a pass, it also raises this when a rank has broken
         off this pass or gone on to another.
         """
-        for rank in range(self._size) if ranks is None else ranks:  # this one too: its own threads post
-            self._wait_for(rank, index, value, what, in_pass=in_pass)
-
-    def break_off(self, error: BaseException) -> None:
-        """Makes each `wait` that this rank is in, or begins later, raise `error`."""
-        self._broken = self._broken or error
-
-    def _wait_for(self, rank: int, index: int, value: int, what: str, *, in_pass: bool) -> None:
+        ranks = range(self._size) if ranks is None else tuple(ranks)  # this one too: its own threads post
         pause, began, looked = 0.0, time.monotonic(), 0.0
-        while self.of(rank, index) < value:
+        while late := [rank for rank in ranks if self.of(rank, index) < value]:
             if self._broken is not None:
                 raise self._broken
             time.sleep(pause)
@@ -388,9 +381,19 @@ class Counters:
             now = time.monotonic()
             if now - looked > _LOOK_SECONDS:
                 looked = now
-                node = self._node()
-                if node is not None:
-                    node.check(rank, what, now - began, lambda: self.of(rank, index) < value, in_pass=in_pass)
+                self._look_at(late, index, value, what, now - began, in_pass=in_pass)
+
+    def break_off(self, error: BaseException) -> None:
+        """Makes each `wait` that this rank is in, or begins later, raise `error`."""
+        self._broken = self._broken or error
+
+    def _look_at(
+        self, late: list[int], index: int, value: int, what: str, waited_seconds: float, *, in_pass: bool
+    ) -> None:
+        """Raises RankError if any of these ranks will not come. All are looked at: the first may wait for this one."""
+        node = self._node()
+        for rank in late if node is not None else ():
+            node.check(rank, what, waited_seconds, lambda rank=rank: self.of(rank, index) < value, in_pass=in_pass)
 
 
 _nodes: "weakref.WeakSet[Node]" = weakref.WeakSet()

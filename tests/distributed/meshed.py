@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import headrace
 from headrace import Offloaded, RankError, StateError, optim
 from headrace.checkpoint.writing import Piece
-from headrace.runtime.node import Node, mapped
+from headrace.runtime.node import Counters, Node, mapped
 from tests.support.compare import assert_same, assert_same_weights
 
 WIDTH, LAYERS = 64, 6
@@ -949,6 +949,18 @@ def refusals() -> None:
     alone = headrace.offload(Model(), device="cpu", device_memory=BUDGET_BYTES)
     with alone, pytest.raises(StateError, match=r"give headrace\.offload"), alone.no_sync():
         pass
+
+
+def ranks_that_wait_for_each_other_see_that_another_has_ended() -> None:
+    """Each of the first two posts what the other does not wait for, as where only one has met an error yet."""
+    node, rank = Node(cpu_mesh()), distributed.get_rank()
+    counters = Counters(node, 2)
+    if rank < 2:
+        counters.post(rank, 1)
+        with pytest.raises(RankError, match="rank 2 has ended"):
+            counters.wait(rank, 1, "its part")
+        print("done", flush=True)
+    os._exit(0)
 
 
 def a_rank_fails(how: str) -> None:

@@ -143,6 +143,12 @@ def test_a_rank_fails(nursery: Nursery, tmp_path: Path, how: str, world_size: in
     last.wait()
 
 
+def test_ranks_that_wait_for_each_other(nursery: Nursery, tmp_path: Path) -> None:
+    *others, _ = start_ranks(nursery, tmp_path, 3, "meshed.ranks_that_wait_for_each_other_see_that_another_has_ended")
+    for one in others:
+        assert one.read_rest() == "done\n", one.errors
+
+
 @pytest.mark.extended
 def test_a_node_dies(nursery: Nursery, tmp_path: Path) -> None:
     first, last = start_ranks(nursery, tmp_path, 2, "meshed.a_node_dies")
