@@ -83,8 +83,9 @@ from headrace.weights.rest.tiers import Tiers
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # which takes long to import
-
-    _PolicySpec = torch.dtype | MixedPrecisionPolicy | None
+else:
+    MixedPrecisionPolicy = Any
+_PolicySpec = torch.dtype | MixedPrecisionPolicy | None
 
 T = TypeVar("T")
 _LEAST_BYTES = 4096  # in a window of limited copies: each of so few bytes takes longer than they do
