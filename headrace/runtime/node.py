@@ -373,7 +373,7 @@ class Counters:
         """
         ranks = range(self._size) if ranks is None else tuple(ranks)  # this one too: its own threads post
         pause, began, looked = 0.0, time.monotonic(), 0.0
-        while late := [rank for rank in ranks if self.of(rank, index) < value]:
+        while late := [rank for rank in ranks if self._is_late(rank, index, value)]:
             if self._broken is not None:
                 raise self._broken
             time.sleep(pause)
@@ -387,13 +387,18 @@ class Counters:
         """Makes each `wait` that this rank is in, or begins later, raise `error`."""
         self._broken = self._broken or error
 
+    def _is_late(self, rank: int, index: int, value: int) -> bool:
+        return self.of(rank, index) < value
+
     def _look_at(
         self, late: list[int], index: int, value: int, what: str, waited_seconds: float, *, in_pass: bool
     ) -> None:
         """Raises RankError if any of these ranks will not come. All are looked at: the first may wait for this one."""
         node = self._node()
-        for rank in late if node is not None else ():
-            node.check(rank, what, waited_seconds, lambda rank=rank: self.of(rank, index) < value, in_pass=in_pass)
+        if node is None:
+            return
+        for rank in late:
+            node.check(rank, what, waited_seconds, partial(self._is_late, rank, index, value), in_pass=in_pass)
 
 
 _nodes: "weakref.WeakSet[Node]" = weakref.WeakSet()
