@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import headrace
 from headrace import Offloaded, RankError, StateError, optim
 from headrace.checkpoint.writing import Piece
+from headrace.runtime.device_group import DeviceGroup
 from headrace.runtime.node import Counters, Node, mapped
 from tests.support.compare import assert_same, assert_same_weights
 
@@ -981,6 +982,7 @@ def a_rank_fails(how: str) -> None:
             "raises in backward": "its last error: ZeroDivisionError: in backward",
             "cleans up first": "its last error: ZeroDivisionError: in backward",
             "ends early": "has ended",
+            "leaves a collective": "its last error: ZeroDivisionError: in a collective",
             "goes on": "has gone on to forward 3",
         }
         text = str(raised.value).lower()
@@ -1028,6 +1030,8 @@ def fail(how: str, model: nn.Module) -> None:
         model.layers[2].register_forward_hook(raises("in forward"))  # type: ignore[union-attr,operator]
     if how in ("raises in backward", "cleans up first"):
         model.layers[2].register_full_backward_hook(raises("in backward"))  # type: ignore[union-attr,operator]
+    if how == "leaves a collective":  # in which the others are by then
+        mock.patch.object(DeviceGroup, "reduce", raises("in a collective")).start()
     if how == "goes on":  # a loop that swallows errors
         for module in model.layers:
             hook = module.register_full_backward_hook(raises("in backward"))

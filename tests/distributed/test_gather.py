@@ -115,7 +115,16 @@ def test_as_otherwise(nursery: Nursery, tmp_path: Path, program: str) -> None:
 @pytest.mark.core(how="raises in backward")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "how", ["dies", "raises in forward", "raises in backward", "cleans up first", "ends early", "goes on"]
+    "how",
+    [
+        "dies",
+        "raises in forward",
+        "raises in backward",
+        "leaves a collective",
+        "cleans up first",
+        "ends early",
+        "goes on",
+    ],
 )
 def test_a_rank_fails(nursery: Nursery, tmp_path: Path, how: str, world_size: int) -> None:
     *others, last = start_ranks(nursery, tmp_path, world_size, f"meshed.a_rank_fails, {how!r}", GATHER)

@@ -265,7 +265,11 @@ class AveragedGradients(GradientFlow):
             if uneven:
                 having = [node.ranks[rank] for rank in range(node.size) if adds[rank, uneven[0]]]
                 raise _uneven(given.params[uneven[0]], f"ranks {having} alone, of {list(node.ranks)}")
-            return self._sums.exchange(given, given.heard & _GIVES)
+            try:
+                return self._sums.exchange(given, given.heard & _GIVES)
+            except BaseException as error:
+                self._counters.break_off(error)  # others may be in it until this rank ends: it must not wait for them
+                raise
 
     def _sum(self, given: Round, met: Job[Any]) -> list[ManagedParam]:
         """On the summing thread: sums up this rank's part of all gradients. Returns the parameters with an average."""
