@@ -243,6 +243,15 @@ def test_adapters_that_come_later(compute_device: torch.device) -> None:
     assert all(p.grad is not None and p.grad.dtype == p.dtype == WIDE for p in model.parameters())
 
 
+def test_a_module_in_the_place_of_one_with_a_policy(compute_device: torch.device) -> None:
+    """It has none: its weights travel in their own dtype, and its inputs are not cast."""
+    model, batch = seeded(Model), random_batches(1, 3, WIDTH, device=compute_device)[0]
+    offload(model, compute_device, 2.0, param_dtype={"head": INTO_WIDE})
+    loss_of(model, batch)
+    model.head = nn.Linear(WIDTH, WIDTH)
+    assert_same(model(batch), copy.deepcopy(model).to(compute_device)(batch))
+
+
 def test_tied_weights(compute_device: torch.device) -> None:
     """Two policies of one weight are refused, unless both say the same."""
     model = models.Decoder(layers=2, tied=True)
