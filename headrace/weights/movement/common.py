@@ -76,8 +76,8 @@ class CommonHomes:
         self._places: dict[Block, int] = {}
         # For each block: whether it was written, its updates, its digest. And two numbers of all blocks together.
         self._said: Counters | None = None
-        self._synchronised = True  # whether the last forward with gradients was to be averaged
-        self._gives_buffers = True  # whether the first rank's was, on this node
+        self._synchronised = True  # whether this rank's last forward with gradients was outside of `no_sync`
+        self._gives_buffers = True  # the same of the first rank of this node
         self._updates: dict[Block, _Updates] = {}
         # What the ranks of this node have agreed on since the start, for other nodes to compare.
         self._alike = {_WRITTEN: 0, _TRAINED: 0, _STEPS: 0}
@@ -162,8 +162,8 @@ class CommonHomes:
         self.accept()
 
     def give_buffers(self, buffers: Sequence[torch.Tensor], *, synchronises: bool) -> None:
-        """Called in a forward with gradients: gives all ranks the first rank's buffers, when DistributedDataParallel
-        does, unless the forward before was in `no_sync`. A collective. `synchronises`: whether this one is not.
+        """Called in a forward with gradients: gives all ranks the first rank's buffers, unless the forward before was
+        in `no_sync`, as in DistributedDataParallel. A collective. `synchronises`: whether this one is outside of it.
         """
         self._synchronised = synchronises
         if self._gives_buffers and buffers:
