@@ -27,6 +27,7 @@ WIDTH = 64
 HALF = Policy(NARROW)
 INTO_WIDE = Policy(NARROW, output_dtype=WIDE)
 FOR_NORMS = Policy(WIDE, output_dtype=NARROW)
+UNCAST = Policy(WIDE, cast_forward_inputs=False)  # a norm takes inputs in another dtype, too
 LAYERS = [f"layers.{index}" for index in range(4)]
 adamw = partial(torch.optim.AdamW, lr=0.01, fused=True)  # whose bits headrace.optim.AdamW has
 
@@ -150,8 +151,9 @@ def outcome_of(
     return outcome.read(model)
 
 
-TWO_LEVELS = {"": INTO_WIDE, "layers.*": HALF, "*.norm": FOR_NORMS}
+TWO_LEVELS = {"layers.1.norm": UNCAST, "": INTO_WIDE, "layers.*": HALF, "*.norm": FOR_NORMS}
 TWO_LEVELS_BY_HAND = {"": INTO_WIDE} | dict.fromkeys(LAYERS, HALF) | {f"{one}.norm": FOR_NORMS for one in LAYERS}
+TWO_LEVELS_BY_HAND["layers.1.norm"] = UNCAST
 
 
 @functools.cache
@@ -292,7 +294,7 @@ def test_the_dtype_of_gradients(compute_device: torch.device) -> None:
         ({"layer.*": NARROW}, ValueError, r"param_dtype\['layer.\*'\] matches no module; give names or patterns"),
         ({0: NARROW}, TypeError, r"param_dtype\[0\]: give the name of a module"),
         ({"layers.*": "bf16"}, TypeError, r"param_dtype\['layers.\*'\]='bf16' is not a floating-point torch.dtype"),
-        (Policy(torch.int8), TypeError, r"param_dtype\[''\].param_dtype=torch.int8 is not a floating-point"),
+        (Policy(torch.int8), TypeError, r"param_dtype.param_dtype=torch.int8 is not a floating-point"),
         (Policy(NARROW, output_dtype=torch.bool), TypeError, r"output_dtype=torch.bool is not a floating-point"),
         (Policy(NARROW, cast_forward_inputs=None), TypeError, r"cast_forward_inputs=None is neither True nor False"),  # type: ignore[arg-type]
     ],

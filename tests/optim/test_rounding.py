@@ -144,6 +144,21 @@ def test_rounding_has_no_bias(share: float) -> None:
         assert abs((normal * other).mean().item()) < 5 / normal.numel() ** 0.5
 
 
+def test_matrices_are_rounded_differently_at_each_step() -> None:
+    """A decay to the middle between two neighbours, of two parameters."""
+    weights = [nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)) for _ in "ab"]
+    optimizer = headrace.optim.Muon(weights, lr=2.0**-9, weight_decay=1.0, master_form="none")
+    found = set()
+    for _ in range(3):
+        for weight in weights:
+            weight.data.fill_(1.0)
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        found |= {tuple((weight.detach() < 1).flatten().tolist()) for weight in weights}
+    assert len(found) == 6
+    assert all(0.4 < sum(one) / len(one) < 0.6 for one in found)
+
+
 def test_small_updates_are_not_lost() -> None:
     """A decay that rounding to nearest would lose in each step is there on average."""
     weight = nn.Parameter(torch.ones(1 << 14, dtype=torch.bfloat16))
@@ -328,7 +343,7 @@ def test_state_of_other_forms(name: str, tier: str, form: str, tmp_path: Path, m
         assert torch.equal(kept, wanted.detach())
 
 
-def test_weights_written_by_somebody_count(tmp_path: Path) -> None:
+def test_weights_written_by_somebody_count() -> None:
     """Whatever way: there is nothing beside them."""
     ours, theirs = parameters(torch.bfloat16, SHAPES[:3]), parameters(torch.bfloat16, SHAPES[:3])
     one, other = make("adamw", ours), make("adamw", theirs)
