@@ -140,7 +140,8 @@ def offload(
       Or an FSDP2 `MixedPrecisionPolicy`, which also casts the model's floating-point inputs and outputs. Or a dict of
       dtypes, policies and None (the own dtype) by module names and name patterns ("" is the model; a name counts more
       than a pattern, a later pattern more than an earlier one). A parameter belongs to the nearest module around it
-      that has an entry. Inputs and outputs are cast only where a policy is given, as by `fully_shard` of that module.
+      that has an entry; modules that come after `offload()` have none of their own. Inputs and outputs are cast only
+      where a policy is given, as by `fully_shard` of that module.
     - `grad_dtype`: dtype of `parameter.grad`, in which micro-batches are summed. Default: the parameter's own dtype, or
       the `reduce_dtype` of the model's policy. No module can have another.
     - `activations`: True, or a dict of settings of `offload_activations` such as `{"device_memory": "2GiB"}`. What

@@ -116,9 +116,9 @@ def _three_digits(value: float, unit: str, up: bool) -> float:
 
 @dataclass(frozen=True)
 class Policy:
-    """In which dtypes a module computes: the fields of FSDP2's MixedPrecisionPolicy."""
+    """In which dtypes a module computes: the fields of FSDP2's MixedPrecisionPolicy. None: as they are."""
 
-    param_dtype: torch.dtype | None = None  # None: their own
+    param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = False
@@ -307,10 +307,8 @@ def param_dtypes(given: Any) -> Any:
 
     Raises TypeError, ValueError.
     """
-    if _is_policy(given):
-        given = {"": given}
     if not isinstance(given, Mapping):
-        return given
+        return {"": _policy("param_dtype", given)} if _is_policy(given) else given
     if not given:
         raise ValueError("param_dtype={} names no modules; give a dtype for the whole model, or None for its own")
     for name in given:

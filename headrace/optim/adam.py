@@ -21,12 +21,11 @@ class AdamW(HostOptimizer, torch.optim.AdamW):
     - `master_dtype`: dtype of the masters of low-precision weights. Only torch.float32.
     - `master_form`: "split" keeps the 16 bits that a bfloat16 weight lacks (2 bytes per parameter; ties round up);
       "full" keeps a float32 tensor beside it (4 bytes; ties round to even). "none" keeps nothing: a step computes in
-      float32 from the bfloat16 weight, and rounds the result up or down at random, by its place between the two, so
-      that small updates are not lost on average. The random numbers depend only on the step, the parameter's number
-      and the element's place in it, so threads, tiers, ranks and a resume change no bit. (A shard's places are those in
-      the whole parameter if it is cut along one dimension, the first.) The state of every rule then counts steps;
-      masters in a loaded state are dropped. With any form, float16 weights are "full", and float32 weights are their
-      own masters.
+      float32 from the bfloat16 weight and rounds the result stochastically, so that small updates are not lost on
+      average. Which way depends only on the step, the parameter's number and the element's place in it (of a shard that
+      is cut along the first dimension: in the whole parameter), so threads, tiers, ranks and a resume change no bit.
+      The state then counts steps; masters in a loaded state are dropped. With any form, float16 weights are "full", and
+      float32 weights are their own masters.
     - `state_dtype`: dtype of the moments: torch.float32, torch.bfloat16 with stochastic rounding, or "8bit". "8bit"
       means codes relative to the largest of each 128 elements, also rounded stochastically: 1.03 bytes per moment and
       element. In the state these are "exp_avg_8bit" and so on, of shape (runs, 132) and dtype torch.uint8. Tensors of

@@ -319,9 +319,8 @@ class HostOptimizer(Optimizer):
     def _deciding(self) -> dict[str, object]:
         """The settings that decide about results, which all ranks must have alike."""
         found: dict[str, object] = {"the class of optimizer": type(self).__name__}
-        found |= {
-            name: getattr(self._options, name) for name in ("max_grad_norm", "master_form", "state_dtype", "overlap")
-        }
+        options = ("max_grad_norm", "master_form", "state_dtype", "overlap")
+        found |= {name: getattr(self._options, name) for name in options}
         for number, group in enumerate(self._settings()):
             plain = (name for name in self.defaults if isinstance(group.get(name), float | int | str | tuple | list))
             found |= {f"param_groups[{number}][{name!r}]": group[name] for name in plain}

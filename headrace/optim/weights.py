@@ -49,9 +49,8 @@ class MasterWeight:
         self.uses_8bit = eight_bits and eight_bit.fits(parameter)  # whether its moments are kept in 8 bits
         self.host = parameter
         self._state_on_host = state_on_host
-        self.offset = (
-            0 if given.shape == parameter.shape else first_element(given)
-        )  # in the whole of which it is a shard
+        # The place of the first element in the whole parameter. It is whole here if its shards were brought together.
+        self.offset = 0 if given.shape == parameter.shape else first_element(given)
         if parameter.dtype == torch.bfloat16 and master_form != "full":
             self.form = Master.SPLIT if master_form == "split" else Master.NONE
         elif parameter.dtype in (torch.bfloat16, torch.float16):

@@ -93,15 +93,14 @@ def _apply(
     """Updates one parameter, of which everything is on one device. Returns whether its gradient is not finite."""
     weights = member.master
     master = next((flat(weights.dense(state[name])) for name in weights.master_dtypes), None)
-    step = float(state.get("step", 0.0))
+    step = float(state.get("step", 0.0)) + 1
     exact = narrow.join(stored, master, weights.form)
     largest = torch.linalg.vector_norm(gradient, torch.inf) if gradient.numel() else gradient.sum()
     # In the shape and layout of the parameter: rows and columns matter here.
     member.rule.apply(state, weights.shaped(exact), scaled(gradient, scale).to(exact.dtype))
-    begin = narrow.key(step + 1, member.index, of_weight=True)
-    narrow.split_master(exact, stored, master, weights.form, begin)
-    if weights.form is Master.NONE and float(state.get("step", 0.0)) == step:  # a rule that does not count
-        state["step"] = torch.tensor(step + 1, device="cpu")
+    narrow.split_master(exact, stored, master, weights.form, narrow.key(step, member.index, of_weight=True))
+    if weights.form is Master.NONE:
+        state["step"] = torch.tensor(step, device="cpu")  # which not every rule counts
     return ~largest.isfinite().view(1)
 
 

@@ -101,8 +101,7 @@ class _Calls:
     def stopped(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Makes a call that the compiler does not trace."""
         for participant in self.participants:
-            if participant.stops_compiler(module):
-                participant.stopped(module)
+            participant.stopped(module)
         return self(*args, **kwargs)
 
     def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:

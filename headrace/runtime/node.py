@@ -229,11 +229,13 @@ class Node:
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
             by_device[tensor.device].append(tensor.data[once])
         for device, those in by_device.items():
-            reached = self._mesh.reaches(device)
-            sent = those if reached else [one.to("cpu", copy=True) for one in those]
-            for ranks in (self._mesh,) if reached else dict.fromkeys((self._across, self._here)):
-                ranks.spread(((0, one) for one in sent), what)
-            for one, come in zip(those, () if reached else sent, strict=False):
+            if self._mesh.reaches(device):
+                self._mesh.spread([(0, one) for one in those], what)
+                continue
+            sent = [one.to("cpu", copy=True) for one in those]
+            for ranks in dict.fromkeys((self._across, self._here)):
+                ranks.spread([(0, one) for one in sent], what)
+            for one, come in zip(those, sent, strict=True):
                 one.copy_(come)
 
     def spread_memory(self, device: torch.device, *, by_ranks: bool) -> None:

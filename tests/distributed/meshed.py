@@ -809,6 +809,12 @@ def buffers_follow_the_first_rank() -> None:
     model = Model()
     with offloaded(model), mock.patch.object(Node, "give_first", side_effect=AssertionError):
         model(batch(rank, 0)).backward()  # has no buffers
+        for extra in (torch.zeros(4 + 300 * rank), torch.zeros(4) if rank else None):
+            model.register_buffer("extra", extra)
+            with pytest.raises(StateError, match=r"ranks \[1\] have other buffers than rank 0 .*register the same"):
+                model(batch(rank, 0))
+        del model.extra
+        model(batch(rank, 0)).backward()
 
 
 def same_buffers(model: nn.Module, other: nn.Module) -> None:

@@ -44,8 +44,7 @@ def _optimizer(case: Case) -> str:
     settings += [f'overlap="{method.overlap.value}"'] if method.overlap is not Overlap.NONE else []
     if work.state_bytes < 8:
         settings.append("state_dtype=" + ("torch.bfloat16" if work.state_bytes == 4 else '"8bit"'))
-    form = "none" if work.rounds else "full" if work.master_bytes == 4 else "split"
-    settings += [f'master_form="{form}"'] if form != "split" else []
+    settings += [f'master_form="{work.master_form}"'] if work.master_form != "split" else []
     settings += ["mesh=mesh"] if case.spread.data > 1 else []
     settings += [f"zero_stage={case.spread.zero_stage}"] if case.spread.zero_stage else []
     return f"optimizer = headrace.optim.AdamW({', '.join(settings)})"

@@ -49,9 +49,9 @@ class Work:
     """One optimizer step of one replica: `micro_batches` of `batch_size` sequences of `sequence_length` tokens.
 
     Bytes are per trained parameter. `state_bytes` is 8 for Adam (two moments in float32). `master_bytes` is 4 for a
-    float32 copy of 16-bit weights, 2 for the 16 bits that these lack, and 0 for float32 weights, and for 16-bit ones
-    that are rounded stochastically. `gradient_bytes` is the size in which gradients travel and rest, that of the
-    weights. `clipped`: gradients are clipped to a global norm, for which they are read once more.
+    float32 copy of 16-bit weights, 2 for the 16 bits that these lack, and 0 for float32 weights and for 16-bit ones
+    that are rounded stochastically. `gradient_bytes` is the size of a gradient and of a weight. `clipped`: gradients
+    are clipped to a global norm, for which they are read once more.
     """
 
     training: Training = Training.FULL
@@ -76,13 +76,9 @@ class Work:
         return self.batch_size * self.sequence_length
 
     @property
-    def rounds(self) -> bool:
-        """Whether 16-bit weights have no master."""
-        return not self.master_bytes and self.gradient_bytes == 2
-
-    @property
-    def _weight_bytes(self) -> int:
-        return 2 if self.master_bytes or self.rounds else 4
+    def master_form(self) -> str:
+        """The setting of `headrace.optim` that makes such masters."""
+        return {4: "full", 2: "split"}.get(self.master_bytes, "none" if self.gradient_bytes == 2 else "split")
 
     @property
     def update_bytes(self) -> float:
@@ -90,16 +86,16 @@ class Work:
 
         28 for Adam in mixed precision with a master in 32 bits, 26 with one of 16 bits beside the weight, 22 without.
         """
-        weight = 2 if self.master_bytes == 4 else 2 * self._weight_bytes  # without a whole master it is read too
-        return self.gradient_bytes + weight + 2 * (self.master_bytes + self.state_bytes)
+        times = 2 if self.master_bytes == 4 else 3  # without a whole master the weight is read too
+        return times * self.gradient_bytes + 2 * (self.master_bytes + self.state_bytes)
 
     def update_crossing(self, *, streamed: bool) -> tuple[float, float]:
         """The bytes per parameter that an update by the device brings there, and those that it sends back.
 
         State, and the weight and its gradient where weights are `streamed`; otherwise these are there.
         """
-        state, weight = self.master_bytes + self.state_bytes, self._weight_bytes
-        return (state + weight + self.gradient_bytes, state + weight) if streamed else (state, state)
+        state, weight = self.master_bytes + self.state_bytes, self.gradient_bytes
+        return (state + 2 * weight, state + weight) if streamed else (state, state)
 
 
 @dataclass(frozen=True, kw_only=True)

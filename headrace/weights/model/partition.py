@@ -189,11 +189,12 @@ class _Cutter:
     # what stays -------------------------------------------------------------------------------------------------------
     def _resident_keys(self, resident: Sequence[nn.Module | str]) -> list[int]:
         keys: list[int] = []
+        names = self._inventory.names
         for chosen in resident:
             if isinstance(chosen, nn.Module):
                 found = self._inventory.below(self._own(chosen, "resident"))
             else:
-                found = [key for module in self._matching(chosen) for key in self._inventory.below(module)]
+                found = [key for module in matching(chosen, names) for key in self._inventory.below(module)]
                 found += self._inventory.named(chosen)
             if not found:
                 raise ValueError(
@@ -213,14 +214,15 @@ class _Cutter:
     def _given_modules(self, blocks: Iterable[nn.Module | str]) -> list[nn.Module]:
         chosen: list[nn.Module] = []
         covered: dict[nn.Module, str] = {}  # every module inside a chosen one, and the chosen one's name
+        names = self._inventory.names
         for given in blocks:
-            found = [self._own(given, "blocks")] if isinstance(given, nn.Module) else self._matching(given)
+            found = [self._own(given, "blocks")] if isinstance(given, nn.Module) else matching(given, names)
             if not found:
                 raise ValueError(
                     f"blocks={given!r} matches no module of the model; see model.named_modules() for names"
                 )
             for module in _elements(found):
-                name = self._inventory.names[module]
+                name = names[module]
                 if not self._inventory.below(module):
                     raise ValueError(f"block {name!r} holds no parameters; leave it out of blocks")
                 for inner in module.modules():
@@ -229,9 +231,6 @@ class _Cutter:
                         raise ValueError(f"blocks overlap: {name!r} and {other!r} share modules; give each module once")
                 chosen.append(module)
         return chosen
-
-    def _matching(self, pattern: str) -> list[nn.Module]:
-        return matching(pattern, self._inventory.names)
 
     def _own(self, module: nn.Module, setting: str) -> nn.Module:
         for element in _elements([module]):

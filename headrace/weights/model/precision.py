@@ -29,7 +29,6 @@ class Precision:
     def __init__(self, model: nn.Module, given: Mapping[str, Policy]) -> None:
         """Raises ValueError for names without a module, and for shared parameters whose policies disagree."""
         self._policies = weakref.WeakKeyDictionary(_policies(model, given))
-        self._dtypes: dict[int, torch.dtype | None] = {}  # by the id of the parameter
         self.follow(model)
 
     def of(self, parameter: nn.Parameter) -> torch.dtype | None:
@@ -47,17 +46,14 @@ class Precision:
                     f"param_dtype gives the parameter that is both {other.name!r} and {held.name!r} two dtypes, {one}"
                     f" and {two}; give both modules the same"
                 )
-        self._dtypes = {key: held.policy.param_dtype for key, held in first.items()}
+        self._dtypes = {key: held.policy.param_dtype for key, held in first.items()}  # by the id of the parameter
 
     def grad_dtype(self, model: nn.Module, given: torch.dtype | None) -> torch.dtype | None:
-        """The dtype of gradients, which is one for the whole model: what the root's policy says, or `given`.
+        """The dtype of all gradients: `given`, or the reduce_dtype of the model's own policy; None: the parameters'.
 
         Raises ValueError where a policy says another one.
         """
-        asked = self._policies.get(model, Policy()).reduce_dtype
-        if asked is not None and given not in (None, asked):
-            raise ValueError(f"grad_dtype={given} and the model's reduce_dtype={asked} differ; give one of them")
-        found = asked or given
+        found = given or self._policies.get(model, Policy()).reduce_dtype
         for name, parameter, policy, module_name in self._held(model):
             dtype = found or parameter.dtype
             if parameter.requires_grad and policy.reduce_dtype not in (None, dtype):

@@ -74,10 +74,10 @@ class CommonHomes:
         self._agreements = 0
         self._agreed: dict[Block, int] = {}  # the last generation that this rank has compared with what all ranks see
         self._places: dict[Block, int] = {}
-        # For each block: whether it was written, its updates, its digest. And two numbers of all blocks together.
+        # For each block: whether it was written, its updates, its digest. And three numbers of the whole model.
         self._said: Counters | None = None
-        self._synchronised = True  # whether the last forward with gradients was to be averaged
-        self._gives_buffers = True  # whether the first rank's was, on this node
+        self._synchronised = True  # whether this rank's last forward with gradients was outside of `no_sync`
+        self._gives_buffers = True  # the same of the first rank of this node
         self._updates: dict[Block, _Updates] = {}
         # What the ranks of this node have agreed on since the start, for other nodes to compare.
         self._alike = {_WRITTEN: 0, _TRAINED: 0, _STEPS: 0}
@@ -119,7 +119,7 @@ class CommonHomes:
         blocks = self._blocks()
         if self._said is None or len(self._places) != len(blocks):
             self._places = {block: place for place, block in enumerate(blocks)}
-            self._said, self._updates = Counters(self.node, 3 * len(blocks) + 2), {}
+            self._said, self._updates = Counters(self.node, 3 * len(blocks) + 3), {}
         said = self._said
         self._agreements += 1
         for index, block in enumerate(blocks):
@@ -162,12 +162,27 @@ class CommonHomes:
         self.accept()
 
     def give_buffers(self, buffers: Sequence[torch.Tensor], *, synchronises: bool) -> None:
-        """Called in a forward with gradients: gives all ranks the first rank's buffers, when DistributedDataParallel
-        does, unless the forward before was in `no_sync`. A collective. `synchronises`: whether this one is not.
+        """Called in a forward with gradients: gives all ranks the first rank's buffers, unless the forward before was
+        in `no_sync`, as in DistributedDataParallel. A collective. `synchronises`: whether this one is outside of it.
+
+        Raises StateError, on all ranks of the node, where these have different ones.
         """
         self._synchronised = synchronises
-        if self._gives_buffers and buffers:
-            self.node.meet("the first rank's buffers")  # which notices a rank that has failed since the pass began
+        said = self._said
+        if not self._gives_buffers or said is None:
+            return
+        kinds, place = [(one.shape, one.dtype, one.device.type) for one in buffers], 3 * len(self._places) + 2
+        said.post(place, zlib.crc32(repr(kinds).encode()))
+        self.node.meet("the first rank's buffers")  # which notices a rank that has failed since the pass began
+        different = [one for rank, one in enumerate(self.node.ranks) if said.of(rank, place) != said.of(0, place)]
+        if different:
+            raise StateError(
+                f"ranks {different} have other buffers than rank {self.node.ranks[0]} (number, shape, dtype or device;"
+                f" rank {self.node.ranks[self.node.rank]} has {len(buffers)} buffers): register the same on all ranks,"
+                " and name those that each rank has for itself in model._ddp_params_and_buffers_to_ignore before"
+                " offload()"
+            )
+        if buffers:
             self.node.give_first(buffers)
 
     def _look(self) -> None:

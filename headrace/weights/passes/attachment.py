@@ -19,7 +19,7 @@ from headrace.runtime.process_wide import hooked
 from headrace.weights.model.data_parallel import refuse_wrapping
 from headrace.weights.model.home import Home
 from headrace.weights.model.inventory import Inventory, take_inventory
-from headrace.weights.model.layout import check_can_travel
+from headrace.weights.model.layout import check_can_travel, travel_dtype
 from headrace.weights.model.module_buffers import names_of_each_rank
 from headrace.weights.model.partition import looks_rows_up
 from headrace.weights.model.places import Member, Place
@@ -136,7 +136,7 @@ class Attachment:
 
     def _adopted(self, added: list[Member], inventory: Inventory) -> list[Member]:
         """The added parameters that need a block of their own. Each of the others has replaced one of its kind in its
-        module (weight_norm makes `weight` into `weight_v`), and travels as that one did.
+        module (weight_norm makes `weight` into `weight_v`), and travels as that one did, in the same dtype.
         """
         gone = [
             param
@@ -146,7 +146,8 @@ class Attachment:
         ]
         left = []
         for member in added:
-            for param in gone:
+            dtype = travel_dtype(member.parameter, self._param_dtype)
+            for param in (one for one in gone if one.layout.dtype == dtype):
                 if param.fits(member.parameter) and member.name.startswith(param.name[: param.name.rfind(".") + 1]):
                     param.adopt(member.parameter)
                     gone.remove(param)

@@ -184,6 +184,8 @@ class Managed:
         """The compiler has come to a call of the module. If torch.compile was given the module, it compiles the
         module's blocks from now on.
         """
+        if not self.stops_compiler(module):
+            return  # another participant has stopped it
         wrapper, self.site.compiled_by = self.site.compiled_by, None
         given: Any = None if wrapper is None else wrapper()
         if given is not None:
