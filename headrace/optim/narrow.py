@@ -80,7 +80,7 @@ def seed(step: float) -> int:
 
 
 def randoms(begin: int, like: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each element of `like`, whose numbers begin at `begin`: a key, and the first one's place."""
+    """32 random bits for each element of `like`. `begin`: a `key`, plus the place of the first element."""
     return random_bits(torch.arange(begin, begin + like.numel(), device=like.device))
 
 
