@@ -85,9 +85,9 @@ def random_bits(place: int) -> int:
 
 
 def randoms(begin: int, like: torch.Tensor) -> torch.Tensor:
-    """The `random_bits` of as many places as `like` has elements, from `begin` on: a key and the first one's place.
+    """32 random bits for each element of `like`, as int32. `begin`: a `key`, plus the place of the first element.
 
-    They are int32, in which products keep their lower 32 bits, and shifts bring in the sign.
+    In int32, products keep their lower 32 bits, and shifts bring in the sign.
     """
     bits = torch.arange(like.numel(), dtype=torch.int32, device=like.device).add_(_signed(begin))
     for shift, factor in _ROUNDS:

@@ -97,7 +97,7 @@ class Reduced(Replicas):
         return super()._seen(member)
 
     def unscale(self, unscale: Unscale, parameters: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-        """As `Ownership.unscale`, each rank those that it owns; what one finds counts on all. A collective."""
+        """As `Ownership.unscale`: each rank unscales what it owns, and what one finds counts on all. A collective."""
         self._check()
         elsewhere = {one: one.grad for one in parameters if self.is_elsewhere(one) and self._is_given(one, one.grad)}
         with self.ranks.as_one("unscale its gradients"):
