@@ -940,6 +940,9 @@ def refusals() -> None:
     with pytest.raises(TypeError, match="mesh is a int; give a DeviceMesh"):
         headrace.offload(model, device="cpu", mesh=2)
     with offloaded(model) as handle:
+        anchor = torch.zeros((), requires_grad=True)
+        with pytest.raises(StateError, match="checkpoint its layers"):
+            checkpoint(lambda anchor: model(batch(0, 0)) + anchor, anchor, use_reentrant=True).backward()
         model(batch(0, 0)).backward()
         with pytest.raises(StateError, match=r"use an optimizer of headrace\.optim, such as headrace\.optim\.AdamW"):
             torch.optim.AdamW(model.parameters()).step()

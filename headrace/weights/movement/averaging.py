@@ -123,6 +123,11 @@ class AveragedGradients(GradientFlow):
                 " average; make it a dense one: sparse=False"
             )
         _refuse_hooks(block)  # hooks that were registered since forward
+        if block not in self._places:
+            raise StateError(
+                "no forward with gradients has begun on all ranks before this backward, which recomputes a whole model"
+                " (checkpoint(model, ..., use_reentrant=True)); give use_reentrant=False, or checkpoint its layers"
+            )
         if not self.synchronises:
             self._keep(self._of_this_backward, param, gradient)
         elif self._places[block] < self._next:
