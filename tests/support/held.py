@@ -1,6 +1,9 @@
 """What is held on the device? Bytes of weights, what an allocator counts, and what a plain pass adds to its weights."""
 
 import gc
+import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +27,21 @@ def allocated_bytes(device: torch.device) -> int:
     return torch.accelerator.memory_allocated(device) if is_counted(device) else 0
 
 
+def comes_true(condition: Callable[[], bool]) -> bool:
+    """Whether it holds once garbage is collected. Autograd's device thread lets go of a graph in its own time."""
+    for _ in range(100):
+        gc.collect()
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def is_gone(reference: weakref.ref[Any]) -> bool:
+    """Whether the object goes once garbage is collected."""
+    return comes_true(lambda: reference() is None)
+
+
 class Allocations:
     """Live bytes of one device from here on, by its allocator; all zero on the CPU, which has none that counts."""
 
@@ -37,7 +55,12 @@ class Allocations:
 
     def forward_done(self, _step: int) -> None:
         """To be called when forward has ended and its output is alive."""
-        self.after_forward_bytes.append(allocated_bytes(self.device) - self.before_bytes)
+        self.after_forward_bytes.append(self.added_bytes)
+
+    @property
+    def added_bytes(self) -> int:
+        """What was added and is alive."""
+        return allocated_bytes(self.device) - self.before_bytes
 
     @property
     def peak_bytes(self) -> int:

@@ -22,10 +22,10 @@ from headrace.runtime.threads import Job
 from headrace.weights.movement.block import Block
 from headrace.weights.rest.fetching import Fetch, Fetching
 from tests.support.compare import assert_same_gradients
+from tests.support.held import is_gone
 from tests.support.instances import instances
 from tests.support.loops import loss_of
 from tests.support.models import Decoder, large_decoder
-from tests.weights.test_lifetime import is_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
