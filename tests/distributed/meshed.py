@@ -939,6 +939,7 @@ def refusals() -> None:
     model = Model()
     with pytest.raises(TypeError, match="mesh is a int; give a DeviceMesh"):
         headrace.offload(model, device="cpu", mesh=2)
+    model.layers[2].linear.weight.requires_grad_(False)  # type: ignore[union-attr]
     with offloaded(model) as handle:
         anchor = torch.zeros((), requires_grad=True)
         with pytest.raises(StateError, match="checkpoint its layers"):
@@ -955,6 +956,9 @@ def refusals() -> None:
         model.zero_grad()
         model(batch(0, 0)).backward()
         assert seen == [model.head.weight]
+        model.layers[2].linear.weight.requires_grad_(True)  # type: ignore[union-attr]
+        with pytest.raises(StateError, match=r"'layers\.2\.linear\.weight' has a gradient, and no forward"):
+            checkpoint(lambda anchor: model(batch(0, 0)) + anchor, anchor, use_reentrant=True).backward()
         del handle
     alone = headrace.offload(Model(), device="cpu", device_memory=BUDGET_BYTES)
     with alone, pytest.raises(StateError, match=r"give headrace\.offload"), alone.no_sync():

@@ -123,10 +123,11 @@ class AveragedGradients(GradientFlow):
                 " average; make it a dense one: sparse=False"
             )
         _refuse_hooks(block)  # hooks that were registered since forward
-        if block not in self._places:
+        if param not in self._homes:
             raise StateError(
-                "no forward with gradients has begun on all ranks before this backward, which recomputes a whole model"
-                " (checkpoint(model, ..., use_reentrant=True)); give use_reentrant=False, or checkpoint its layers"
+                f"parameter {param.name!r} has a gradient, and no forward with gradients has begun on all ranks since"
+                " it is trained: this backward recomputes a whole model (checkpoint(model, ..., use_reentrant=True));"
+                " give use_reentrant=False, or checkpoint its layers"
             )
         if not self.synchronises:
             self._keep(self._of_this_backward, param, gradient)
