@@ -997,6 +997,7 @@ def a_rank_fails(how: str) -> None:
             "ends early": "has ended",
             "leaves a collective": "its last error: ZeroDivisionError: in a collective",
             "goes on": "has gone on to forward 3",
+            "fails after a collective": "has gone on to forward 3",
         }
         text = str(raised.value).lower()
         assert f"rank {last}" in text, text
@@ -1045,12 +1046,20 @@ def fail(how: str, model: nn.Module) -> None:
         model.layers[2].register_full_backward_hook(raises("in backward"))  # type: ignore[union-attr,operator]
     if how == "leaves a collective":  # in which the others are by then
         mock.patch.object(DeviceGroup, "reduce", raises("in a collective")).start()
-    if how == "goes on":  # a loop that swallows errors
+    if how == "fails after a collective":  # when this rank has begun the next round
+        reduce, mistakes = DeviceGroup.reduce, iter([raises("after a collective")])
+
+        def fails_once(*given: Any) -> None:
+            reduce(*given)
+            next(mistakes, lambda: None)()
+
+        mock.patch.object(DeviceGroup, "reduce", fails_once).start()
+    if how == "goes on":
         for module in model.layers:
-            hook = module.register_full_backward_hook(raises("in backward"))
+            module.register_full_backward_hook(raises("in backward"))
+    if how in ("goes on", "fails after a collective"):  # a loop that swallows errors
         with contextlib.suppress(ZeroDivisionError):
             model(batch(rank, 0)).backward()
-        hook.remove()
         with contextlib.suppress(RankError):
             model(batch(rank, 0))
     elif how == "cleans up first":
