@@ -182,15 +182,13 @@ class Managed:
 
     def stopped(self, module: nn.Module) -> None:
         """The compiler has come to a call of the module. If torch.compile was given the module, it compiles the
-        module's blocks from now on.
+        module's blocks from now on, or what another participant that stopped it leaves of the call.
         """
-        if not self.stops_compiler(module):
-            return  # another participant has stopped it
         wrapper, self.site.compiled_by = self.site.compiled_by, None
         given: Any = None if wrapper is None else wrapper()
         if given is not None:
             compile_calls(module, given.dynamo_ctx)
-        else:
+        elif self.stops_compiler(module):
             note_not_compiled(self._engine)
 
     @property
