@@ -281,7 +281,7 @@ class Node:
         )
 
     def look(self, what: str = "its part of a step") -> None:
-        """Raises RankError when a rank of the node has ended, or ends within a second."""
+        """Raises RankError if a rank of the node will not come, or ends within a second."""
         for _ in range(20):
             for rank in range(self.size):
                 self.check(rank, what, 0.0, lambda: True)

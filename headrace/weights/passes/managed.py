@@ -168,8 +168,10 @@ class Managed:
         return engine.lookups.look_up(table, module, own, *args, **kwargs)
 
     def stops_compiler(self, module: nn.Module) -> bool:
-        """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
-        return self.site.encloses or self._takes_parts or not self._engine.passes.computes
+        """A compiled block may be compiled through while a visit has it bound; a model around blocks may not."""
+        if self.site.encloses or self._takes_parts or not self._engine.passes.computes:
+            return True
+        return not all(block.users for block in self.site.blocks)
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
         """Blocks are compiled in the place of a module around them."""
