@@ -4,6 +4,7 @@ The shared memory is in files without a name. The first rank makes them, and the
 nothing is left behind, however a rank ends. Ranks of other nodes are reached through process groups.
 """
 
+import contextlib
 import errno
 import os
 import struct
@@ -11,8 +12,7 @@ import sys
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,7 +122,7 @@ class Node:
             known.append(found)
         return found
 
-    def together(self, what: str, *, across: bool = False) -> AbstractContextManager[None]:
+    def together(self, what: str, *, across: bool = False) -> contextlib.AbstractContextManager[None]:
         """Encloses a collective of the node, or `across` nodes. Raises RankError if a rank's end makes it fail."""
         return (self._across if across else self._here).together(what)
 
@@ -263,13 +263,11 @@ class Node:
     def meet(self, what: str) -> None:
         """Waits until every rank of the node has called this; what they wrote before is visible. Raises RankError."""
         value = self._meetings.of(self.rank, _MET) + 1
-        self._meetings.post(_MET, value)
-        self._meetings.wait(_MET, value, what)
+        self._meetings.come(_MET, value, what)
 
     def begin_pass(self, number: int) -> None:
         """Called when this rank begins a pass with gradients, of that number. Waits until all do. Raises RankError."""
-        self._meetings.post(_PASS, number)
-        self._meetings.wait(_PASS, number, f"forward {number}")
+        self._meetings.come(_PASS, number, f"forward {number}")
 
     def break_off(self) -> None:
         """Called when this rank's backward has raised: its gradients will not come, and no one need wait for them."""
@@ -283,7 +281,7 @@ class Node:
         )
 
     def look(self, what: str = "its part of a step") -> None:
-        """Raises RankError when a rank of the node has ended, or ends within a second."""
+        """Raises RankError if a rank of the node will not come, or ends within a second."""
         for _ in range(20):
             for rank in range(self.size):
                 self.check(rank, what, 0.0, lambda: True)
@@ -385,9 +383,25 @@ class Counters:
                 looked = now
                 self._look_at(late, index, value, what, now - began, in_pass=in_pass)
 
-    def break_off(self, error: BaseException) -> None:
-        """Makes each `wait` that this rank is in, or begins later, raise `error`."""
-        self._broken = self._broken or error
+    def come(self, index: int, value: int, what: str, *, in_pass: bool = True) -> None:
+        """Posts `value`, and waits for all ranks. Where this rank has broken off, it raises that error and posts
+        nothing: others would count on this rank.
+        """
+        if self._broken is not None:
+            raise self._broken
+        self.post(index, value)
+        self.wait(index, value, what, in_pass=in_pass)
+
+    @contextlib.contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """After an error inside, this rank waits for no other: each `wait` that it is in raises the error, too, and so
+        does each later one in which it would have to wait. Ctrl-C is no such error.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._broken = self._broken or error
+            raise
 
     def _is_late(self, rank: int, index: int, value: int) -> bool:
         return self.of(rank, index) < value

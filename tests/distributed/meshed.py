@@ -939,6 +939,7 @@ def refusals() -> None:
     model = Model()
     with pytest.raises(TypeError, match="mesh is a int; give a DeviceMesh"):
         headrace.offload(model, device="cpu", mesh=2)
+    model.layers[2].linear.weight.requires_grad_(False)  # type: ignore[union-attr]
     with offloaded(model) as handle:
         anchor = torch.zeros((), requires_grad=True)
         with pytest.raises(StateError, match="checkpoint its layers"):
@@ -955,6 +956,9 @@ def refusals() -> None:
         model.zero_grad()
         model(batch(0, 0)).backward()
         assert seen == [model.head.weight]
+        model.layers[2].linear.weight.requires_grad_(True)  # type: ignore[union-attr]
+        with pytest.raises(StateError, match=r"'layers\.2\.linear\.weight' has a gradient, and no forward"):
+            checkpoint(lambda anchor: model(batch(0, 0)) + anchor, anchor, use_reentrant=True).backward()
         del handle
     alone = headrace.offload(Model(), device="cpu", device_memory=BUDGET_BYTES)
     with alone, pytest.raises(StateError, match=r"give headrace\.offload"), alone.no_sync():
@@ -993,6 +997,7 @@ def a_rank_fails(how: str) -> None:
             "ends early": "has ended",
             "leaves a collective": "its last error: ZeroDivisionError: in a collective",
             "goes on": "has gone on to forward 3",
+            "fails after a collective": "has gone on to forward 3",
         }
         text = str(raised.value).lower()
         assert f"rank {last}" in text, text
@@ -1041,12 +1046,20 @@ def fail(how: str, model: nn.Module) -> None:
         model.layers[2].register_full_backward_hook(raises("in backward"))  # type: ignore[union-attr,operator]
     if how == "leaves a collective":  # in which the others are by then
         mock.patch.object(DeviceGroup, "reduce", raises("in a collective")).start()
-    if how == "goes on":  # a loop that swallows errors
+    if how == "fails after a collective":  # when this rank has begun the next round
+        reduce, mistakes = DeviceGroup.reduce, iter([raises("after a collective")])
+
+        def fails_once(*given: Any) -> None:
+            reduce(*given)
+            next(mistakes, lambda: None)()
+
+        mock.patch.object(DeviceGroup, "reduce", fails_once).start()
+    if how == "goes on":
         for module in model.layers:
-            hook = module.register_full_backward_hook(raises("in backward"))
+            module.register_full_backward_hook(raises("in backward"))
+    if how in ("goes on", "fails after a collective"):  # a loop that swallows errors
         with contextlib.suppress(ZeroDivisionError):
             model(batch(rank, 0)).backward()
-        hook.remove()
         with contextlib.suppress(RankError):
             model(batch(rank, 0))
     elif how == "cleans up first":

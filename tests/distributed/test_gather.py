@@ -121,6 +121,7 @@ def test_as_otherwise(nursery: Nursery, tmp_path: Path, program: str) -> None:
         "raises in forward",
         "raises in backward",
         "leaves a collective",
+        "fails after a collective",
         "cleans up first",
         "ends early",
         "goes on",

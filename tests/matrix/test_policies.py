@@ -236,6 +236,27 @@ def test_compiled_layers(compute_device: torch.device) -> None:
     assert_same(outcome_of(model, handle, compute_device), two_levels(compute_device))
 
 
+@pytest.mark.extended
+def test_layers_that_torch_compile_has_wrapped(compute_device: torch.device) -> None:
+    """They are compiled within their casts."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward  # type: ignore[no-any-return]
+
+    torch.compiler.reset()
+    model, batch = seeded(Model), random_batches(1, 3, WIDTH, device=compute_device)[0]
+    offload(model, compute_device, 0.5, param_dtype={"layers.*": INTO_WIDE})
+    with torch.no_grad():
+        expected = model(batch)
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = torch.compile(layer, backend=backend)
+        for _ in range(2):
+            assert_same(model(batch), expected)
+    assert graphs
+
+
 def test_adapters_that_come_later(compute_device: torch.device) -> None:
     """They belong to the nearest module with a policy."""
     model = seeded(Model)

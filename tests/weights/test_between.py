@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -186,14 +187,32 @@ def test_lengths_stay_on_the_host(compute_device: torch.device) -> None:
         assert torch.equal(model(packed), plain(packed.to(compute_device)))  # a batch on the CPU
 
 
+def _compile_layers(decoder: Decoder) -> None:
+    for index, layer in enumerate(decoder.layers):
+        decoder.layers[index] = torch.compile(layer, backend="eager")  # type: ignore[call-overload]
+
+
+def _compile_in_place(decoder: Decoder) -> None:
+    decoder.compile(backend="eager")
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own
-def test_layers_that_are_compiled_after_offload(
-    decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device
+@pytest.mark.filterwarnings("ignore:.*compile:RuntimeWarning")  # layers that are not, or in the place of the model
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("compiles", [_compile_layers, _compile_in_place])
+def test_what_is_compiled_before_offload_or_after(
+    decoder: Decoder,
+    tokens: torch.Tensor,
+    compute_device: torch.device,
+    compiles: Callable[[Decoder], None],
+    before: bool,
 ) -> None:
     plain, tokens = copy.deepcopy(decoder).to(compute_device), tokens.to(compute_device)
+    if before:
+        compiles(decoder)
     with headrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder)) as handle:
-        for index, layer in enumerate(decoder.layers):
-            decoder.layers[index] = torch.compile(layer, backend="eager")  # type: ignore[call-overload]
+        if not before:
+            compiles(decoder)
         for _ in range(3):
             for model in (plain, decoder):
                 model.zero_grad()

@@ -123,10 +123,11 @@ class AveragedGradients(GradientFlow):
                 " average; make it a dense one: sparse=False"
             )
         _refuse_hooks(block)  # hooks that were registered since forward
-        if block not in self._places:
+        if param not in self._homes:
             raise StateError(
-                "no forward with gradients has begun on all ranks before this backward, which recomputes a whole model"
-                " (checkpoint(model, ..., use_reentrant=True)); give use_reentrant=False, or checkpoint its layers"
+                f"parameter {param.name!r} has a gradient, and no forward with gradients has begun on all ranks since"
+                " it is trained: this backward recomputes a whole model (checkpoint(model, ..., use_reentrant=True));"
+                " give use_reentrant=False, or checkpoint its layers"
             )
         if not self.synchronises:
             self._keep(self._of_this_backward, param, gradient)
@@ -259,22 +260,19 @@ class AveragedGradients(GradientFlow):
         """
         node = self._node
         with torch.no_grad(), without_overrides():
-            self._sums.land(given)
+            with self._counters.unbroken():
+                self._sums.land(given)
             said = [given.said(rank) for rank in range(node.size)]
             said[node.rank].copy_(torch.tensor(given.says, dtype=torch.uint8))
-            self._counters.post(_ARRIVED, given.number)
-            self._counters.wait(_ARRIVED, given.number, f"its gradients of {given.block.name!r}")
+            self._counters.come(_ARRIVED, given.number, f"its gradients of {given.block.name!r}")
             given.heard = torch.stack(said)  # once all have come to the next round, all have read these
             adds = given.heard & _ADDS
             uneven = (adds.amin(0) != adds.amax(0)).nonzero().flatten().tolist()
             if uneven:
                 having = [node.ranks[rank] for rank in range(node.size) if adds[rank, uneven[0]]]
                 raise _uneven(given.params[uneven[0]], f"ranks {having} alone, of {list(node.ranks)}")
-            try:
+            with self._counters.unbroken():  # others may be in a failed one until this rank ends: it waits for none
                 return self._sums.exchange(given, given.heard & _GIVES)
-            except BaseException as error:
-                self._counters.break_off(error)  # others may be in it until this rank ends: it must not wait for them
-                raise
 
     def _sum(self, given: Round, met: Job[Any]) -> list[ManagedParam]:
         """On the summing thread: sums up this rank's part of all gradients. Returns the parameters with an average."""
@@ -356,8 +354,7 @@ class AveragedGradients(GradientFlow):
         number, half, _ = self._next_round("room for what came late")
         said = [half.tensor(rank * self._half_bytes, len(mine)) for rank in range(self._node.size)]
         said[self._node.rank].copy_(mine)
-        self._counters.post(_ARRIVED, number)
-        self._counters.wait(_ARRIVED, number, "the end of its backward")
+        self._counters.come(_ARRIVED, number, "the end of its backward")
         agreed = torch.cat([torch.stack(said).amax(0), self._common.seen()])
         self._node.reduce_across(agreed, "what came late", largest=True)
         self._counters.post(_SUMMED, number)

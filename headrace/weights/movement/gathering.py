@@ -173,11 +173,8 @@ class Gathers:
         self._meter.onloaded(brought.nbytes + sum(source.nbytes for _, source in others))
 
         def others_come() -> None:
-            try:
+            with self._counters.unbroken():
                 self._counters.wait(_BEGUN, number, what)
-            except RankError as error:
-                self._counters.break_off(error)
-                raise
 
         gathered = Gathered(len(buffer), submitted, others_come)
         return gathered, gathered if others else read
@@ -233,10 +230,9 @@ class Gathers:
         """On the gather thread: the collective, once all ranks have come to it."""
         end, name = part.gathered_bytes, part.block.name
         what = _what(name)
-        try:
+        with self._counters.unbroken():
             here = brought.done  # raises what kept the part from coming, before other ranks count on it
-            self._counters.post(_ENTERED, number)
-            self._counters.wait(_ENTERED, number, what, in_pass=False)
+            self._counters.come(_ENTERED, number, what, in_pass=False)
             rows = buffer[:end].view(self._node.size, -1) if end else None
             moved = self._lanes.together(
                 CollectiveLane.GATHER, lambda: None if rows is None else self._group.gather(rows, what), end, here
@@ -245,9 +241,6 @@ class Gathers:
             if others:
                 late = self._lanes.copy(Lane.ONLOAD, others, moved.done)
                 moved = Transfer(CollectiveLane.GATHER, (), moved.nbytes, moved.begun, late.done)
-        except BaseException as error:
-            self._counters.break_off(error)
-            raise
         return moved
 
     def _fill(

@@ -203,8 +203,9 @@ class Attachment:
 
     def _site(self, module: nn.Module, name: str, inventory: Inventory) -> Site:
         own = [self._block_of[key] for key in inventory.owned.get(module, ()) if key in self._block_of]
-        compiled = module._modules.get("_orig_mod")  # of torch.compile(layer), where the layer's own call is not seen
-        mains = self._mains.get(module if compiled is None else compiled)
+        mains, compiled = self._mains.get(module), module._modules.get("_orig_mod")
+        if mains is None and compiled is not None:  # torch.compile(layer), where the layer's own call is not seen
+            mains = self._mains.get(compiled)
         needed = list(dict.fromkeys((*(mains or ()), *own)))
         streamed = [block for block in needed if block.index >= 0 and not block.travels_in_parts]
         table = needed[0] if [bool(block.row_bytes) for block in needed] == [True] and looks_rows_up(module) else None

@@ -168,8 +168,10 @@ class Managed:
         return engine.lookups.look_up(table, module, own, *args, **kwargs)
 
     def stops_compiler(self, module: nn.Module) -> bool:
-        """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
-        return self.site.encloses or self._takes_parts or not self._engine.passes.computes
+        """A compiled block may be compiled through while a visit has it bound; a model around blocks may not."""
+        if self.site.encloses or self._takes_parts or not self._engine.passes.computes:
+            return True
+        return not all(block.users for block in self.site.blocks)
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
         """Blocks are compiled in the place of a module around them."""
@@ -182,15 +184,13 @@ class Managed:
 
     def stopped(self, module: nn.Module) -> None:
         """The compiler has come to a call of the module. If torch.compile was given the module, it compiles the
-        module's blocks from now on.
+        module's blocks from now on, or what another participant that stopped it leaves of the call.
         """
-        if not self.stops_compiler(module):
-            return  # another participant has stopped it
         wrapper, self.site.compiled_by = self.site.compiled_by, None
         given: Any = None if wrapper is None else wrapper()
         if given is not None:
             compile_calls(module, given.dynamo_ctx)
-        else:
+        elif self.stops_compiler(module):
             note_not_compiled(self._engine)
 
     @property
