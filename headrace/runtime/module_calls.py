@@ -324,7 +324,7 @@ def _deepcopy(module: nn.Module, _own: Any, memo: dict[int, Any]) -> Any:
             copied = copy.deepcopy(module, memo)
         finally:
             del module.__dict__["__deepcopy__"]
-        del copied.__dict__["__deepcopy__"]
+        copied.__dict__.pop("__deepcopy__", None)  # a class may make copies without it, as that of torch.compile does
         return copied
 
 

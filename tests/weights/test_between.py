@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import headrace
-from tests.support.compare import assert_same, assert_same_gradients, gradients_of, on_cpu
+from tests.support.compare import assert_same, assert_same_gradients, assert_same_weights, gradients_of, on_cpu
 from tests.support.held import weight_bytes
 from tests.support.loops import loss_of
 from tests.support.models import Decoder, linears
@@ -220,6 +220,7 @@ def test_what_is_compiled_before_offload_or_after(
         assert_same_gradients(decoder, plain)
         assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
         assert handle.stats().onload_bytes > 3 * weight_bytes(decoder)
+        assert_same_weights(copy.deepcopy(decoder), plain)
     torch.compiler.reset()
 
 
